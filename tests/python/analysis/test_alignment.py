@@ -15,6 +15,7 @@ from ikattn.analysis import (
     alignment_scores,
     read_alignments,
     read_gold_alignments,
+    token_types,
     word_alignment,
     words_of_subwords,
 )
@@ -121,6 +122,24 @@ def one_hot_rows(columns: list[int], S: int) -> Tensor:
     map = torch.full((1, len(columns), S), 0.01)
     map[0, torch.arange(len(columns)), torch.tensor(columns)] = 1.0
     return map
+
+
+def test_the_token_of_unknown_words_is_a_word() -> None:
+    assert words_of_subwords(["[CLS]", "the", "[UNK]", "cat", "##s", "[SEP]"]) == [
+        None, 0, 1, 2, 2, None,
+    ]  # fmt: skip
+    tokens = ["▁the", "▁", "<unk>", "▁cat", "s", "</s>"]
+    assert words_of_subwords(tokens) == [0, 1, 1, 2, 2, None]
+    assert words_of_subwords(tokens, special=["<unk>", "</s>"]) == [0, 1, 1, 2, 2, None]
+    assert words_of_subwords(["eng_Latn", "▁my", "<0x0A>", "my_Var"]) == [None, 0, 0, 0]
+    assert token_types(["[CLS]", "a", "[UNK]", "</s>"]) == ["special", "word", "word", "special"]
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (2, 3, 0), (0, 3, 3), (2, 1, 3)])
+def test_empty_maps_have_no_links(shape: tuple[int, int, int]) -> None:
+    words = [[None] * shape[1]] * shape[0]
+    found = word_alignment(torch.zeros(shape), [[]] * shape[0], words, setting="AWI")
+    assert found == [set()] * shape[0]
 
 
 def test_source_subwords_are_summed() -> None:

@@ -499,12 +499,16 @@ def test_the_model_is_left_as_it_was() -> None:
         (classifier, {"target": 3}, r"must be a logit, 0 to 2, got 3"),
         (classifier, {"target": [0, 1]}, r"1 classes, one a sequence, got 2"),
         (classifier, {"target": slice(1, 2)}, r"predicts the next token"),
-        (classifier, {"target": lambda output: output.logits}, r"\[B\] = \[1\]"),
+        (
+            classifier,
+            {"target": lambda output: output.logits},
+            r"one number .* got 3 .* \[1, 5, 16\]",
+        ),
         (classifier, {"method": "decomp"}, r"method must be"),
         (classifier, {"method": "rollout"}, r"method must be"),
         (classifier, {"activation": "zo"}, r"activation must be"),
         (classifier, {"method": "alti_logit"}, r"residual stream .* take \"decompx\""),
-        (seq2seq, {"method": "alti_logit", "target": 3}, r"encoder-decoder"),
+        (seq2seq, {"method": "alti_logit", "target": 3}, r"is_encoder_decoder of T5"),
         (lambda: nn.Linear(5, 5).eval(), {}, r"must have attention|must give logits"),
     ],
 )
@@ -578,6 +582,21 @@ def test_words_and_ranks() -> None:
     assert [token.token for token in found.ranked(2)[0]] == ["##c", "a<b"]
     with pytest.raises(ValueError, match="by_words: words must hold 4"):
         found.by_words([[0]])
+    assert str(found) == (
+        "sequence 0    score\n0 [CLS]      0.5000\n1 a<b       -1.0000\n2 ##c        2.0000\n"
+        "3 d          0.2500\nbias         0.2500\nvalue        2.0000"
+    )
+
+
+def test_a_table_of_targets_apart_and_ranks_that_lack_something() -> None:
+    found = ikattn.attribute(decoder(), PROMPT, slice(3, 5), each=True)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["sequence", "0", "0", "1"]
+    assert len(lines) == 1 + 5 + 2
+    with pytest.raises(ValueError, match=r"got \[1, 2, 5\] of targets apart: .* without each="):
+        found.ranked(3)
+    with pytest.raises(ValueError, match=r"got None for found.tokens: pass tokenizer="):
+        ikattn.attribute(decoder(), PROMPT).ranked(3)
 
 
 def test_the_estimate_grows_with_length() -> None:

@@ -197,7 +197,7 @@ def test_lines_end_with_the_token_that_ends_them() -> None:
     assert found.scores.tolist() == [[7, 0, 24, 32]]  # the second line is empty
     assert found.tokens == [["a b\n\n", "", "c\n", "d"]]
     torch.testing.assert_close(found.scores.sum(-1) + found.bias, found.value)
-    with pytest.raises(ValueError, match="by_lines: the tokens must have names"):
+    with pytest.raises(ValueError, match="by_lines: tokens must have names"):
         Attribution(torch.ones(1, 2), torch.ones(1), torch.zeros(1)).by_lines()
 
 

@@ -77,7 +77,7 @@ def test_vectors_that_the_model_takes_otherwise_than_tokens_are_refused() -> Non
     model = tiny_model("GPT2ForSequenceClassification", num_labels=3)
     ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
     inputs, scores = {"input_ids": ids, "attention_mask": (ids != 0).long()}, torch.rand(2, 5)
-    with pytest.raises(ValueError, match="something else of inputs_embeds than of input_ids"):
+    with pytest.raises(ValueError, match="gives other logits for the vectors of its input"):
         faithfulness(model, inputs, scores, replace="zero")  # it tells padding by ids
 
 

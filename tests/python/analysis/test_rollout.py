@@ -321,6 +321,26 @@ def test_importance_of_a_recording_uses_its_padding() -> None:
     assert torch.equal(single, token_importance(Batch(layers), -1, layer=-2))
 
 
+def test_importance_without_self_is_that_of_the_others() -> None:
+    maps = [torch.rand(2, 4, 4).softmax(-1) for _ in range(2)]
+    whole = token_importance(maps, -1, residual=0.5)
+    others = token_importance(maps, -1, residual=0.5, without_self=True)
+    expected = whole.clone()
+    expected[:, 3] = 0
+    torch.testing.assert_close(others, expected / expected.sum(-1, keepdim=True))
+    raw = token_importance(maps, slice(1, 3), layer=0, normalize=False, without_self=True)
+    assert raw[:, 1:3].eq(0).all()
+    torch.testing.assert_close(raw[:, 0], maps[0][:, 1:3, 0].mean(1))
+    with pytest.raises(ValueError, match=r"without_self must be False .* \[1, 2, 3\]"):
+        token_importance([torch.rand(1, 2, 3)], 0, layer=0, without_self=True)
+
+
+def test_importance_of_no_sequence_is_empty() -> None:
+    assert token_importance(torch.zeros(2, 0, 0, 0), -1).shape == (0, 0)
+    with pytest.raises(ValueError, match=r"position must be in \[0, 0\) in sequence 0"):
+        token_importance(torch.zeros(2, 1, 0, 0), -1)
+
+
 def test_single_layer_importance_through_cross_attention() -> None:
     cross = torch.rand(2, 3, 5, dtype=torch.float64)
     keys = PADDING[:2]

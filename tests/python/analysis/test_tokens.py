@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 
 import ikattn
 from agreement import assert_close
-from ikattn.analysis import alti_plus, record, words_of_subwords
+from ikattn.analysis import alti_plus, record, token_types, words_of_subwords
 from ikattn.analysis._sequences import sequences
-from ikattn.analysis.tokens import readable_tokens
+from ikattn.analysis.tokens import is_special, readable_tokens
 from tiny_texts import tiny_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -59,6 +60,27 @@ def test_other_tokens_stay_what_they_are() -> None:
             return [["▁Gr", "Ã¼", "</s>"][i] for i in ids]
 
     assert readable_tokens(Pieces(), [0, 1, 2]) == ["▁Gr", "Ã¼", "</s>"]
+
+
+def test_a_tokenizer_tells_which_tokens_are_special() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["?", "<s>", ">>fra<<", "<div>", "the", "cat", "endoftext"]
+    model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "?")
+    own = tokenizers.Tokenizer(model)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, unk_token="?", bos_token="<s>", eos_token="endoftext",
+        additional_special_tokens=[">>fra<<"],
+    )  # fmt: skip
+    tokens = readable_tokens(tokenizer, range(7))
+    assert tokens == words
+    assert [is_special(token) for token in tokens] == [False, True, True, False, False, False, True]
+    assert words_of_subwords(["▁?", "<div>", *tokens[1:3]]) == [0, None, None, None]
+    assert token_types(tokens)[:4] == ["punctuation", "special", "special", "word"]
+    same = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, unk_token="<s>", eos_token="<s>", pad_token="?"
+    )  # the token of unknown words ends texts, too
+    assert [is_special(token) for token in readable_tokens(same, [0, 1, 4])] == [True, True, False]
+    assert pickle.loads(pickle.dumps(tokens))[2].is_special
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ikattn.analysis.summary import check_padding, full_precision
+from ikattn.analysis.tokens import is_special
 
 __all__ = [
     "AlignmentScores",
@@ -214,8 +215,6 @@ def alignment_error_rate(
     return alignment_scores(hypotheses, sure, possible).error_rate
 
 
-# Special tokens by their shape: </s>, <|endoftext|>, [CLS], and languages, en_XX, eng_Latn.
-_SPECIAL_SHAPE = re.compile(r"<[^<>]+>|\[[A-Z]+\d*\]|[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")
 _BEGINNINGS = ("▁", "Ġ")  # sentencepiece; byte-level BPE
 
 
@@ -232,7 +231,8 @@ def words_of_subwords(
         tokens: Of one sentence.
         begin: The mark that words begin with. None: whichever of those above the tokens bear.
         special: Tokens that belong to no word, such as a tokenizer's ``all_special_tokens``. Those
-            of the usual shapes (``</s>``, ``[CLS]``, ``<|endoftext|>``, ``en_XX``) never do.
+            of the usual shapes (``</s>``, ``[CLS]``, ``<|endoftext|>``, ``en_XX``) never do. The
+            token of unknown words (``<unk>``, ``[UNK]``) is a word, listed or not.
 
     Returns:
         A number for each token, None for a special one.
@@ -248,8 +248,8 @@ def words_of_subwords(
         [None, 0, 0, 1, None]
     """
     special = set(special)
-    is_special = [x in special or _SPECIAL_SHAPE.fullmatch(x) is not None for x in tokens]
-    own = [token for token, leaves in zip(tokens, is_special, strict=True) if not leaves]
+    is_left_out = [is_special(token, special) for token in tokens]
+    own = [token for token, leaves in zip(tokens, is_left_out, strict=True) if not leaves]
     marks = _BEGINNINGS if begin is None else (begin,)
     used = [mark for mark in marks if any(token.startswith(mark) for token in own)]
     continues = any(token.startswith("##") for token in own)
@@ -263,7 +263,7 @@ def words_of_subwords(
         )
     words: list[int | None] = []
     last, before = -1, ""
-    for token, leaves in zip(tokens, is_special, strict=True):
+    for token, leaves in zip(tokens, is_left_out, strict=True):
         if leaves:
             words.append(None)
             continue
@@ -332,6 +332,8 @@ def word_alignment(
         raise ValueError(f'word_alignment: setting must be "AWO" or "AWI", got {setting!r}')
     B, L, S = map.shape
     shift = 1 if setting == "AWI" else 0
+    if map.numel() == 0 or shift == L:
+        return [set() for _ in range(B)]
     of_keys = _word_numbers(source_words, "source_words", B, S, "S", map.device)
     of_rows = _word_numbers(target_words, "target_words", B, L - shift, "the rows", map.device)
     if key_padding is not None:

@@ -85,6 +85,13 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
     for name in names[first:]:
         map_ = maps[name].alti
         assert map_ is not None
+        of = own if recording.layers[name].kind == "self" else encoder
+        if map_.size(-1) != of.size(-2):
+            raise ValueError(
+                f"alti_plus: {name} has {map_.size(-1)} keys, where {of.size(-2)} vectors of "
+                f"{names[first - 1] if of is encoder else names[first]} were followed: it reads "
+                "something else, such as a cache, or another encoder"
+            )
         if recording.layers[name].kind == "self":
             own, source = map_ @ own, map_ @ source
         else:

@@ -17,11 +17,11 @@ from torch import Tensor
 from ikattn._library import version
 from ikattn.analysis._corpus_sums import CELLS, sums_of_layer
 from ikattn.analysis._sequences import SequenceMaps, sequences
-from ikattn.analysis.attribution.page.text import is_special, texts_of, words_of_text
+from ikattn.analysis.attribution.page.text import texts_of, words_of_text
 from ikattn.analysis.comparison._distances import Sums, add_to
 from ikattn.analysis.files import MapFileError, read_arrays, write_arrays
 from ikattn.analysis.maps import Layer, RecordedMaps
-from ikattn.analysis.tokens import Tokens
+from ikattn.analysis.tokens import Tokens, is_special
 
 __all__ = ["TOKEN_TYPES", "CorpusMeans", "CorpusSums", "token_types"]
 

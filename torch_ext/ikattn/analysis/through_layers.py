@@ -131,6 +131,7 @@ def token_importance(
     residual: Residual = None,
     query_padding: Tensor | None = None,
     key_padding: Tensor | None = None,
+    without_self: bool = False,
 ) -> Tensor:
     """How much a chosen output token draws from each input token.
 
@@ -148,6 +149,8 @@ def token_importance(
         query_padding: bool ``[B, L]``; by default what the recording knows.
         key_padding: bool ``[B, S]``; for rollout, where both are the same tokens, one of them is
             enough.
+        without_self: Leave out what the token, or the span, draws from itself, which is mostly the
+            largest part where maps hold the residual.
 
     Returns:
         ``[B, S]``, 0 at padding; with normalize it adds up to 1.
@@ -176,17 +179,27 @@ def token_importance(
             maps, layer, normalize, map, layers, residual, query_padding, key_padding
         )
         steps = [step]
-    B, L = steps[-1].shape[:2]
+    B, L, S = steps[-1].shape
     device = steps[-1].device
     if isinstance(position, slice):
         share = _share_of_span(position, of_queries, B, L, device).to(steps[-1].dtype)
         row = share.unsqueeze(1) @ steps[-1]  # [B, 1, S]
     else:
         index = token_index(position, of_queries, B, L, device)
+        share = torch.arange(L, device=index.device) == index.unsqueeze(-1)
         row = steps[-1][torch.arange(B, device=index.device), index].unsqueeze(1)
     for step in reversed(steps[:-1]):
         row = row @ step
-    return row.squeeze(1)
+    row = row.squeeze(1)
+    if not without_self:
+        return row
+    if L != S:
+        raise ValueError(
+            f"{caller}: without_self must be False where queries are not the keys, got a map of "
+            f"shape {[B, L, S]}"
+        )
+    others = row.masked_fill(share != 0, 0)
+    return row_shares(others) if normalize else others
 
 
 class RankedToken(NamedTuple):
@@ -261,16 +274,22 @@ def steps_of(
     _warn_of_with_norm(maps, map)
     _check_rows(maps, layers, caller)
     padding = padding_of(maps, layers, padding, caller)
+    B, L, S = layer_maps(maps, map=map, layers=layers, caller=caller)[0].shape
+    if L != S:
+        is_recorded = isinstance(maps, (RecordedMaps, Batch))
+        raise ValueError(
+            f"{caller}: maps must be square, of self-attention over whole sequences, got "
+            f"{[B, L, S]}"
+            + (
+                ": keys from a cache or a prefix, and those of cross-attention, are no queries of "
+                "the same call; choose with layers=, or take recording.joined()"
+                if is_recorded
+                else ""
+            )
+        )
     found = layer_maps(
         maps, map=map, layers=layers, query_padding=padding, key_padding=padding, caller=caller
     )
-    B, L, S = found[0].shape
-    if L != S:
-        raise ValueError(
-            f"{caller}: maps must be square, of self-attention over whole sequences, "
-            f"got {list(found[0].shape)}"
-            + (": choose with layers=" if isinstance(maps, (RecordedMaps, Batch)) else "")
-        )
     ratios = _mixing_ratios(maps, layers, residual, len(found), (B, L), caller)
     return [
         _with_residual(row_shares(x) if normalize else x, ratio, padding)
@@ -455,6 +474,8 @@ def token_index(
             f"token_importance: position must be in [{-int(lengths[b])}, {int(lengths[b])}) in "
             f"sequence {b}, which has {int(lengths[b])} tokens, got {int(wanted[b])}"
         )
+    if B == 0:
+        return wanted
     count = torch.where(wanted < 0, wanted + lengths, wanted) + 1
     reached = (~padding).cumsum(-1) >= count.unsqueeze(-1)
     return reached.int().argmax(-1)

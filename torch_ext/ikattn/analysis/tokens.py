@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from ikattn.analysis.maps import Batch
 
-__all__ = ["Tokens", "is_byte_level", "readable_tokens", "tokens_of_batch"]
+__all__ = ["Tokens", "is_byte_level", "is_special", "readable_tokens", "tokens_of_batch"]
 
 # For each sequence its tokens; of a single sequence the tokens themselves; or a tokenizer.
 Tokens: TypeAlias = "Sequence[Sequence[str]] | Sequence[str] | Any"
+
+# Shapes of special tokens: </s>, <|endoftext|>, [CLS], [/INST], and languages, en_XX, eng_Latn;
+# letters of sentencepiece that are written as bytes, <0x0A>, are text.
+_SPECIAL = re.compile(
+    r"<(?!0x[0-9A-F]{2}>)[^<>\s]+>|\[/?[A-Z_]+\d*\]|[a-z]{2}_[A-Z]{2}|[a-z]{3}_[A-Z][a-z]{3}"
+)
+_UNKNOWN = re.compile(r"[<\[]\|?unk(nown)?\|?[>\]]", re.IGNORECASE)
+
+
+class _Token(str):
+    """A token whose tokenizer says whether it is a special one."""
+
+    is_special: bool
+
+
+def is_special(token: str, listed: Container[str] = ()) -> bool:
+    """Whether a token is no part of the text, such as ``</s>`` and ``[CLS]``.
+
+    A token that :func:`readable_tokens` made is what its tokenizer's lists say; of others the shape
+    tells. The token in the place of an unknown word is text: it stands for a word.
+
+    Args:
+        token: As a tokenizer has it.
+        listed: Tokens that are special whatever their shape.
+    """
+    if _UNKNOWN.fullmatch(token) and not getattr(token, "is_special", False):
+        return False
+    if isinstance(token, _Token):
+        return token.is_special or token in listed
+    return token in listed or _SPECIAL.fullmatch(token) is not None
 
 
 def readable_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -21,17 +52,35 @@ def readable_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
     Byte-level tokenizers (GPT-2, RoBERTa, Llama 3, Qwen) write each byte as a letter of their own:
     "Ã¶" is "ö". A token that ends within a letter shows its bytes, as in ``\\xc3``. The mark of a
-    word's beginning stays, "Ġ" or "▁".
+    word's beginning stays, "Ġ" or "▁". Each token knows whether its tokenizer lists it as special.
 
     Args:
         tokenizer: One of transformers: it has ``convert_ids_to_tokens``.
         ids: Of one sequence.
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
-    if not is_byte_level(tokenizer):
+    special = _listed_by(tokenizer)
+    is_text = [token not in special for token in tokens]
+    if is_byte_level(tokenizer):
+        pairs = zip(tokens, is_text, strict=True)
+        tokens = [_from_bytes(token) if text else token for token, text in pairs]
+    if not hasattr(tokenizer, "all_special_tokens"):
         return tokens
-    special = set(getattr(tokenizer, "all_special_tokens", ()))
-    return [token if token in special else _from_bytes(token) for token in tokens]
+    found = [_Token(token) for token in tokens]
+    for token, text in zip(found, is_text, strict=True):
+        token.is_special = not text
+    return list(found)
+
+
+def _listed_by(tokenizer: Any) -> set[str]:
+    """The special tokens by a tokenizer's lists, without one that only stands for unknown words."""
+    roles = dict(getattr(tokenizer, "special_tokens_map", None) or {})
+    unknown = str(roles.pop("unk_token", None) or getattr(tokenizer, "unk_token", None))
+    named = {str(token) for token in roles.values() if not isinstance(token, (list, tuple))}
+    listed = {str(token) for token in getattr(tokenizer, "all_special_tokens", ())}
+    added = dict(getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
+    listed |= {str(token) for token in added if getattr(token, "special", False)}
+    return named | (listed - {unknown})
 
 
 def tokens_of_batch(

@@ -37,8 +37,9 @@ class Writings:
         block = run.plan.parts.block
         if run.attention.kind != "self" or block != "pre":
             raise ValueError(
-                'attribute: "alti_logit" needs blocks that add to a residual stream (pre-norm '
-                f'decoders), got {run.name}, whose block is {block!r}: take "decompx"'
+                'attribute: "alti_logit" needs self-attention whose block adds to a residual '
+                f"stream (pre-norm), got {run.name}, {run.attention.kind}-attention whose block "
+                f'is {block!r}: take "decompx"'
             )
         assert run.projection is not None
         assert run.maps is not None
@@ -67,5 +68,11 @@ class Writings:
         """What each token of the input wrote, ``[B, S]``."""
         written, _ = self._layers[-1]
         for below, map_ in reversed(self._layers[:-1]):
-            written = below + (written.unsqueeze(1) @ map_.to(written.dtype))[:, 0]
-        return written
+            written = below + (self._of_tokens(written, map_).unsqueeze(1) @ map_.to(written))[:, 0]
+        return self._of_tokens(written, self._layers[0][1])
+
+    @staticmethod
+    def _of_tokens(written: Tensor, map_: Tensor) -> Tensor:
+        """What the layer's tokens wrote, without keys that stand before them, such as a prefix."""
+        L, S = map_.shape[-2:]
+        return written[:, S - L :]

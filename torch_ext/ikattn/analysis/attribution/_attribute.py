@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.modes import without_compiled_code
 from ikattn.analysis._recorder.record import recorded
 from ikattn.analysis.alti_plus import alti_plus
 from ikattn.analysis.attribution._alti_logit import Writings
 from ikattn.analysis.attribution._linear import (
-    TOLERANCES,
     Activation,
     LinearModel,
     activations_as_one,
+    tolerance_of,
 )
 from ikattn.analysis.attribution._model import (
     Stack,
     alone,
     attention_of,
-    called_linear,
     checkpointed,
     frozen_parameters,
     last_hidden,
@@ -38,6 +38,7 @@ from ikattn.analysis.attribution._model import (
     stacks_of,
     takes,
 )
+from ikattn.analysis.attribution._places import places_of_tokens, readers_of
 from ikattn.analysis.attribution._targets import (
     Choice,
     Target,
@@ -55,6 +56,7 @@ from ikattn.analysis.attribution._texts import (
 from ikattn.analysis.attribution.attribution import Attribution
 from ikattn.analysis.attribution.cost import MUCH, activation_bytes
 from ikattn.analysis.attribution.zeroing import value_zeroing
+from ikattn.analysis.maps import RecordedMaps
 from ikattn.analysis.summary import row_shares
 from ikattn.analysis.through_layers import rollout
 
@@ -87,7 +89,7 @@ def attribute(
     g is the gradient of that linear map, so that one backward pass gives every token's part: no
     vector of a pair of tokens is ever made. It works with any model whose attention can be found,
     and with encoder-decoders, whose two inputs both have parts. Parts that do not add up to the
-    logit, because the model computes something that is not understood, are an error.
+    logit, because the model calls a function that is not linear and has no rule, are an error.
 
     ``"alti_logit"`` (Ferrando et al., ACL 2023), for models whose blocks add to a residual stream:
     what the attention of each layer writes into the logit directly, token by token, followed back
@@ -112,7 +114,8 @@ def attribute(
             input; an int, a token that may come next; None, the one that it predicts. Of other
             logits ``[B, L, V]``: ``(position, class)``, class None: the predicted one. With a
             tokenizer: another text than "answer", which is the continuation or a class's label.
-            Otherwise a function of the model's output that gives ``[B]``.
+            Otherwise a function of the model's output that gives ``[B]``, taken by its tangent:
+            what that leaves of the value is in ``bias``. Positions count without padding.
         method: See above.
         against: A class or token whose logit is taken off: why this one rather than that. With a
             tokenizer also as text.
@@ -129,7 +132,8 @@ def attribute(
         TypeError: model is no module.
         ValueError: A target that the model has not, a model in training, unknown names, a value
             that is not finite.
-        RuntimeError: Parts that do not add up; the message says how far off they are.
+        RuntimeError: Parts that do not add up; the message says how far off they are. A call inside
+            torch.func, torch.compile or a checkpointed block.
 
     Example:
         >>> import pytest, torch, ikattn
@@ -154,9 +158,7 @@ def attribute(
         raise ValueError(f'attribute: activation must be "slope" or "tangent", got {activation!r}')
     if each and kind != "decompx":
         raise ValueError('attribute: each needs method="decompx"')
-    if model.training:
-        raise ValueError("attribute: model must be in eval mode, got one in training")
-    with alone, torch.inference_mode(False), without_compiled_code():
+    with alone(model, _CALLER):
         if isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs):
             inputs, answer_begins = encoded(model, inputs, tokenizer, _CALLER)
             if target is None and predicts_next(model):
@@ -173,6 +175,7 @@ def attribute(
             found = _decompose(task, each, activation)
         else:
             found = _alti_logit(task) if kind == "alti_logit" else _roll_out(task, map_)
+        found = _of_given_tokens(found, task)
     found.method = method
     are_tokens = predicts_next(model)
     found.label(tokenizer, task.source_ids(), task.choice.ids if are_tokens else [])
@@ -232,20 +235,47 @@ class _Task(NamedTuple):
         choice = choose(target, against, logits, tokens, mask, is_next)
         return _Task(model, named, choice, is_seq2seq, given[0] if given else None)
 
-    def values(self) -> Tensor:
-        """The numbers chosen, ``[n, B]``, of a call of the model."""
-        options, kept = dict(self.inputs), None
+    def values(self, linear: LinearModel | None = None) -> Tensor:
+        """The numbers chosen, ``[n, B]``, of a call of the model, or of its linear map."""
+        options: dict[str, Any] = {}
+        kept = None
         positions = sorted({i for own in self.choice.positions for i in own})
         if positions and self.choice.function is None and takes(self.model, "logits_to_keep"):
             kept = positions
             options["logits_to_keep"] = torch.tensor(kept)
-        if takes(self.model, "use_cache"):
-            options.setdefault("use_cache", False)
-        return self.choice.values(self.model(**options), kept, _CALLER)
+        if takes(self.model, "use_cache") and "use_cache" not in self.inputs:
+            options["use_cache"] = False
+        with nullcontext() if linear is None else linear:
+            output = self.output(**options)
+        return self.choice.values(output, kept, _CALLER, linear)
+
+    def is_unnamed(self, stack: Stack) -> bool:
+        """Whether a stack read something else than a vector for each id that was given."""
+        ids = self.source_ids()[0]
+        return ids is None or stack.source is None or stack.source.shape[:2] != ids.shape
+
+    def output(self, **options: Any) -> Any:
+        """What the model gives with other arguments in place of some."""
+        return self.model(**{**self.inputs, **options})
 
     def source_ids(self) -> list[Tensor | None]:
         names = ["input_ids", "decoder_input_ids"] if self.is_seq2seq else ["input_ids"]
         return [self.inputs.get(name) for name in names]
+
+
+def _of_given_tokens(found: Attribution, task: _Task) -> Attribution:
+    """The scores of the tokens that were given; the part of all other vectors is in ``bias``."""
+    kept, rest = [found.scores, found.prefix_scores], found.bias
+    for n, (ids, scores) in enumerate(zip(task.source_ids(), kept, strict=False)):
+        if ids is None or scores is None or ids.size(-1) == scores.size(-1):
+            continue
+        stacks, W = stacks_of(task.model, _CALLER), scores.size(-1)
+        places = places_of_tokens(task.model, stacks, ids, W, task.values)
+        if places is not None:
+            own = scores[..., places.to(scores.device)]
+            kept[n], rest = own, rest + scores.sum(-1) - own.sum(-1)
+    assert kept[0] is not None
+    return replace(found, scores=kept[0], prefix_scores=kept[1], bias=rest)
 
 
 def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -260,6 +290,8 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
     for name, x in named.items():
         if isinstance(x, Tensor) and x.numel() == 0:
             raise ValueError(f"attribute: inputs[{name!r}] must hold a token, got {list(x.shape)}")
+        if isinstance(x, Tensor) and x.is_inference():
+            named[name] = x.clone()
     return named
 
 
@@ -271,9 +303,7 @@ def _with_answer(named: dict[str, Any], ids: Sequence[int], name: str) -> Any:
         raise ValueError(
             "attribute: with token ids as target, sequences must be padded on the left, not right"
         )
-    before = named[name].size(1) if mask is None else None
-    changed = with_answer(named, ids, name)
-    return changed, slice(-len(ids), None) if before is None else slice(before, None)
+    return with_answer(named, ids, name), slice(-len(ids), None)
 
 
 # --- DecompX
@@ -283,57 +313,110 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     model = task.model
     with torch.no_grad():
         is_known = task.plain is not None
-        expected = task.choice.values(task.plain, None, _CALLER) if is_known else task.values()
+        expected = (
+            task.choice.values(task.plain, None, _CALLER, None) if is_known else task.values()
+        )
     expected = expected.double()  # [n, B]
     if not bool(expected.isfinite().all()):
         raise ValueError(f"attribute: the value must be finite, got {expected.sum(0).tolist()}")
-    stacks = stacks_of(model, _CALLER)
-    linear = LinearModel(activation)
+    B, stacks, linear = expected.size(1), stacks_of(model, _CALLER), LinearModel(activation)
     with ExitStack() as opened:
-        order: list[Stack] = []  # as they run
-        for stack in stacks:
-            opened.enter_context(replaced(stack, partial(_entering, order, stack)))
+        entered: list[tuple[Stack, torch.Size]] = []  # as they run
         if activation_bytes(stacks, task.inputs) > MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
         opened.enter_context(frozen_parameters(model))
+        readers = stacks
+        if len(stacks) > 1 and not task.is_seq2seq:
+            readers = readers_of(model, stacks, task.inputs, task.output)
+        make = partial(_entering, entered, B, readers, len(stacks) == 1)
+        for stack in stacks:
+            opened.enter_context(replaced(stack, partial(make, stack)))
         opened.enter_context(activations_as_one(model, linear))
         opened.enter_context(torch.enable_grad())
-        with linear:
-            values = task.values()
-        if not values.requires_grad:
-            raise RuntimeError("attribute: what is attributed does not depend on the tokens")
-        ran = order if task.is_seq2seq else [stack for stack in stacks if stack in order]
-        sources = [stack.source for stack in ran if stack.source is not None]
-        if not sources or values.size(1) != sources[0].size(0):
-            wanted = sources[0].size(0) if sources else 0
+        values = task.values(linear)
+        order = [stack for stack, _ in entered]
+        ran = order
+        if not task.is_seq2seq:  # first the stack of which tokens are known
+            ran = sorted((stack for stack in stacks if stack in order), key=task.is_unnamed)
+        read = [stack.source for stack in ran]
+        sources = [x for x in read if x is not None and x.is_leaf and x.requires_grad]
+        if not sources:
+            shapes = ", ".join(f"{stack.name or 'it'} with {list(x)}" for stack, x in entered)
             raise ValueError(
-                f"attribute: target must give [B] = [{wanted}] numbers, one a sequence, "
-                f"got {values.size(1)}"
+                f"attribute: target must give one number for each sequence, got {B} numbers; "
+                f"called were, of {type(model).__name__}, {shapes or 'no blocks'}"
             )
+        if not values.requires_grad:
+            raise RuntimeError(
+                "attribute: the value does not depend on the vectors of tokens by operations that "
+                f"have gradients: a module from {ran[-1].name or type(model).__name__} on detaches "
+                "or rounds numbers, or computes in an autograd function of its own"
+            )
+        turned = [_has_tokens_first(x, values) for x in sources]
         asked = list(values.sum(1)) if each else [values.sum()]
         rows: list[list[Tensor]] = []
         for row, value in enumerate(asked):
             linear.clear()
-            gradients = torch.autograd.grad(
-                value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
-            )
-            rows.append(_parts(gradients, sources))
-            _check_sum(rows[-1], float(value.detach()), linear, sources[0])
+            try:
+                gradients = torch.autograd.grad(
+                    value, sources, retain_graph=row + 1 < len(asked), allow_unused=True
+                )
+            except CheckpointError as error:
+                raise RuntimeError(
+                    f"attribute: {type(model).__name__} runs blocks in torch.utils.checkpoint, "
+                    "which runs them once more in the backward pass, where they are no linear map: "
+                    "call the model without it, by model.gradient_checkpointing_disable()"
+                ) from error
+            parts = _parts(gradients, sources)
+            _check_sum(parts, float(value.detach()), linear, sources[0], model)
+            pairs = zip(parts, turned, strict=True)
+            rows.append([part.mT if is_turned else part for part, is_turned in pairs])
     values = values.detach().double()
     if not each:
         values, expected = values.sum(0, keepdim=True), expected.sum(0, keepdim=True)
-    found = _found(rows, values.T, expected.T, sources[0])
-    return found if each else _alone(found)
+    return _found(rows, values.T, expected.T, sources[0], task, each)
 
 
-def _entering(order: list[Stack], stack: Stack, x: Tensor) -> Tensor:
-    order.append(stack)
+def _entering(
+    entered: list[tuple[Stack, torch.Size]],
+    B: int,
+    readers: Sequence[Stack],
+    is_only: bool,
+    stack: Stack,
+    x: Tensor,
+) -> Tensor:
+    """What a stack is called with: a leaf, where it reads the vectors of B sequences.
+
+    What other stacks read is taken as it is: what an earlier one made, or the patches of all
+    pictures in a row, which enter the vectors of tokens.
+    """
+    entered.append((stack, x.shape))
+    if stack not in readers and x.requires_grad:
+        return x
+    is_of_tokens = x.dim() > 2 and B in x.shape[:2]
+    if not is_of_tokens and not (is_only and B == 1 and x.dim() == 2):
+        return x
     return x.detach().requires_grad_()
 
 
+def _has_tokens_first(x: Tensor, values: Tensor) -> bool:
+    """Whether blocks read ``[S, B, D]``: told by what the first sequence's number depends on."""
+    B = values.size(1)
+    if x.dim() != 3 or B == 1 or x.size(0) != x.size(1):
+        return x.dim() == 3 and x.size(0) != B
+    number = values[:, 0].sum()
+    (gradient,) = torch.autograd.grad(number, x, retain_graph=True, allow_unused=True)
+    return gradient is not None and bool((gradient[1:] != 0).any())
+
+
 def _found(
-    rows: Sequence[Sequence[Tensor]], values: Tensor, expected: Tensor, source: Tensor
+    rows: Sequence[Sequence[Tensor]],
+    values: Tensor,
+    expected: Tensor,
+    source: Tensor,
+    task: _Task,
+    each: bool,
 ) -> Attribution:
     """Of n targets.
 
@@ -342,87 +425,76 @@ def _found(
         values: ``[B, n]``, those of the linear map.
         expected: ``[B, n]``, those of the model.
         source: A vector that enters the model.
+        task: What was asked.
+        each: Whether targets stay apart; otherwise there is one.
 
     Raises:
         RuntimeError: The values are not the same.
     """
     parts = [torch.stack(own, 1) for own in zip(*rows, strict=True)]  # [B, n, S] each
     used = parts  # what an encoder adds may be nothing
-    if len(parts) > 2:
+    if len(parts) > 2 or not task.is_seq2seq:
         used = [part for part in parts if bool((part != 0).any())] or parts[:1]
+    name = type(task.model).__name__
     if len(used) > 2:
-        raise RuntimeError(f"attribute: {len(used)} stacks of blocks read tokens, two at most can")
+        raise RuntimeError(
+            f"attribute: the value depends on what enters {len(used)} stacks of blocks of {name}; "
+            "of two at most there are scores"
+        )
     size = torch.stack([part.abs().sum(-1) for part in parts]).sum(0) + values.abs()
     off = float(((values - expected).abs() / size.clamp_min(1e-30)).max())
-    if not off <= _tolerance(source):
+    if not off <= tolerance_of(source):
         raise RuntimeError(
-            f"attribute: the linear map gives another value than the model, {off:.2g} of its parts "
-            "off: the model computes something that is not understood"
+            f"attribute: the linear map of {name} gives {values.sum():.6g} where the model gave "
+            f"{expected.sum():.6g}, {off:.2g} of its parts off: a function of torch's that it "
+            "calls is replaced by another, or two calls of it differ"
         )
     bias = values - torch.stack([part.sum(-1) for part in used]).sum(0)
-    scores, prefix = used[0], used[1] if len(used) > 1 else None
-    kept = [
-        None if x is None else _narrowed(x, source.dtype) for x in (scores, values, bias, prefix)
-    ]
-    assert kept[0] is not None
-    assert kept[1] is not None
-    assert kept[2] is not None
-    return Attribution(kept[0], kept[1], kept[2], prefix_scores=kept[3])
 
+    def asked(x: Tensor) -> Tensor:
+        x = x if each else x[:, 0]
+        return x if source.dtype == torch.float64 else x.float()
 
-def _alone(found: Attribution) -> Attribution:
-    """Of the only target."""
-    prefix = found.prefix_scores
-    return Attribution(
-        found.scores[:, 0],
-        found.value[:, 0],
-        found.bias[:, 0],
-        prefix_scores=None if prefix is None else prefix[:, 0],
-    )
+    prefix = asked(used[1]) if len(used) > 1 else None
+    return Attribution(asked(used[0]), asked(values), asked(bias), prefix_scores=prefix)
 
 
 def _parts(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor]:
     """What each source token adds, ``[B, S]`` for each stack, in float64."""
     parts = []
     for gradient, x in zip(gradients, sources, strict=True):
+        x = x if x.dim() > 2 else x.unsqueeze(0)
         if gradient is None:
             parts.append(x.new_zeros(x.shape[:-1], dtype=torch.float64).flatten(1))
             continue
-        products = gradient.detach().double() * x.detach().double()
+        gradient = gradient.detach().double().view(x.shape)
+        products = gradient * x.detach().double()
         # what nothing reads may hold NaN
         parts.append(products.masked_fill(gradient == 0, 0).sum(-1).flatten(1))
     return parts
 
 
-def _check_sum(parts: Sequence[Tensor], value: float, linear: LinearModel, source: Tensor) -> None:
+def _check_sum(
+    parts: Sequence[Tensor], value: float, linear: LinearModel, source: Tensor, model: nn.Module
+) -> None:
     """Raises RuntimeError where tokens and constants do not add up to the value."""
     total = sum(float(part.sum()) for part in parts)
     constants, lost = linear.constants, linear.lost
     size = sum(float(part.abs().sum()) for part in parts) + abs(constants) + abs(value)
-    allowed = _tolerance(source) * max(size, 1e-30)
+    allowed = tolerance_of(source) * max(size, 1e-30)
+    name = type(model).__name__
     if not abs(lost) <= allowed:
         raise RuntimeError(
             f"attribute: {lost:.4g} of the value {value:.4g} comes from numbers that depend on the "
-            "tokens but are added as biases are: the model computes something "
-            "that is not understood"
+            f"tokens but are added as biases are: {name} adds what {linear.adds_results_of} gave, "
+            'of which there is no linear map; "rollout:MAP" needs none'
         )
     if not abs(total + constants - value) <= allowed:
         raise RuntimeError(
             f"attribute: parts do not add up: tokens {total:.6g} and biases {constants:.6g} are "
-            f"not the value {value:.6g}: the model computes something that is not understood"
+            f"not the value {value:.6g}: {name} calls a function that is not linear in the vectors "
+            'of tokens and has no rule here; "rollout:MAP" needs no linear map'
         )
-
-
-def _tolerance(source: Tensor) -> float:
-    """How far parts may be from adding up in the type in which the model computes."""
-    device = source.device.type
-    under_autocast = torch.is_autocast_enabled(device) and source.dtype == torch.float32
-    dtype = torch.get_autocast_dtype(device) if under_autocast else source.dtype
-    return TOLERANCES.get(dtype, 5e-2)
-
-
-def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if dtype == torch.float64 else x.float()
 
 
 # --- ALTI-Logit and rollout
@@ -431,7 +503,8 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _alti_logit(task: _Task) -> Attribution:
     if task.is_seq2seq:
         raise ValueError(
-            'attribute: "alti_logit" is of decoders, not of an encoder-decoder: take "decompx"'
+            'attribute: "alti_logit" is of decoders alone, and config.is_encoder_decoder of '
+            f'{type(task.model).__name__} is set: take "decompx"'
         )
     stack, gradient, values = _hidden_gradients(task)
     writings, layers = Writings(gradient), attention_of(task.model, stack)
@@ -446,28 +519,31 @@ def _roll_out(task: _Task, map_: str) -> Attribution:
     stack, gradient, values = _hidden_gradients(task)
     share = row_shares(gradient.norm(dim=-1))  # of each token, [B, L]
     nothing = values.new_full(values.shape, float("nan"))
-    if task.is_seq2seq:
-        if map_ != "alti":
-            raise ValueError(
-                'attribute: of an encoder-decoder "rollout:alti" is the only rollout, got '
-                f'"rollout:{map_}"'
-            )
-        with torch.no_grad(), recorded(task.model, ("alti",)) as recording:
-            task.values()
-        pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(recording))
-        scores, prefix = (x[:, 0] for x in pair)
-        return Attribution(scores, values, nothing, prefix_scores=prefix)
-    if map_ == "value_zeroing":
+    if map_ == "value_zeroing" and not task.is_seq2seq:
         flow = rollout(value_zeroing(task.model, task.inputs))
-    else:
-        own = attention_of(task.model, stack)
-        with torch.no_grad(), recorded(task.model, (map_,), layers=own) as recording:
+        return Attribution((share.to(flow).unsqueeze(1) @ flow)[:, 0], values, nothing)
+
+    def record_of(layers: list[str] | None) -> RecordedMaps:
+        with torch.no_grad(), recorded(task.model, (map_,), layers=layers) as recording:
             task.values()
-        layers = [name for name, layer in recording.layers.items() if layer.kind == "self"]
+        return recording
+
+    recording = None if task.is_seq2seq else record_of(attention_of(task.model, stack))
+    layers = {} if recording is None else recording.layers
+    crossing = [name for name, layer in layers.items() if layer.kind == "cross"]
+    if recording is not None and not crossing:
         residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
-        flow = rollout(recording, map=map_, layers=layers, residual=residual)
-    scores = (share.to(flow).unsqueeze(1) @ flow)[:, 0]
-    return Attribution(scores, values, nothing)
+        flow = rollout(recording, map=map_, layers=list(layers), residual=residual)
+        return Attribution((share.to(flow).unsqueeze(1) @ flow)[:, 0], values, nothing)
+    if map_ != "alti":
+        raise ValueError(
+            f"attribute: {type(task.model).__name__} has cross-attention"
+            f'{", " + crossing[0] if crossing else ""}, through which only "rollout:alti" goes, '
+            f'got "rollout:{map_}"'
+        )
+    pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(record_of(None)))
+    scores, prefix = (x[:, 0] for x in pair)
+    return Attribution(scores, values, nothing, prefix_scores=prefix)
 
 
 def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
@@ -480,15 +556,43 @@ def _hidden_gradients(task: _Task) -> tuple[Stack, Tensor, Tensor]:
     Raises:
         RuntimeError: What follows the last block does not add up to the values.
     """
-    stacks, linear = stacks_of(task.model, _CALLER), LinearModel()
-    with last_hidden(stacks) as made, called_linear(task.model, linear):
-        values = task.values()
-        if not values.requires_grad:
-            raise RuntimeError("attribute: what is attributed does not depend on the last block")
+    model, linear = task.model, LinearModel()
+    with ExitStack() as opened:
+        made = opened.enter_context(last_hidden(stacks_of(model, _CALLER)))
+        opened.enter_context(frozen_parameters(model))
+        opened.enter_context(activations_as_one(model, linear))
+        opened.enter_context(torch.enable_grad())
+        values = task.values(linear)
         leaves = [leaf for _, leaf in made]
-        gradients = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
-        _check_sum(_parts(gradients, leaves), float(values.detach().sum()), linear, leaves[-1])
-    gradient = gradients[-1]
-    if gradient is None:
-        raise RuntimeError("attribute: what is attributed does not depend on the last block")
-    return made[-1][0], gradient, values.detach().sum(0)
+        if not leaves:
+            names = ", ".join(stack.name for stack in stacks_of(model, _CALLER))
+            raise RuntimeError(
+                f"attribute: the last block of {names or 'the model'} made no tensor"
+            )
+        last = made[-1][0]
+        ran, readers = [stack for stack, _ in made], [last]
+        if len(ran) > 1 and not task.is_seq2seq:
+            readers = readers_of(model, ran, task.inputs, task.output)
+        if last not in readers:
+            raise ValueError(
+                f"attribute: rollouts and ALTI-Logit follow one stack of blocks, and {last.name} "
+                f'reads what {ran[-2].name} made: take "decompx"'
+            )
+        gradients: Sequence[Tensor | None] = [None]
+        if values.requires_grad:
+            gradients = torch.autograd.grad(
+                values.sum(), leaves, retain_graph=True, allow_unused=True
+            )
+        gradient = gradients[-1]
+        if gradient is None:
+            raise RuntimeError(
+                "attribute: the value does not depend on what the last block of "
+                f"{last.name or type(model).__name__} makes by operations with gradients"
+            )
+        value = float(values.detach().sum())
+        _check_sum(_parts(gradients, leaves), value, linear, leaves[-1], model)
+        if gradient.dim() == 2 and values.size(1) == 1:
+            gradient = gradient.unsqueeze(0)
+        elif _has_tokens_first(leaves[-1], values):
+            gradient = gradient.transpose(0, 1)
+    return last, gradient, values.detach().sum(0)

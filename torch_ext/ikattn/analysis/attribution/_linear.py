@@ -27,13 +27,13 @@ from ikattn.analysis._recorder.hooks import Hook
 
 __all__ = [
     "SUMS",
-    "TOLERANCES",
     "Activation",
     "LinearModel",
     "activations_as_one",
     "body_of",
     "detached",
     "name_of",
+    "tolerance_of",
 ]
 
 Activation: TypeAlias = Literal["slope", "tangent"]
@@ -46,6 +46,10 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, tor
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
+
+# What torch calls the second operand of a function of two, and the factors of a sum with a product.
+_SECOND = ("other", "exponent", "mat2", "vec", "vec2", "tensor")
+_FACTORS = ("mat1", "batch1", "mat2", "batch2")
 
 # By the names that torch gives to its functions, of tensors and of modules alike.
 _ACTIVATIONS = _names(
@@ -71,8 +75,18 @@ _QUOTIENTS = _names(
     div divide true_divide truediv rtruediv rdiv
     """
 )
+_JOINS = _names("cat concat concatenate stack hstack vstack")
+_NOT_ZERO_AT_ZERO = _names("pow float_power clamp clamp_min clamp_max hardtanh")
 SUMS = frozenset(["add", "radd", "sub", "subtract", "rsub"])
 _IN_PLACE = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ipow", "imatmul"])
+
+
+def tolerance_of(x: Tensor) -> float:
+    """How far parts of ``x`` may be from adding up in the type in which the model computes."""
+    device = x.device.type
+    under_autocast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
+    dtype = torch.get_autocast_dtype(device) if under_autocast else x.dtype
+    return TOLERANCES.get(dtype, 5e-2)
 
 
 class _WithConstant(torch.autograd.Function):
@@ -114,8 +128,9 @@ class LinearModel(TorchFunctionMode):
         self.activation = activation
         self._constants: list[Tensor] = []
         self._lost: list[Tensor] = []
-        # Fixed numbers that depend on the tokens, and what is made of them alone.
+        # Fixed numbers that depend on the tokens, and what is made of them, by which function.
         self._fixed: Any = WeakTensorKeyDictionary()
+        self._functions_added: dict[str, None] = {}
 
     @property
     def constants(self) -> float:
@@ -127,20 +142,26 @@ class LinearModel(TorchFunctionMode):
         """What fixed numbers have added since ``clear`` that are no constants."""
         return _sum_of(self._lost)
 
+    @property
+    def adds_results_of(self) -> str:
+        """The functions whose results are the fixed numbers that were added."""
+        return ", ".join(self._functions_added)
+
     def clear(self) -> None:
-        """Before another backward pass."""
+        """Forgets what a backward pass has added, before another one."""
         self._constants.clear()
         self._lost.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = _first_two_in_place(args, dict(kwargs or {}))
         name = name_of(func)
         changes_first = _is_in_place(func) or (name in _IN_PLACE)
         name = name[1:] if name in _IN_PLACE else name
         rule = self._rule(name)
-        if rule is None:
+        is_empty = bool(args) and isinstance(args[0], Tensor) and args[0].numel() == 0
+        if rule is None or is_empty:
             if name == "multi_head_attention_forward":  # written in Python: its parts can be seen
                 with self:
                     return body_of(func)(*args, **kwargs)
@@ -155,7 +176,10 @@ class LinearModel(TorchFunctionMode):
             return before.copy_(own)
         result = rule(func, *args, **kwargs)
         self._follow(name, args, kwargs, result)
-        return result
+        calls_it = rule in (self._attention, self._product)  # what func has made, or sums of it
+        if calls_it or not self._depends(result):
+            return result
+        return _laid_out(result, func, args, kwargs)
 
     def _rule(self, name: str) -> Callable[..., Any] | None:
         if name in _ACTIVATIONS:
@@ -185,6 +209,7 @@ class LinearModel(TorchFunctionMode):
             "attention_from_features": self._attention,
             "softmax_mean_weights": self._attention,
             "dropout": self._dropout,
+            **dict.fromkeys(_JOINS, self._join),
         }
         return others.get(name)
 
@@ -203,15 +228,16 @@ class LinearModel(TorchFunctionMode):
         if name.startswith("new") or name.endswith("like"):  # which take a size and a type
             return
         outputs = [x for x in _tensors_in(result) if not x.requires_grad and x.is_floating_point()]
-        if outputs and any(
-            x.requires_grad or x in self._fixed for x in _tensors_in((args, kwargs))
-        ):
-            for x in outputs:
-                self._fixed[x] = True
+        if not outputs:
+            return
+        for given in _tensors_in((args, kwargs)):
+            if given.requires_grad or given in self._fixed:
+                self._as_fixed(outputs, self._fixed.get(given, name))
+                return
 
-    def _as_fixed(self, x: Any) -> Any:
+    def _as_fixed(self, x: Any, name: str) -> Any:
         for each in _tensors_in(x):
-            self._fixed[each] = True
+            self._fixed[each] = name
         return x
 
     def _depends(self, x: Any) -> bool:
@@ -225,8 +251,14 @@ class LinearModel(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.activation == "tangent":
             return self._tangent(lambda y: func(y, *rest, **kwargs), x)
-        slope = self._keep(lambda: slope_of(x, func(x.detach(), *rest, **kwargs)))
-        return x * slope
+
+        def at_point() -> tuple[Tensor, Tensor | None]:
+            y = func(x.detach(), *rest, **kwargs)
+            is_zero = name_of(func) not in _NOT_ZERO_AT_ZERO
+            return slope_of(x, y), None if is_zero else torch.where(x.detach() == 0, y, 0)
+
+        slope, at_zero = self._keep(at_point)
+        return self._with_constant(x * slope, at_zero)
 
     def _tangent(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         def at_point() -> tuple[Tensor, Tensor]:
@@ -243,7 +275,7 @@ class LinearModel(TorchFunctionMode):
         if not any(self._depends(x) for x in _tensors_in((args, kwargs))):
             return func(*args, **kwargs)
         args, kwargs = detached(args), detached(kwargs)
-        return self._as_fixed(self._keep(lambda: func(*args, **kwargs)))
+        return self._as_fixed(self._keep(lambda: func(*args, **kwargs)), name_of(func))
 
     def _product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         where = [i for i, x in enumerate(args) if self._depends(x)]
@@ -267,31 +299,53 @@ class LinearModel(TorchFunctionMode):
         if len(own) > 1 and self._depends(own[divisor]):
             own[divisor] = self._keep(lambda: args[divisor].detach())
             result = func(*own, **kwargs)
-            return result if self._depends(args[1 - divisor]) else self._as_fixed(result)
+            return result if self._depends(args[1 - divisor]) else self._as_fixed(result, name)
         return func(*args, **kwargs)
 
     def _sum(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         x: Any
         y: Any
-        x, y = args[0], args[1] if len(args) > 1 else kwargs.get("other")
+        x, y = args[0], args[1]
         own, other = self._depends(x), self._depends(y)
         if own == other or not isinstance(x, Tensor):
             return func(*args, **kwargs)
         name, alpha = name_of(func), kwargs.get("alpha", 1)
-        if "sub" in name:
-            sign = {"sub": (1, -1), "subtract": (1, -1), "rsub": (-1, 1)}[name]
-        else:
-            sign = (1, 1)
-        parts = (x if sign[0] == 1 else -x, y if sign[1] * alpha == 1 else y * (sign[1] * alpha))
-        moving, constant = parts if own else parts[::-1]
+        factors = {"sub": (1, -alpha), "subtract": (1, -alpha), "rsub": (-alpha, 1)}
+        a, b = factors.get(name, (1, alpha))
         other_part = y if own else x
+        x, y = x if a == 1 else x * a, y if b == 1 else y * b
+        moving, constant = (x, y) if own else (y, x)
         is_fixed = isinstance(other_part, Tensor) and other_part in self._fixed
+        if is_fixed:
+            self._functions_added[self._fixed[other_part]] = None
         return self._with_constant(moving, constant, is_fixed=is_fixed)
 
-    def _linear(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not self._depends(x):
-            return func(x, weight, bias)  # type: ignore[no-any-return]
-        return self._with_constant(func(x, weight), bias)
+    def _join(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tensors side by side, of which some may be constants."""
+        moving = [self._depends(x) for x in tensors]
+        if all(moving) or not any(moving):
+            return func(tensors, *args, **kwargs)
+
+        def alone(kept: list[bool]) -> Any:
+            pairs = zip(tensors, kept, strict=True)
+            return func([x if own else torch.zeros_like(x) for x, own in pairs], *args, **kwargs)
+
+        result = alone(moving)
+        for is_fixed in (False, True):
+            own = [
+                not m and (x in self._fixed) == is_fixed
+                for x, m in zip(tensors, moving, strict=True)
+            ]
+            if any(own):
+                result = self._with_constant(result, alone(own), is_fixed=is_fixed)
+        return result
+
+    def _linear(
+        self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        if not self._depends(input):
+            return func(input, weight, bias)  # type: ignore[no-any-return]
+        return self._with_constant(func(input, weight), bias)
 
     def _addmm(
         self,
@@ -302,7 +356,7 @@ class LinearModel(TorchFunctionMode):
         alpha: float = 1,
         **named: Any,
     ) -> Tensor:
-        both = [*factors, *named.values()]
+        both = [*factors, *(named[name] for name in _FACTORS if name in named)]
         x, y = both[0], both[1]
         product = self._product(torch.matmul, x, y)
         product = product if alpha == 1 else product * alpha
@@ -310,11 +364,11 @@ class LinearModel(TorchFunctionMode):
         return self._sum(torch.add, product, bias)  # type: ignore[no-any-return]
 
     def _convolution(
-        self, func: Any, x: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **kwargs: Any
+        self, func: Any, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **kwargs: Any
     ) -> Tensor:
-        if not self._depends(x):
-            return func(x, weight, bias, *rest, **kwargs)  # type: ignore[no-any-return]
-        made = func(x, weight, None, *rest, **kwargs)
+        if not self._depends(input):
+            return func(input, weight, bias, *rest, **kwargs)  # type: ignore[no-any-return]
+        made = func(input, weight, None, *rest, **kwargs)
         shape = (-1,) + (1,) * (weight.dim() - 2)
         return self._with_constant(made, None if bias is None else bias.view(shape))
 
@@ -322,84 +376,80 @@ class LinearModel(TorchFunctionMode):
         self,
         func: Any,
         x: Tensor,
-        shape: Any,
+        normalized_shape: Any,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         eps: float = 1e-5,
         *rest: Any,
+        **kwargs: Any,
     ) -> Tensor:
         if not self._depends(x):
-            return func(x, shape, weight, bias, eps)  # type: ignore[no-any-return]
-        axes = list(range(-len(shape), 0))
+            return func(x, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
+        axes = list(range(-len(normalized_shape), 0))
 
         def inverse() -> Tensor:
-            own = x.detach() if x.dtype == torch.float64 else x.detach().float()
-            return (own.var(axes, correction=0, keepdim=True) + eps).rsqrt()
+            return (_wide(x).var(axes, correction=0, keepdim=True) + eps).rsqrt()
 
-        y = x - x.mean(axes, keepdim=True)
-        y = (y * self._keep(inverse)).to(x.dtype)
+        y = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
         y = y if weight is None else y * weight
-        return self._with_constant(y, bias)
+        return self._with_constant(y, bias).to(x.dtype)
 
     def _rms_norm(
         self,
         func: Any,
         x: Tensor,
-        shape: Any,
+        normalized_shape: Any,
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
         if not self._depends(x):
-            return func(x, shape, weight, eps)  # type: ignore[no-any-return]
-        axes = list(range(-len(shape), 0))
+            return func(x, normalized_shape, weight, eps)  # type: ignore[no-any-return]
+        axes = list(range(-len(normalized_shape), 0))
 
         def inverse() -> Tensor:
-            own = x.detach() if x.dtype == torch.float64 else x.detach().float()
             smallest = torch.finfo(x.dtype).eps if eps is None else eps
-            return (own.square().mean(axes, keepdim=True) + smallest).rsqrt()
+            return (_wide(x).square().mean(axes, keepdim=True) + smallest).rsqrt()
 
-        y: Tensor = (x * self._keep(inverse)).to(x.dtype)
-        return y if weight is None else y * weight
+        y: Tensor = x * self._keep(inverse)
+        return (y if weight is None else y * weight).to(x.dtype)
 
     def _group_norm(
         self,
         func: Any,
         x: Tensor,
-        groups: int,
+        num_groups: int,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not self._depends(x):
-            return func(x, groups, weight, bias, eps)  # type: ignore[no-any-return]
-        own = x.unflatten(1, (groups, -1)).flatten(2)
-        y = self._layer_norm(F.layer_norm, own, own.shape[2:], None, None, eps).view(x.shape)
-        shape = (-1,) + (1,) * (x.dim() - 2)
-        y = y if weight is None else y * weight.view(shape)
-        return self._with_constant(y, None if bias is None else bias.view(shape))
-
-    def _batch_norm(
-        self,
-        func: Any,
-        x: Tensor,
-        mean: Tensor | None,
-        variance: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
         eps: float = 1e-5,
         *rest: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        rest = (momentum, eps, *rest)
         if not self._depends(x):
-            same: Tensor = func(x, mean, variance, weight, bias, training, *rest)
+            return func(x, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
+        own = x.unflatten(1, (num_groups, -1)).flatten(2)
+        y = self._layer_norm(F.layer_norm, own, own.shape[2:], None, None, eps).reshape(x.shape)
+        shape = (-1,) + (1,) * (x.dim() - 2)
+        y = y if weight is None else y * weight.view(shape)
+        return self._with_constant(y, None if bias is None else bias.view(shape)).to(x.dtype)
+
+    def _batch_norm(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._depends(x):
+            same: Tensor = func(x, *args, **kwargs)
             return same
-        if training or mean is None or variance is None:
-            raise ValueError("attribute: the model must be in eval mode, without batch statistics")
+        names = ["running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
+        if func is torch.batch_norm:
+            names = [*names[2:4], *names[:2], *names[4:]]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        mean, variance = given.get("running_mean"), given.get("running_var")
+        if given.get("training") or mean is None or variance is None:
+            raise ValueError(
+                "attribute: batch_norm must run in eval mode, with running_mean and running_var: "
+                "its statistics are those of the batch, which mix sequences"
+            )
+        own: dict[str, Any] = {n: given[n] for n in ("weight", "bias", "eps") if n in given}
         with torch.no_grad():
-            zero = func(torch.zeros_like(x[:1]), mean, variance, weight, bias, False, *rest)
-        y = func(x, torch.zeros_like(mean), variance, weight, None, False, *rest)
+            zero = F.batch_norm(torch.zeros_like(x[:1]), mean, variance, **own)
+        y = F.batch_norm(x, torch.zeros_like(mean), variance, **own | {"bias": None})
         return self._with_constant(y, zero)
 
     def _normalize(
@@ -429,6 +479,10 @@ class LinearModel(TorchFunctionMode):
         if training and p > 0:
             raise ValueError("attribute: the model must be in eval mode, without dropout")
         return x
+
+    def plus_constant(self, x: Tensor, constant: Tensor) -> Tensor:
+        """``x`` plus what is to count as a bias, outside of the linear map."""
+        return _WithConstant.apply(x, constant, self._constants)  # type: ignore[no-any-return, no-untyped-call]
 
     def _with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
         """``x`` plus a constant, a tensor or a number."""
@@ -470,11 +524,25 @@ def activations_as_one(model: nn.Module, linear: LinearModel) -> Iterator[None]:
             handle.remove()
 
 
+def _laid_out(x: Tensor, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """What stands for torch's result, in the order in memory that torch's own has."""
+    if x.is_contiguous() and all(y.is_contiguous() for y in _tensors_in((args, kwargs))):
+        return x
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        like = func(*args, **kwargs)
+    return x if like.stride() == x.stride() else torch.empty_like(like).copy_(x)
+
+
 def _sum_of(parts: list[Tensor]) -> float:
     by_device: dict[torch.device, list[Tensor]] = {}
     for part in parts:
         by_device.setdefault(part.device, []).append(part)
     return sum(float(torch.stack(own).sum()) for own in by_device.values())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The values of ``x`` in float32 at least."""
+    return x.detach() if x.dtype == torch.float64 else x.detach().float()
 
 
 def slope_of(x: Tensor, y: Tensor) -> Tensor:
@@ -486,6 +554,17 @@ def slope_of(x: Tensor, y: Tensor) -> Tensor:
 def name_of(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     return name.split(".")[0].strip("_")
+
+
+def _first_two_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments, the first operands by place where they were given by name."""
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    if not args and "tensors" in kwargs:
+        args = (kwargs.pop("tensors"),)
+    if len(args) == 1 and "mat1" not in kwargs:
+        args += tuple(kwargs.pop(name) for name in _SECOND if name in kwargs)
+    return args, kwargs
 
 
 def _is_in_place(func: Any) -> bool:
@@ -528,6 +607,8 @@ def detached(x: Any) -> Any:
         return x.detach()
     if type(x) in (tuple, list):
         return type(x)(detached(each) for each in x)
+    if hasattr(x, "_fields"):
+        return type(x)(*(detached(each) for each in x))
     if type(x) is dict:
         return {name: detached(each) for name, each in x.items()}
     return x

@@ -8,17 +8,19 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis._recorder.modes import without_compiled_code
 from ikattn.analysis._recorder.resolvers import find_attention
 from ikattn.analysis.attribution._linear import LinearModel, activations_as_one
 
@@ -29,6 +31,7 @@ __all__ = [
     "called_linear",
     "checkpointed",
     "frozen_parameters",
+    "is_of_batch",
     "last_hidden",
     "logits_of",
     "replaced",
@@ -37,9 +40,54 @@ __all__ = [
     "the_stack_of",
 ]
 
-# Of what changes a model for a while: two threads would meet each other's hooks.
-alone = threading.RLock()
+_LOCK = threading.RLock()  # two threads would meet each other's hooks
 _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
+
+
+@contextmanager
+def alone(model: nn.Module, caller: str) -> Iterator[None]:
+    """Calls of the model in this context are those of one thread, and of the model as written.
+
+    There is no inference mode, whose tensors have no gradients, no graph of torch.compile, none of
+    torch's fused layers, which hide their parts, and no weight that autocast has kept.
+
+    Raises:
+        ValueError: The model is in training, or was made in inference mode.
+        RuntimeError: A transform of torch.func, or a compiled function, calls it.
+    """
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    if is_transformed or torch.compiler.is_compiling():
+        within = "a transform of torch.func" if is_transformed else "a function of torch.compile"
+        raise RuntimeError(
+            f"{caller}: it takes gradients of its own, and was called inside {within}, which does "
+            "not let it: call it outside"
+        )
+    if model.training:
+        raise ValueError(f"{caller}: model must be in eval mode, got one in training")
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_inference():
+            raise ValueError(
+                f"{caller}: {name} was made in torch.inference_mode, and has no gradients outside "
+                "of it: load the model, or convert it by .to, outside of inference_mode"
+            )
+    is_cached = torch.is_autocast_cache_enabled()
+    with ExitStack() as opened:
+        for context in (_LOCK, torch.inference_mode(False), without_compiled_code()):
+            opened.enter_context(context)
+        opened.enter_context(BaseTorchFunctionMode())
+        opened.callback(torch.set_autocast_cache_enabled, is_cached)
+        torch.set_autocast_cache_enabled(False)
+        yield
+
+
+def check_graph(module: nn.Module) -> None:
+    """Raises RuntimeError where a module that is to have a graph runs without one."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"attribution: {type(module).__name__} runs in torch.no_grad, of the model's own or of "
+            "torch.utils.checkpoint with use_reentrant=True, and has no gradients: call the model "
+            "without it"
+        )
 
 
 @dataclass
@@ -73,34 +121,56 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
             lists = [i for i, module in enumerate(path) if isinstance(module, nn.Sequential)][:1]
         at = lists[-1] if lists and lists[-1] > 0 else len(path)
         holder = path[at] if at < len(path) else model
+        # of lists in a list, which nobody calls, the blocks
+        block = next(module for module in path[:at][::-1] if not isinstance(module, nn.ModuleList))
         stack = stacks.setdefault(holder, Stack([], names.get(holder, "")))
-        if path[at - 1] not in stack.blocks:
-            stack.blocks.append(path[at - 1])
+        if block not in stack.blocks:
+            stack.blocks.append(block)
     if len(stacks) > 1:
         stacks.pop(model, None)  # an attention beside the lists, such as one that pools
     if not stacks:
-        raise ValueError(f"{caller}: model must have attention, got {type(model).__name__}")
+        raise ValueError(
+            f"{caller}: model must have attention, nn.MultiheadAttention or a module that calls "
+            f"transformers' interface or scaled_dot_product_attention, got {type(model).__name__}"
+        )
     return list(stacks.values())
 
 
 def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> Stack:
-    """The only list of blocks of a model in eval mode that is called with tensors of one batch.
+    """The only list of blocks of a model that is called with tensors of one batch.
 
     Raises:
         ValueError: It is not so.
     """
     if not isinstance(inputs, Mapping):
         raise ValueError(f"{caller}: inputs must be arguments by name, got {type(inputs).__name__}")
-    if model.training:
-        raise ValueError(f"{caller}: model must be in eval mode, got one in training")
     stacks = stacks_of(model, caller)
     if len(stacks) != 1:
         names = ", ".join(stack.name for stack in stacks)
-        raise ValueError(f"{caller}: model must be one stack of blocks, got {names}")
-    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    if not tensors or any(x.dim() == 0 or x.size(0) != tensors[0].size(0) for x in tensors):
-        raise ValueError(f"{caller}: inputs must be tensors of one batch")
+        raise ValueError(
+            f"{caller}: model must be one stack of blocks, got {names}: take one, such as "
+            "model.get_encoder(), with inputs of its own"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+            raise ValueError(
+                f"{caller}: model must take [B, S, D], and {name or 'it'} has batch_first=False, "
+                "[S, B, D]: make the model with batch_first=True, which has the same parameters"
+            )
+    shapes = {name: list(x.shape) for name, x in inputs.items() if is_of_batch(name, x)}
+    if not shapes or any(not x or x[0] != next(iter(shapes.values()))[0] for x in shapes.values()):
+        raise ValueError(
+            f"{caller}: inputs must be tensors whose first axis is the batch, got {shapes}"
+        )
+    if any(0 in x for x in shapes.values()):
+        raise ValueError(f"{caller}: inputs must hold a token, got {shapes}")
     return stacks[0]
+
+
+def is_of_batch(name: str, x: Any) -> bool:
+    """Whether an argument is a tensor of each sequence, not one mask of pairs for all."""
+    is_of_pairs = name in ("mask", "src_mask", "attn_mask") and getattr(x, "ndim", 0) == 2
+    return isinstance(x, Tensor) and not is_of_pairs
 
 
 def _mixers(
@@ -131,6 +201,7 @@ def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
         x = first_tensor(args, kwargs)
         if stack.source is not None or x is None:
             return None
+        check_graph(module)
         y = stack.source = make(x)
         changed = tuple(y if each is x else each for each in args)
         return changed, {name: y if each is x else each for name, each in kwargs.items()}
@@ -156,8 +227,11 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
         x = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(x, Tensor):
             return None
+        check_graph(module)
         leaf = x.detach().requires_grad_()
         found.append((stack, leaf))
+        if hasattr(output, "_fields"):
+            return output._replace(**{output._fields[0]: leaf})
         return (leaf, *output[1:]) if isinstance(output, (tuple, list)) else leaf
 
     handles = [
@@ -242,6 +316,8 @@ def logits_of(output: Any, caller: str) -> Tensor:
         found = output
     if not isinstance(found, Tensor) or found.dim() not in (2, 3):
         kind = type(output).__name__
+        if isinstance(found, Tensor):
+            kind = f"logits {list(found.shape)}"
         raise ValueError(
             f"{caller}: the model must give logits [B, V] or [B, L, V], got {kind}: take one with "
             "a head, or a function of its output as target"

@@ -106,7 +106,11 @@ class Replay(LinearModel):
             return self._kept[-1]
         assert self._next is not None
         if self._next >= len(self._kept):
-            raise RuntimeError(f"{self._caller}: the model computes otherwise when called again")
+            raise RuntimeError(
+                f"{self._caller}: the model fixed {len(self._kept)} numbers in its first call and "
+                "asks for more in a second one with the same inputs: it does not compute the same "
+                "in each call"
+            )
         self._next += 1
         return self._kept[self._next - 1]
 
@@ -126,18 +130,20 @@ class Replay(LinearModel):
             return {name: self._with_waiting(each) for name, each in x.items()}
         return x
 
-    def _linear(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not self._depends(x):
-            return super()._linear(func, x, weight, bias)
+    def _linear(
+        self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        if not self._depends(input):
+            return super()._linear(func, input, weight, bias)
         is_out = self._last_was("attention")
         self._note("linear")
         is_shared = self._next is not None and self._biases == "absdot" and not self._is_whole
         if not is_shared or bias is None or self._own is not None:
-            return super()._linear(func, x, weight, bias)
-        made: Tensor = func(x, weight)
+            return super()._linear(func, input, weight, bias)
+        made: Tensor = func(input, weight)
         if self._next_is("attention"):  # weights add up to 1: it comes through as it is
-            last = torch.arange(x.size(0), device=x.device) == x.size(0) - 1
-            return made + bias * last.view(-1, *(1,) * (x.dim() - 1))
+            last = torch.arange(made.size(0), device=made.device) == made.size(0) - 1
+            return made + bias * last.view(-1, *(1,) * (made.dim() - 1))
         if not is_out:
             return self._shared(made, bias)
         self._waiting[made] = bias.detach()
@@ -181,7 +187,8 @@ class Replay(LinearModel):
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
-                f"{self._caller}: the attention {name_of(func)} does not tell its weights"
+                f"{self._caller}: the model calls {name_of(func)}, which gives no weights to fix; "
+                "scaled_dot_product_attention, or a softmax, does"
             )
 
         def weights() -> Tensor:
@@ -199,7 +206,8 @@ class Replay(LinearModel):
             return x
         if is_fixed:
             raise NotImplementedError(
-                f"{self._caller}: a number that depends on the tokens is added as biases are"
+                f"{self._caller}: the model adds what {self.adds_results_of or 'a function'} made "
+                "of the tokens, of which there is no linear map"
             )
         c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
         if self._is_whole:

@@ -5,13 +5,15 @@ Sizes: B batch, L tokens that logits belong to, V logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ikattn.analysis.attribution._linear import LinearModel
 from ikattn.analysis.attribution._model import logits_of
 
 __all__ = ["Choice", "Target", "choose", "predicts_next", "with_answer"]
@@ -39,19 +41,24 @@ class Choice:
     against: int | None = None
     function: Callable[[Any], Tensor] | None = None
 
-    def values(self, output: Any, kept: Sequence[int] | None, caller: str) -> Tensor:
+    def values(
+        self, output: Any, kept: Sequence[int] | None, caller: str, linear: LinearModel | None
+    ) -> Tensor:
         """The numbers, ``[n, B]``: those of a sequence that has fewer are 0.
 
         Args:
             output: What the model gave.
             kept: Positions that it gave logits of; None: all.
             caller: For errors.
+            linear: Takes up what the tangent of a function leaves; None: the output is no linear
+                map's.
         """
         if self.function is not None:
-            made = self.function(output)
-            if not isinstance(made, Tensor) or made.dim() > 2 or not made.is_floating_point():
-                raise ValueError(f"{caller}: target must give a tensor [] or [B], got {made!r:.60}")
-            return made.reshape(1, -1)
+            made = _numbers(self.function, output, caller)
+            if linear is not None:
+                rest = _rest_of_tangent(self.function, output, caller)
+                made = linear.plus_constant(made - rest, rest)
+            return made.unsqueeze(0)
         logits = logits_of(output, caller)
         V = logits.size(-1)
         if self.against is not None and not 0 <= self.against < V:
@@ -71,6 +78,58 @@ class Choice:
                 found = found - own[:, self.against]
             rows.append(nn.functional.pad(found, (0, n - len(ids))))
         return torch.stack(rows, 1)
+
+
+def _numbers(function: Callable[[Any], Tensor], output: Any, caller: str) -> Tensor:
+    """What a function made of an output, ``[B]``."""
+    made = function(output)
+    if not isinstance(made, Tensor) or made.dim() > 2 or not made.is_floating_point():
+        got = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else repr(made)[:60]
+        raise ValueError(f"{caller}: target must give a tensor of numbers, [] or [B], got {got}")
+    return made.reshape(-1)
+
+
+def _rest_of_tangent(function: Callable[[Any], Tensor], output: Any, caller: str) -> Tensor:
+    """What a function gives less its gradient times the output, ``[B]``: 0 of a linear one."""
+    leaves: dict[int, tuple[Tensor, Tensor]] = {}
+    made = _numbers(function, _on_leaves(output, leaves), caller)
+    if not leaves:
+        return made
+    if not made.requires_grad:
+        raise ValueError(
+            f"{caller}: target gives numbers without a gradient in the model's output: it detaches "
+            "or rounds them, or reads numbers of the output that have none"
+        )
+    points = [leaf for _, leaf in leaves.values()]
+    rest = made.detach().double().clone()
+    for b, number in enumerate(made):
+        gradients = torch.autograd.grad(number, points, retain_graph=True, allow_unused=True)
+        for gradient, x in zip(gradients, points, strict=True):
+            if gradient is not None:
+                products = gradient.double() * x.detach().double()
+                rest[b] -= products.masked_fill(gradient == 0, 0).sum()
+    return rest.to(made.dtype)
+
+
+def _on_leaves(x: Any, leaves: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """A copy of an output whose tensors are leaves; the same tensor is the same leaf."""
+    if isinstance(x, Tensor):
+        if not x.requires_grad:
+            return x
+        return leaves.setdefault(id(x), (x, x.detach().requires_grad_()))[1]
+    if isinstance(x, (tuple, list)):
+        each = [_on_leaves(one, leaves) for one in x]
+        return type(x)(*each) if hasattr(x, "_fields") else type(x)(each)
+    if isinstance(x, Mapping) or hasattr(x, "__dict__"):
+        copied = copy.copy(x)
+        if isinstance(copied, MutableMapping):
+            for name, one in x.items():
+                copied[name] = _on_leaves(one, leaves)
+        else:
+            for name, one in vars(x).items():
+                vars(copied)[name] = _on_leaves(one, leaves)
+        return copied
+    return x
 
 
 def predicts_next(model: Any) -> bool:
@@ -152,7 +211,7 @@ def _span(
     if tokens is None or not is_next:
         raise ValueError(
             "attribute: a span of tokens as target needs a model that predicts the next token and "
-            "is given token ids"
+            f"is given token ids, got {'no ids' if tokens is None else 'another model'}"
         )
     if span.step not in (None, 1):
         raise ValueError(f"attribute: target must be a span without a step, got {span}")

@@ -152,6 +152,11 @@ def with_first_token(model: Any, named: dict[str, Any]) -> dict[str, Any]:
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     if not is_pair or named.get("decoder_input_ids") is not None:
         return named
-    tokens = named["input_ids"]
-    start = tokens.new_full((tokens.size(0), 1), model.config.decoder_start_token_id)
+    tokens, first = named["input_ids"], model.config.decoder_start_token_id
+    if first is None:
+        raise ValueError(
+            f"attribute: {type(model).__name__} has no config.decoder_start_token_id, which its "
+            "decoder would begin with: set it, or give decoder_input_ids"
+        )
+    start = tokens.new_full((tokens.size(0), 1), first)
     return {**named, "decoder_input_ids": start}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis.attribution._linear import TOLERANCES
-from ikattn.analysis.attribution._model import Stack
+from ikattn.analysis.attribution._linear import tolerance_of
+from ikattn.analysis.attribution._model import Stack, is_of_batch
 
 __all__ = [
     "check_vectors",
@@ -30,9 +30,13 @@ __all__ = [
 
 def sequences_of(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The arguments of each sequence of the batch."""
-    count = next(x for x in inputs.values() if isinstance(x, Tensor)).size(0)
+    count = next(x for name, x in inputs.items() if is_of_batch(name, x)).size(0)
+    with torch.inference_mode(False):
+        own = {
+            n: x.clone() if is_of_batch(n, x) and x.is_inference() else x for n, x in inputs.items()
+        }
     return [
-        {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        {name: x[b : b + 1] if is_of_batch(name, x) else x for name, x in own.items()}
         for b in range(count)
     ]
 
@@ -44,7 +48,7 @@ def run_many(model: nn.Module, inputs: dict[str, Any], count: int, caller: str) 
         NotImplementedError: It mixes sequences of a batch, as experts do.
     """
     many = {
-        name: x.expand(count, *x.shape[1:]) if isinstance(x, Tensor) else x
+        name: x.expand(count, *x.shape[1:]) if is_of_batch(name, x) else x
         for name, x in inputs.items()
     }
     try:
@@ -84,10 +88,11 @@ def check_vectors(model: nn.Module, found: Tensor, expected: Tensor, caller: str
     """Raises RuntimeError where vectors of tokens are not, together, what the model made."""
     size = expected.abs().max().clamp_min(1e-30)
     off = float((found.double() - expected.double()).abs().max() / size)
-    if not off <= TOLERANCES.get(expected.dtype, 5e-2):
+    if not off <= tolerance_of(expected):
         raise RuntimeError(
-            f"{caller}: vectors do not add up to what the blocks made, {off:.2g} of the largest "
-            f"number off: {type(model).__name__} computes something that is not understood"
+            f"{caller}: vectors of tokens do not add up to what the blocks of "
+            f"{type(model).__name__} made, {off:.2g} of the largest number off: a block calls a "
+            "function that is not linear in them and has no rule here"
         )
 
 

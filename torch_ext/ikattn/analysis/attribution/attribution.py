@@ -22,11 +22,14 @@ __all__ = ["Attribution"]
 class Attribution:
     """The part that each token of the input has in a number that the model gave.
 
+    ``print`` shows it as a table.
+
     Attributes:
         scores: ``[B, S]``, or ``[B, n, S]`` for n targets apart. Padding has 0, unless
             the target reads it.
         value: ``[B]`` or ``[B, n]``, what was attributed: the sum of the targets' logits.
-        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" what biases add; with
+        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" what biases add, and
+            vectors that the model puts beside the tokens it was given; with
             "alti_logit" what feed-forward parts, the token's own vector and biases add. NaN where
             scores are shares that add up to 1 ("rollout").
         prefix_scores: Of an encoder-decoder those of the decoder's tokens, ``[B, L]``.
@@ -117,12 +120,15 @@ class Attribution:
         for names in self._names("by_lines"):
             texts = texts_of(names, byte_level=self.byte_level)
             before = accumulate((text.count("\n") for text in texts[:-1]), initial=0)
-            lines.append(list(before))
+            lines.append(list(before)[: len(names)])
         return self._summed(lines, are_texts=True)
 
     def _names(self, function: str) -> list[list[str]]:
         if self.tokens is None:
-            raise ValueError(f"{function}: the tokens must have names: attribute with tokenizer=")
+            raise ValueError(
+                f"{function}: tokens must have names, got None for found.tokens: pass tokenizer= "
+                "to attribute, or set them, a list for each sequence"
+            )
         return self.tokens
 
     def _summed(self, words: Sequence[Sequence[int | None]], *, are_texts: bool) -> Attribution:
@@ -170,13 +176,43 @@ class Attribution:
         Raises:
             ValueError: Targets are apart, or no tokenizer named the tokens.
         """
-        if self.scores.dim() != 2 or self.tokens is None:
-            raise ValueError("ranked: scores must be [B, S], and their tokens known")
+        if self.scores.dim() != 2:
+            raise ValueError(
+                f"ranked: scores must be [B, S], got {list(self.scores.shape)} of targets apart: "
+                "attribute without each=True"
+            )
         ranked = []
-        for row, names in zip(self.scores, self.tokens, strict=True):
+        for row, names in zip(self.scores, self._names("ranked"), strict=True):
             order = row.abs().argsort(descending=True, stable=True)[:top]
             ranked.append([RankedToken(names[i], float(row[i]), i) for i in order.tolist()])
         return ranked
+
+    def __str__(self) -> str:
+        """A table of the scores of each token, with what they and the bias add up to."""
+        parts = [("", self.scores, self.tokens)]
+        if self.prefix_scores is not None:
+            parts.append(("prefix ", self.prefix_scores, self.prefix_tokens))
+        lines: list[tuple[str, ...]] = []
+        for b in range(self.scores.size(0)):
+            titles = ["score"]
+            if self.scores.dim() == 3:
+                n = self.scores.size(1)
+                known = self.target_tokens
+                titles = [str(i) for i in range(n)] if known is None else known[b]
+                titles = [*titles, *[""] * (n - len(titles))]
+            lines.append((f"sequence {b}", *titles))
+            for kind, scores, names in parts:
+                rows = scores[b] if scores.dim() == 3 else scores[b : b + 1]
+                for j, row in enumerate(rows.mT.tolist()):
+                    name = f"{j}" if names is None else f"{j} {names[b][j]}"
+                    lines.append((kind + name, *(f"{x:.4f}" for x in row)))
+            for kind, x in (("bias", self.bias), ("value", self.value)):
+                lines.append((kind, *(f"{one:.4f}" for one in x[b].reshape(-1).tolist())))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+            for line in lines
+        )
 
     def to_html(self, path: str | os.PathLike[str], *, title: str | None = None) -> int:
         """Writes one page that shows the text coloured by its scores, and loads nothing.

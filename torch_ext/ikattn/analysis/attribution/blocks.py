@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis._recorder.modes import without_compiled_code
 from ikattn.analysis.attribution._linear import Activation
 from ikattn.analysis.attribution._model import Stack, alone, called_linear, the_stack_of
 from ikattn.analysis.attribution._replay import BlockReplay
@@ -88,7 +87,7 @@ def block_maps(
     stack = the_stack_of(model, inputs, _CALLER)
     items = []
     for item in sequences_of(inputs):
-        with alone, torch.inference_mode(False), without_compiled_code():
+        with alone(model, _CALLER):
             items.append(_of_blocks(model, item, stack, scope, activation, sources))
     return torch.stack(items, 1)
 

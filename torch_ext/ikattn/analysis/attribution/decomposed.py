@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.modes import without_compiled_code
 from ikattn.analysis.attribution._linear import Activation
 from ikattn.analysis.attribution._model import (
     Stack,
@@ -76,7 +75,7 @@ def decomposed_norms(
     Raises:
         ValueError: Unknown names, several stacks of blocks, a model in training.
         RuntimeError: The vectors do not add up to what the model computed.
-        NotImplementedError: The model mixes tokens in a way that cannot be fixed.
+        NotImplementedError: The model calls attention that has no weights to fix.
 
     Example:
         >>> import torch
@@ -93,7 +92,7 @@ def decomposed_norms(
     stack = the_stack_of(model, inputs, _CALLER)
     items = []
     for item in sequences_of(inputs):
-        with alone, torch.inference_mode(False), without_compiled_code():
+        with alone(model, _CALLER):
             items.append(_of_sequence(model, item, stack, biases, activation, sources))
     return torch.stack(items, 1)
 

@@ -124,6 +124,8 @@ def faithfulness(
         )
     if model.training:
         raise ValueError(f"{_CALLER}: model must be in eval mode, got one in training")
+    if ids.numel() == 0:
+        raise ValueError(f"{_CALLER}: inputs['input_ids'] must hold a token, got {list(ids.shape)}")
     if replace not in ("mask", "zero", "drop"):
         raise ValueError(f'{_CALLER}: replace must be "mask", "zero" or "drop", got {replace!r}')
     if replace == "mask" and mask_id is None:
@@ -203,8 +205,9 @@ class _Asked:
             size = logits.abs().max().clamp_min(1e-30)
             if again.shape != logits.shape or float((again - logits).abs().max() / size) > 1e-2:
                 raise ValueError(
-                    f"{_CALLER}: the model makes something else of inputs_embeds than of input_ids "
-                    '(it scales embeddings, or tells padding by ids): take replace="mask" or "drop"'
+                    f"{_CALLER}: {type(self.model).__name__} gives other logits for the vectors of "
+                    "its input embeddings, as inputs_embeds, than for input_ids: take "
+                    'replace="mask" or "drop"'
                 )
             return again
         return logits

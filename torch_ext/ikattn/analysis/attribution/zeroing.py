@@ -18,9 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ikattn._memory import takes_memory_for
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis._recorder.modes import without_compiled_code
 from ikattn.analysis.attribution._linear import body_of, name_of
 from ikattn.analysis.attribution._model import Stack, alone, takes, the_stack_of
+from ikattn.analysis.attribution._vectors import sequences_of
 from ikattn.analysis.summary import row_shares
 
 __all__ = ["value_zeroing"]
@@ -51,12 +51,12 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
 
     Args:
         model: In eval mode, one stack of blocks.
-        inputs: Tensors of one batch, by name.
+        inputs: Tensors of one batch, by name; ``mask`` and ``src_mask`` of two axes are of pairs.
         together: How many tokens go together.
 
     Returns:
         ``[N, B, L, S]``, rows add up to 1; :func:`ikattn.rollout` multiplies them. Rows and columns
-        of padding (``attention_mask``) are 0.
+        of padding (``attention_mask``, ``src_key_padding_mask``) are 0.
 
     Raises:
         ValueError: Several stacks of blocks, a model in training.
@@ -74,18 +74,27 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
     stack = the_stack_of(model, inputs, _CALLER)
     if together < 1:
         raise ValueError(f"{_CALLER}: together must be 1 or more, got {together}")
-    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    mask = inputs.get("attention_mask")
     found = []
-    with alone, without_compiled_code():
-        for b in range(tensors[0].size(0)):
-            item = {n: x[b : b + 1] if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    with alone(model, _CALLER):
+        for item in sequences_of(inputs):
             maps = torch.stack([each.maps(together) for each in _runs(model, item, stack)])
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                away = mask[b] == 0
+            away = _padding_of(item)
+            if away is not None:
                 maps = maps.masked_fill(away | away[:, None], 0)
             found.append(row_shares(maps))
     return torch.stack(found, 1)
+
+
+def _padding_of(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Which tokens of a sequence are padding, bool ``[S]``, by transformers' mask or torch's."""
+    for name, mask in inputs.items():
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            continue
+        if name == "attention_mask":
+            return mask[0] == 0
+        if name.endswith("padding_mask"):
+            return mask[0] == -torch.inf if mask.is_floating_point() else mask[0].bool()
+    return None
 
 
 class _Run:
@@ -98,7 +107,11 @@ class _Run:
         """Cosine distances, ``[L, S]``."""
         x = first_tensor(self._args, self._kwargs)
         if x is None or x.dim() != 3:
-            raise NotImplementedError(f"{_CALLER}: blocks must be called with [B, L, D]")
+            got = "no tensor" if x is None else list(x.shape)
+            raise NotImplementedError(
+                f"{_CALLER}: blocks must be called with [B, L, D], and {type(self._block).__name__}"
+                f" was with {got}"
+            )
         plain = self._output(self._args, self._kwargs)
         if together > 1 and not self._can_be_many(x):
             together = 1
@@ -106,11 +119,13 @@ class _Run:
         for first in range(0, x.size(1), together):
             keys = torch.arange(first, min(first + together, x.size(1)), device=x.device)
             args, kwargs = self._many(x, len(keys))
-            with _Zeroed(keys) as zeroed, torch.enable_grad():  # not torch's fused layer
+            with _Zeroed(keys) as zeroed:
                 output = self._output(args, kwargs).detach()
             if not zeroed.has_seen:
                 raise NotImplementedError(
-                    f"{_CALLER}: the attention of {type(self._block).__name__} was not seen"
+                    f"{_CALLER}: {type(self._block).__name__} called no attention whose weights "
+                    "are told from its values: neither scaled_dot_product_attention nor a product "
+                    "with what softmax gave"
                 )
             columns.append(1 - F.cosine_similarity(output, plain, dim=-1))
         distances = torch.cat(columns).mT
@@ -118,10 +133,14 @@ class _Run:
         return distances.masked_fill(distances < 16 * torch.finfo(distances.dtype).eps, 0)
 
     def _many(self, x: Tensor, count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with ``x`` as often as this."""
-        many = x.expand(count, -1, -1)
-        kwargs = {name: many if each is x else each for name, each in self._kwargs.items()}
-        return tuple(many if each is x else each for each in self._args), kwargs
+        """The arguments of one sequence, such as ``x`` and its padding, as often as this."""
+
+        def many(each: Any) -> Any:
+            is_of_one = isinstance(each, Tensor) and each.dim() > 1 and each.size(0) == 1
+            return each.expand(count, *each.shape[1:]) if is_of_one else each
+
+        kwargs = {name: many(each) for name, each in self._kwargs.items()}
+        return tuple(map(many, self._args)), kwargs
 
     def _can_be_many(self, x: Tensor) -> bool:
         """Whether nothing else that the block is given must be of the size of the batch."""

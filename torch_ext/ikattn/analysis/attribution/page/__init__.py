@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
-from ikattn.analysis.attribution.page.text import is_special, text_span, texts_of
+from ikattn.analysis.attribution.page.text import text_span, texts_of
 from ikattn.analysis.files._common import raw_bytes
 from ikattn.analysis.page.template import json_in_script, template
+from ikattn.analysis.tokens import is_special
 
 if TYPE_CHECKING:
     from ikattn.analysis.attribution.attribution import Attribution

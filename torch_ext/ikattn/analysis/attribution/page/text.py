@@ -6,17 +6,13 @@ import codecs
 import re
 from collections.abc import Sequence
 
-__all__ = ["is_special", "text_span", "texts_of", "words_of_text"]
+from ikattn.analysis.tokens import is_special
 
-_SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z]+\d*\]")
+__all__ = ["text_span", "texts_of", "words_of_text"]
+
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece, for letters that it does not know
 _ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")  # of readable_tokens, for parts of a letter
 _BYTE_LEVEL = str.maketrans("ĠĊ", " \n")
-
-
-def is_special(token: str) -> bool:
-    """Whether a token has the shape of those that are no text, such as ``</s>`` and ``[CLS]``."""
-    return _SPECIAL.fullmatch(token) is not None and _BYTE.fullmatch(token) is None
 
 
 def texts_of(tokens: Sequence[str], *, byte_level: bool = False) -> list[str]:
