@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ikattn._heads import local
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.integrations.transformers._switches import tell_of_another_kernel
 from ikattn.nn.functional import check_kernel
@@ -24,6 +25,8 @@ from ikattn.spectral.regularized import Regularized
 __all__ = [
     "IMPLICIT",
     "KERNELS",
+    "SAVED",
+    "Frequencies",
     "GeneratedKernel",
     "ImplicitKernel",
     "Sizes",
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 IMPLICIT = "ikattn_implicit"  # the attention implementation
+# Its name in saved configs: transformers quotes it where nobody has imported ikattn.
+SAVED = f"{IMPLICIT} (import ikattn, then ikattn.integrations.transformers.from_pretrained)"
 # What the modules of transformers call H and d; a config may hold H under the first two.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -123,6 +128,49 @@ class GeneratedKernel(Regularized, SoftmaxHeads):
 
 
 KERNELS = (ImplicitKernel, GeneratedKernel)
+
+
+class Frequencies:
+    """The order p and the frequencies of a call, and whether those of a later call are the same.
+
+    It looks at numbers, not at modules: something may be around a kernel, as PEFT's wrapper is.
+
+    Args:
+        p: Order of the norm in a key's magnitude.
+        w1, w2: Frequencies; w2 is None for stationary ones.
+    """
+
+    def __init__(self, p: float | None, w1: Tensor, w2: Tensor | None) -> None:
+        self._p = p
+        self._values = [local(w).detach().clone() for w in (w1, w2) if w is not None]
+        self._note(w1, w2)
+
+    def _note(self, w1: Tensor, w2: Tensor | None) -> None:
+        # references, without which other tensors might come to lie in their place
+        self._seen = [local(w).detach() for w in (w1, w2) if w is not None]
+        self._places = [_place_of(w) for w in self._seen]
+
+    def are_still(self, p: float | None, w1: Tensor, w2: Tensor | None) -> bool:
+        """Whether a later call has the same ones."""
+        now = [local(w).detach() for w in (w1, w2) if w is not None]
+        if p != self._p or len(now) != len(self._values):
+            return False
+        if None not in self._places and [_place_of(w) for w in now] == self._places:
+            return True
+        pairs = list(zip(now, self._values, strict=True))
+        is_alike = all(x.dtype == y.dtype and x.device == y.device for x, y in pairs)
+        if not is_alike or not all(torch.equal(x, y) for x, y in pairs):
+            return False
+        self._note(w1, w2)
+        return True
+
+    def __reduce__(self) -> Any:
+        return Frequencies, (self._p, *self._values, None)[:3]
+
+
+def _place_of(w: Tensor) -> tuple[Any, ...] | None:
+    """Returns what differs after w has changed; None: a tensor of inference_mode does not tell."""
+    return None if w.is_inference() else (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version)
 
 
 def kernel_of(module: nn.Module) -> Any:

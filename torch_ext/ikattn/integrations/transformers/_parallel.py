@@ -25,7 +25,7 @@ from ikattn.spectral.shared import check_shareable, shard_frequencies
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["add_to_plans", "check_heads", "share_kernel", "share_kernels"]
+__all__ = ["add_to_plans", "check_heads", "register_style", "share_kernel", "share_kernels"]
 
 _STYLE = "ikattn_heads"  # in transformers' plans
 
@@ -56,7 +56,7 @@ def share_kernel(
 
 def add_to_plans(model: nn.Module) -> None:
     """Names each kernel in the plans of the model and its parts that share out its heads."""
-    if _register_style() is None:
+    if register_style() is None:
         return
     for owner in model.modules():
         plan = vars(owner).get("_tp_plan")
@@ -116,7 +116,7 @@ def _source_of(kernel: Any) -> Any:
 
 
 @functools.cache
-def _register_style() -> type[Any] | None:
+def register_style() -> type[Any] | None:
     """Registers the style with transformers; None where this version has no such styles."""
     try:
         styles: Any = importlib.import_module("transformers.distributed.tensor_parallel")
