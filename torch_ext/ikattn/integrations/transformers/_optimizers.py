@@ -1,4 +1,4 @@
-"""The optimiser of transformers' Trainer, with the groups that ``ikattn.parameter_groups`` makes."""
+"""The optimiser of transformers' Trainer, with the groups of ``ikattn.parameter_groups``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.O
     Raises:
         ImportError: transformers is missing.
         NotImplementedError: The optimiser of ``args`` chooses parameters by itself, as GaLore and
-            Muon do.
+            LOMO do.
         ValueError: As :func:`ikattn.parameter_groups`.
 
     Example:
