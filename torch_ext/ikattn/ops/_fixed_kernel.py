@@ -52,9 +52,9 @@ class FixedKernel:
 
         Several branches may go on from one prompt, and calls write to buffers.
         """
-        frequencies = {"w1": _as_leaf(self.w1), "w2": _as_leaf(self.w2), "_frequencies": {}}
+        kept = {**vars(self), "w1": _as_leaf(self.w1), "w2": _as_leaf(self.w2), "_frequencies": {}}
         with torch.inference_mode(False), torch.no_grad():
-            return {**vars(self), **frequencies, **self._copied_buffers()}
+            return {**kept, **self._copied_buffers()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes a state, in ordinary tensors also where it was copied or loaded in inference_mode.

@@ -51,7 +51,7 @@ def feature_cache(model: nn.Module) -> Any:
         >>> model = use_implicit_attention(transformers.GPT2LMHeadModel(config)).eval()
         >>> prompt, options = torch.tensor([[1, 2, 3]]), dict(max_new_tokens=4, do_sample=False)
         >>> plain = model.generate(prompt, **options)
-        >>> kept = model.generate(prompt, past_key_values=feature_cache(model), **options)
+        >>> kept = model.generate(prompt, cache=feature_cache(model), **options)
         >>> torch.equal(plain, kept)
         True
     """

@@ -15,15 +15,12 @@ from ikattn.integrations.transformers._interface import import_transformers
 from ikattn.integrations.transformers._kernels import Frequencies
 from ikattn.ops.key_features import KeyFeatures
 
-import_transformers()
-
-from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
-from transformers.cache_utils import DynamicLayer  # noqa: E402
+transformers = import_transformers()
 
 __all__ = ["FeatureCache", "FeatureCaches", "FeatureLayer", "Measured"]
 
 
-class FeatureLayer(DynamicLayer):
+class FeatureLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc, name-defined]
     """Keys and values of one attention layer, and what ``KeyFeatures`` keeps of the keys.
 
     Several attention modules may share the keys; each has its own kernel. Features can be made
@@ -121,20 +118,20 @@ def _nbytes(held: Any) -> int:
     return sum(map(_nbytes, vars(held).values())) if hasattr(held, "lazy_initialization") else 0
 
 
-class FeatureCache(Measured, DynamicCache):
+class FeatureCache(Measured, transformers.DynamicCache):  # type: ignore[misc, name-defined]
     """A ``DynamicCache`` that keeps features beside the keys, where a layer has no window."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for layer in self.layers:
-            if type(layer) is DynamicLayer:
+            if type(layer) is transformers.cache_utils.DynamicLayer:
                 layer.__class__ = FeatureLayer
                 layer.kept = WeakKeyDictionary()
-        if self.layer_class_to_replicate is not None:
+        if not self.layers:
             self.layer_class_to_replicate = FeatureLayer
 
 
-class FeatureCaches(Measured, EncoderDecoderCache):
+class FeatureCaches(Measured, transformers.EncoderDecoderCache):  # type: ignore[misc, name-defined]
     """Two caches, of self-attention and of cross-attention."""
 
     @property

@@ -215,7 +215,7 @@ def attach_kernels(
                 "use_implicit_attention: spectral='mikan' averages over whole sequences and would "
                 f"let {name}, which is causal, see the future; expected 'ikan' or 'direct'"
             )
-        if any(hasattr(part, "_hf_hook") for part in module.modules()):
+        if any(_is_offloaded(part) for part in module.modules()):
             raise ValueError(
                 f"use_implicit_attention: accelerate offloads the weights of {name}: give the "
                 "model its kernels before it is offloaded"
@@ -245,6 +245,12 @@ def attach_kernels(
             "they are: they do not call transformers' AttentionInterface",
             stacklevel=3,
         )
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate brings the weights of a module in for its calls alone."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(x, "offload", False) for x in (hook, *getattr(hook, "hooks", ())))
 
 
 def _tell_if_unused(module: nn.Module, args: Any) -> None:

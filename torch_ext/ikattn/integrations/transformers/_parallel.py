@@ -89,11 +89,16 @@ def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> N
     share = getattr(kernel, "head_share", None)
     heads = getattr(_source_of(kernel), "num_heads", None) if share is None else share.own_heads
     if heads is not None and query.size(1) != heads:
+        help_ = "; use_implicit_attention(model, sizes=...) takes the number of heads"
+        if any(hasattr(w, "device_mesh") for w in module.parameters()):
+            help_ = (
+                ": tensor parallelism shares out both or none. Load with ikattn.integrations."
+                'transformers.from_pretrained(..., tp_plan="auto"), or add '
+                "ikattn.parallel.tensor_parallel_plan(model) to a plan of torch's"
+            )
         raise RuntimeError(
             f"{IMPLICIT}: {type(module).__name__} got queries of {query.size(1)} heads, and its "
-            f"kernel has frequencies of {heads}: under tensor parallelism both must be shared "
-            'out. Load with ikattn.integrations.transformers.from_pretrained(..., tp_plan="auto"), '
-            "or add ikattn.parallel.tensor_parallel_plan(model) to a plan of torch's"
+            f"kernel has frequencies of {heads}{help_}"
         )
     if share is None:
         return

@@ -63,7 +63,7 @@ def state_cache(model: nn.Module, *, dtype: torch.dtype = torch.float64) -> Any:
         >>> model = use_implicit_attention(model, num_frequencies=8)
         >>> prompt, options = torch.tensor([[1, 2, 3]]), dict(max_new_tokens=4, do_sample=False)
         >>> plain = model.generate(prompt, **options)
-        >>> kept = model.generate(prompt, past_key_values=state_cache(model), **options)
+        >>> kept = model.generate(prompt, cache=state_cache(model), **options)
         >>> torch.equal(plain, kept)
         True
     """

@@ -18,10 +18,7 @@ from ikattn.integrations.transformers._padding import shown_keys
 from ikattn.integrations.transformers._state_cache import STATE_LAYERS
 from ikattn.ops.recurrent_state import RecurrentState
 
-import_transformers()
-
-from transformers import DynamicCache  # noqa: E402
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer  # noqa: E402
+transformers = import_transformers()
 
 __all__ = ["StateCache", "StateLayer"]
 
@@ -45,7 +42,7 @@ class _Weakly:
         return _Weakly, ()
 
 
-class StateLayer(CacheLayerMixin):
+class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc, name-defined]
     """The tokens of one attention layer, as a state."""
 
     is_sliding = False
@@ -115,7 +112,8 @@ class StateLayer(CacheLayerMixin):
         elif self.module.alive() not in ([module], []):
             raise NotImplementedError(
                 f"state_cache: {type(module).__name__} got a state with keys of another attention "
-                "module; feature_cache takes layers that several modules share"
+                "module, in a copy of the model or in a layer that both share; begin again with a "
+                "new cache, or take feature_cache"
             )
         elif not self.frequencies.are_still(*kernel):
             raise NotImplementedError(
@@ -186,20 +184,21 @@ class StateLayer(CacheLayerMixin):
         raise NotImplementedError("state_cache: a state is not offloaded; it is of one size")
 
 
-class StateCache(Measured, DynamicCache):
+class StateCache(Measured, transformers.DynamicCache):  # type: ignore[misc, name-defined]
     """A ``DynamicCache`` of states in place of keys and values."""
 
     def __init__(self, dtype: torch.dtype, configs: list[Any], model: str, config: Any) -> None:
         super().__init__(config=config)
-        others = {type(layer).__name__ for layer in self.layers if type(layer) is not DynamicLayer}
+        plain = transformers.cache_utils.DynamicLayer
+        others = {type(layer).__name__ for layer in self.layers if type(layer) is not plain}
         if others:
             raise NotImplementedError(
-                f"state_cache: {model} has layers of {', '.join(sorted(others))}; a state keeps "
-                "every token, without a sliding window; feature_cache takes them"
+                f"state_cache: {model} has layers of {', '.join(sorted(others))}; a state stands "
+                "for keys and values of all tokens, and not for these; feature_cache takes them"
             )
         make = partial(StateLayer, dtype, _Weakly(configs))
         self.layers = [make() for _ in self.layers]
-        if self.layer_class_to_replicate is not None:
+        if not self.layers:
             self.layer_class_to_replicate = make
 
     def update(self, *states: Any, **options: Any) -> tuple[Tensor, Tensor]:
