@@ -146,7 +146,10 @@ def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
             if isinstance(one.module, MultiheadAttention) and one.kernel == "implicit"
         ]
     if not found:
-        raise ValueError("calibrate: expected a model with implicit kernels, got one without")
+        raise ValueError(
+            f"calibrate: expected a model with implicit kernels, got a {type(model).__name__} "
+            "without; ikattn.convert or use_implicit_attention makes them"
+        )
     return found
 
 

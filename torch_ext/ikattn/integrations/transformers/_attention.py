@@ -155,7 +155,7 @@ def _from_state(
         "training mode": module.training,
         "gradients": torch.is_grad_enabled(),
         "frequencies of each batch item": w1.dim() != 3,
-        "heads that compute softmax": _split_of(kernel) is not None,
+        "softmax heads": _split_of(kernel) is not None,
         "is_causal=False": not is_causal(module, Given(*tokens, mask, IMPLICIT, options))
         and tokens[0].size(2) > 1,
     }

@@ -286,11 +286,8 @@ def _first_int(names: tuple[str, ...], *owners: Any) -> int | None:
 
 def _describe_no_attention(model: nn.Module) -> str:
     attention = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
-    stock = (
-        "; ikattn.convert changes nn.MultiheadAttention"
-        if "MultiheadAttention" in attention
-        else ""
-    )
+    has_stock = any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
+    stock = "; ikattn.convert changes nn.MultiheadAttention" if has_stock else ""
     return (
         f"use_implicit_attention: no module of {type(model).__name__} calls transformers' "
         "AttentionInterface, through which alone attention can be exchanged; found "
