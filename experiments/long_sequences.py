@@ -38,7 +38,7 @@ from sequence_models import Kernel
 
 PLANS = {
     "lists": Plan((500, 500, 1000, 2000), 4000, 1500, 4e-3, 100),
-    "texts": Plan((500, 1000, 2000), 4000, 48, 4e-3, 160),
+    "texts": Plan((500, 1000, 2000), 4000, 240, 4e-3, 160),
     "copy-sort": Plan((128, 256, 512, 1024, 2048, 8192), 4096, 72, 8e-3, 8),
 }
 FILE = "subj.all"

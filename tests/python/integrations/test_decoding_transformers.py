@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close
-from ikattn.integrations.transformers import feature_cache
-from transformers_models import FREQUENCIES, GENERATORS, build, convert, inputs_of
+from ikattn.integrations.transformers import feature_cache, state_cache
+from transformers_models import FREQUENCIES, GENERATORS, build, convert, inputs_of, keyword_of_cache
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -161,7 +162,7 @@ def test_a_feature_cache_is_cropped_selected_repeated_and_reset() -> None:
         assert_close(found, model(input_ids=tokens[:, :2]).logits, TOLERANCE)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "save"])
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "save"])
 def test_a_feature_cache_of_a_prompt_is_used_again(
     way: str, tmp_path: Path, calls: list[tuple[str, int]]
 ) -> None:
@@ -171,8 +172,8 @@ def test_a_feature_cache_of_a_prompt_is_used_again(
         cache = feature_cache(model)
         for token in tokens[:, :6].split(1, 1):
             model(input_ids=token, past_key_values=cache)
-        if way == "deepcopy":
-            again = copy.deepcopy(cache)
+        if way != "save":
+            again = getattr(copy, way)(cache)
         else:
             torch.save(cache, tmp_path / "cache.pt")
             again = torch.load(tmp_path / "cache.pt", weights_only=False)
@@ -293,6 +294,40 @@ def test_a_compiled_model_takes_the_operator() -> None:
     with torch.no_grad():
         found = [compiled(input_ids=x, past_key_values=cache).logits for x in tokens.split(2, 1)]
         assert_close(torch.cat(found, 1), model(input_ids=tokens).logits, TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [feature_cache, state_cache, lambda model: None])
+def test_generate_takes_caches_without_a_warning(make: Any) -> None:
+    model = convert(build("gpt2", head="LMHeadModel"))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    prompt = torch.tensor([[5, 6, 7]])
+    expected = model.generate(prompt, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = model.generate(prompt, **options, **{keyword_of_cache(): make(model)})
+        if keyword_of_cache() == "cache":  # of the old name transformers warns by itself
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+        again = model.generate(prompt, **options, past_key_values=make(model))
+    assert torch.equal(found, expected)
+    assert torch.equal(again, expected)
+
+
+def test_a_cache_tells_its_size() -> None:
+    model = convert(build("bart", head="ForConditionalGeneration"))
+    cache = feature_cache(model)
+    assert cache.nbytes == 0
+    with torch.no_grad():
+        token = torch.tensor([[1]])
+        model(input_ids=torch.tensor([[5, 6]]), decoder_input_ids=token, past_key_values=cache)
+    parts = [cache.self_attention_cache, cache.cross_attention_cache]
+    layers = [layer for part in parts for layer in part.layers]
+    held = [x for layer in layers for x in (layer.keys, layer.values)]
+    held += [features for layer in layers for _, features in layer.kept.values()]
+    assert len(held) == 6
+    assert cache.nbytes == sum(x.nbytes for x in held)
+    windows = feature_cache(build("mistral", head="ForCausalLM"))
+    windows.update(*torch.zeros(2, 1, 2, 3, 4), 0)
+    assert windows.nbytes // (2 * 2 * 2 * 4 * 8) == 1  # two tokens before, and counters
 
 
 def test_a_feature_cache_is_for_transformers_models() -> None:

@@ -30,7 +30,7 @@ def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
 # --- transformers
 
 
-def trained_bert(folder: Path, every: Any = ..., **options: Any) -> Any:
+def trained_bert(folder: Path, every: Any = ..., lora: Any = None, **options: Any) -> Any:
     """A trainer at its end; with ``every``, one that was watched."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -40,6 +40,10 @@ def trained_bert(folder: Path, every: Any = ..., **options: Any) -> Any:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
     config = transformers.BertConfig(**sizes, intermediate_size=32, vocab_size=20)  # with dropout
     model = transformers.BertForSequenceClassification(config)
+    if lora is not None:
+        import peft
+
+        model = peft.get_peft_model(model, lora)
     texts = [
         {"input_ids": torch.randint(20, (6,)), "labels": torch.tensor(i % 2)} for i in range(16)
     ]
@@ -74,6 +78,19 @@ def test_a_trainer_logs_drift_and_trains_to_the_same_bits(
     assert found[0] == 0 < found[2] < found[4]
     losses = [[x["loss"] for x in t.state.log_history if "loss" in x] for t in (watched, alone)]
     assert losses[0] == losses[1] != []
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trainer_with_lora_logs_drift_and_trains_to_the_same_bits(
+    tmp_path: Path, bf16: bool
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(target_modules=["query", "value", "dense"], init_lora_weights=False)
+    watched, alone = (trained_bert(tmp_path, **x, lora=lora, bf16=bf16) for x in ({"every": 2}, {}))
+    assert_same_bits(watched.model, alone.model)
+    found = drifts(watched.state.log_history)
+    assert list(found) == [0, 2, 4]
+    assert found[0] == 0 < found[2] < found[4]
 
 
 def test_a_trainer_logs_after_each_evaluation(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import ikattn
 from ikattn.integrations.opacus import prepare
 from ikattn.integrations.peft import with_trainable_frequencies
+from transformers_models import keyword_of_cache
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "integrations.md").read_text()
 SNIPPETS = dict(
@@ -53,10 +54,13 @@ def test_the_snippet_of_each_section_runs(
         for name, value in of_torchrun.items():
             monkeypatch.setenv(name, str(value))
     torch.manual_seed(0)
+    snippet = SNIPPETS[section]
+    if section == "transformers":
+        snippet = snippet.replace(" cache=cache", f" {keyword_of_cache()}=cache")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries
-            exec(compile(SNIPPETS[section], f"docs/guide/integrations.md, {section}", "exec"), {})
+            exec(compile(snippet, f"docs/guide/integrations.md, {section}", "exec"), {})
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -208,6 +208,65 @@ def test_a_model_without_frequencies_is_an_error() -> None:
 # --- transformers
 
 
+def llama() -> Any:
+    """A decoder in float64, with frequencies that are far from zero."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers_models import build, convert
+
+    return convert(build("llama", head="ForCausalLM"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["spectral"]),
+        lambda: peft.LoraConfig(target_modules="all-linear", use_dora=True),
+        lambda: peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]),
+        lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=["frequencies", "dora", "ia3", "prompt"],
+)
+@pytest.mark.parametrize("cache", ["feature_cache", "state_cache"])
+def test_adapted_models_decode_with_either_cache(config: Any, cache: str) -> None:
+    from transformers_models import keyword_of_cache
+
+    model = llama()
+    model = peft.get_peft_model(model, config()).eval()
+    with torch.no_grad():
+        for w in model.parameters():
+            w.add_(0.1 * torch.randn_like(w) * w.requires_grad)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    options = {"input_ids": prompt, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**options)
+    kept = getattr(ikattn, cache)(model)
+    assert torch.equal(model.generate(**options, **{keyword_of_cache(): kept}), expected)
+    if cache == "feature_cache":
+        assert all(layer.kept for layer in kept.layers)
+
+
+def test_caches_see_another_adapter_whose_frequencies_differ() -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["spectral"])
+    model = peft.get_peft_model(llama(), config).eval()
+    model.add_adapter("other", config)
+    with torch.no_grad():
+        for name, w in model.named_parameters():
+            if "modules_to_save.other" in name:
+                w.mul_(1.5)
+        tokens = torch.tensor([[5, 6, 7, 8, 9]])
+        features, state = ikattn.feature_cache(model), ikattn.state_cache(model)
+        for cache in (features, state):
+            model(tokens[:, :3], past_key_values=cache)
+        model.set_adapter("other")
+        key, value = (x.repeat(1, 1, 2, 1) for x in torch.randn(2, 1, 2, 3, 4))
+        features.layers[0].update(key, value)
+        kernel = model.base_model.model.model.layers[0].self_attn.spectral
+        w1, w2 = kernel(key, key, None)
+        made = features.layers[0].features_of(kernel, w1, w2)
+        assert_close(made.w1, w1, 0)
+        with pytest.raises(NotImplementedError, match="other frequencies than those that Llama"):
+            model(tokens[:, 3:4], past_key_values=state)
+
+
 def test_models_of_transformers_save_frequencies_as_modules(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from ikattn.integrations.transformers import use_implicit_attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from ikattn.analysis import register_norms
 from ikattn.integrations.transformers import (
     ImplicitKernel,
     from_pretrained,
+    optimizers,
     use_implicit_attention,
 )
+from programs import run_checked
 from transformers_models import BERT, FAMILIES, FREQUENCIES, GROUPED, T5, build, convert, inputs_of
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 
@@ -141,7 +144,7 @@ def test_a_saved_model_loaded_without_its_frequencies_is_never_softmax(
         bare(**inputs_of(family))
     again = from_pretrained(type(model), tmp_path)
     again.save_pretrained(tmp_path / "again")
-    assert '"attn_implementation": "ikattn_implicit"' in (
+    assert '"attn_implementation": "ikattn_implicit (import ikattn' in (
         tmp_path / "again" / "config.json"
     ).read_text(encoding="utf-8")
     softmax = type(model).from_pretrained(tmp_path, attn_implementation="sdpa")
@@ -284,6 +287,87 @@ def test_the_trainer_trains_frequencies_and_resumes(tmp_path: Path) -> None:
         transformers.AutoModelForSequenceClassification, tmp_path / "checkpoint-4"
     )
     assert all(torch.equal(w, expected[name]) for name, w in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+def test_the_trainer_gets_groups_of_its_own_optimiser(optim: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    torch.set_default_dtype(torch.float32)
+    config = transformers.BertConfig(**BERT, num_labels=2)
+    model = use_implicit_attention(transformers.BertForSequenceClassification(config), seed=0)
+    options = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "max_steps": 2}
+    options |= {"disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
+    args = transformers.TrainingArguments(
+        **options, optim=optim, learning_rate=0.01, weight_decay=0.1, warmup_steps=10
+    )
+    examples = [{"input_ids": torch.arange(5) + i, "labels": i % 2} for i in range(16)]
+    trainer = transformers.Trainer(
+        model, args, train_dataset=examples, optimizers=optimizers(model, args)
+    )
+    kind, _ = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+    assert type(trainer.optimizer) is kind
+    trainer.train()
+    groups = {group["name"]: group for group in trainer.optimizer.param_groups}
+    assert [group["weight_decay"] for group in groups.values()] == [0.1, 0, 0]
+    assert groups["kernels"]["lr"] == pytest.approx(0.1 * groups["weights"]["lr"])  # in warm-up
+    assert {id(w) for w in groups["kernels"]["params"]} == {
+        id(w) for name, w in model.named_parameters() if ".spectral." in name
+    }
+
+
+def test_optimisers_that_choose_parameters_by_themselves_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    chosen = lambda args, model: (torch.optim.SGD, {"lr": 0.1, "params": []})  # noqa: E731
+    monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", chosen)
+    with pytest.raises(NotImplementedError, match="which chooses parameters by itself"):
+        optimizers(build("bert"), args)
+
+
+# --- Other processes
+
+
+def test_models_of_another_process_run_once_ikattn_is_imported(tmp_path: Path) -> None:
+    model, norms = convert(build("bert", head="ForMaskedLM")), build("bert")
+    norms.set_attn_implementation("ikattn_norms")
+    torch.save(norms, tmp_path / "norms.pt")
+    model.save_pretrained(tmp_path / "folder")
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(model(torch.tensor([[1, 2, 3]])).logits, tmp_path / "expected.pt")
+    program = """
+import sys, torch, transformers
+ids = torch.tensor([[1, 2, 3]])
+try:
+    transformers.AutoModelForMaskedLM.from_pretrained("folder")
+except ValueError as error:
+    assert "import ikattn, then ikattn.integrations.transformers.from_pretrained" in str(error)
+assert "ikattn" not in sys.modules
+model = torch.load("model.pt", weights_only=False)
+assert torch.equal(model(ids).logits, torch.load("expected.pt"))
+model = torch.load("norms.pt", weights_only=False)
+assert model(ids).last_hidden_state.isfinite().all()
+bare = transformers.AutoModelForMaskedLM.from_pretrained("folder")
+try:
+    bare(ids)
+except RuntimeError as error:
+    assert "no frequencies" in str(error)
+else:
+    raise AssertionError("softmax")
+"""
+    run_checked(sys.executable, "-W", "ignore", "-c", program, cwd=tmp_path)
+
+
+def test_importing_ikattn_registers_with_the_library_once_that_is_imported(tmp_path: Path) -> None:
+    program = """
+import sys, ikattn
+assert "transformers" not in sys.modules
+import transformers
+assert "ikattn_implicit" in transformers.AttentionInterface().valid_keys()
+assert "ikattn_norms" in transformers.AttentionMaskInterface()
+"""
+    run_checked(sys.executable, "-W", "ignore", "-c", program, cwd=tmp_path)
 
 
 def test_checkpointed_activations_give_the_same_gradients() -> None:

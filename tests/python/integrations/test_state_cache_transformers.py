@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -60,9 +61,9 @@ def test_its_size_does_not_grow() -> None:
     with torch.no_grad():
         for tokens in torch.randint(3, 30, (1, 12)).tensor_split([4, 5, 6], 1):
             model(input_ids=tokens, past_key_values=cache)
-            sizes.append(sum(layer.state.nbytes for layer in cache.layers))
+            sizes.append(cache.nbytes)
             assert all(layer.keys is None and layer.handed is None for layer in cache.layers)
-    assert len(set(sizes)) == 1
+    assert set(sizes) == {sum(layer.state.nbytes for layer in cache.layers)}
     assert cache.get_seq_length() == 12
     cache.reset()
     assert cache.get_seq_length() == 0
@@ -82,6 +83,37 @@ def test_a_prompt_is_shared_by_copies_and_by_more_sequences() -> None:
     assert_close(both, full[:, 3:].expand(2, -1, -1), TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+)
+def test_copies_and_pickles_go_on_by_themselves(copied: Any) -> None:
+    model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
+    with torch.no_grad():
+        full = model(input_ids=tokens).logits
+        cache = state_cache(model)
+        model(input_ids=tokens[:, :3], past_key_values=cache)
+        other = copied(cache)
+        for used in (cache, other):
+            found = in_parts(model, tokens[:, 3:], used, [1])
+            assert_close(found, full[:, 3:], TOLERANCE)
+            assert used.nbytes == cache.nbytes
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match=r"do not reach|never entered its state"):
+            in_parts(model, tokens, other, [1])
+
+
+def test_frequencies_of_a_generator_have_a_state_while_they_stay() -> None:
+    model = use_implicit_attention(build("llama", head="ForCausalLM"), spectral="ikan", seed=0)
+    tokens = torch.tensor([[1, 4, 3, 5, 9]])
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        assert_close(in_parts(model, tokens, state_cache(model), [2, 3]), expected, TOLERANCE)
+        for layer in model.model.layers:
+            layer.self_attn.spectral.spectral.evaluation = "random"
+        with pytest.raises(NotImplementedError, match="other frequencies than those that Llama"):
+            in_parts(model, tokens, state_cache(model), [2, 3])
+
+
 def test_models_without_a_state_are_refused() -> None:
     with pytest.raises(TypeError, match="PreTrainedModel"):
         state_cache(torch.nn.Linear(2, 2))
@@ -91,15 +123,16 @@ def test_models_without_a_state_are_refused() -> None:
         state_cache(decoder("bart"))
     with pytest.raises(NotImplementedError, match="which needs all keys"):
         state_cache(build("llama", head="ForCausalLM"))
-    generated = use_implicit_attention(build("llama", head="ForCausalLM"), spectral="ikan")
-    with pytest.raises(NotImplementedError, match="depend on its input"):
-        state_cache(generated)
+    bare = build("llama", head="ForCausalLM")
+    bare.set_attn_implementation("ikattn_implicit")
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn has no frequencies"):
+        state_cache(bare)
 
 
 def test_calls_that_a_state_cannot_answer_are_refused() -> None:
     model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
     cache = state_cache(model)
-    with pytest.raises(NotImplementedError, match="has training"):  # a gradient would be lost
+    with pytest.raises(NotImplementedError, match="has gradients"):  # a gradient would be lost
         model(input_ids=tokens, past_key_values=cache)
     with torch.no_grad():
         cache = state_cache(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -363,6 +364,32 @@ def test_keys_of_inference_mode_and_of_none_follow_each_other() -> None:
         features.append(key[:, :, :0])
     assert len(features) == 9
     assert not features.features.is_inference()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))]
+)
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_copies_go_on_from_one_prompt_by_themselves(copied: Any, in_inference_mode: bool) -> None:
+    features, key = kept(3)
+    before = features.features.clone()
+    with torch.inference_mode(in_inference_mode):
+        other = copied(features)
+    with torch.no_grad():
+        features.append(key)
+        other.append(2 * key)
+    expected = ikattn.spectral_features(torch.cat([key, 2 * key], 2), features.w1)
+    assert_identical([other.features], [expected])
+    assert_identical([features.features[:, :, :3]], [before])
+    assert features.nbytes > len(pickle.dumps(features)) > features.features.nbytes  # no room
+
+
+def test_frequencies_of_a_graph_are_copied_without_it() -> None:
+    w1 = 2 * torch.randn(2, 8, 4, requires_grad=True)
+    for other in (copied(ikattn.KeyFeatures(w1)) for copied in (copy.copy, copy.deepcopy)):
+        assert_identical([other.w1], [w1])
+        with pytest.raises(RuntimeError, match="no gradient would reach"):
+            other.append(torch.randn(1, 2, 3, 8))
 
 
 def test_a_batch_is_selected_in_inference_mode() -> None:

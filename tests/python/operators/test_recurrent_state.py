@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -312,9 +313,11 @@ def test_states_go_on_outside_of_the_inference_mode_they_were_copied_in() -> Non
     with torch.inference_mode():
         kept = state.state_dict()
         merged.merge(state)
+        copies = [copied(state) for copied in (copy.copy, copy.deepcopy)]
+        copies.append(pickle.loads(pickle.dumps(state)))
     loaded.load_state_dict(kept)
     state.update(key, value)
-    for other in (loaded, merged):
+    for other in (loaded, merged, *copies):
         other.update(key, value)
         assert_identical(other.attend(query), state.attend(query))
 

@@ -112,6 +112,17 @@ GENERATORS = {
 }
 
 
+def keyword_of_cache() -> str:
+    """The argument of generate and forward that takes a cache; transformers renamed it in 5.24."""
+    from transformers.utils import versions
+
+    try:
+        versions.require_version("transformers>=5.24")
+    except ImportError:
+        return "past_key_values"
+    return "cache"
+
+
 def convert(model: Any, **options: Any) -> Any:
     """The model with kernels in it, of frequencies so large that they are far from flat."""
     from ikattn.integrations.transformers import use_implicit_attention

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
+from ikattn._optional import when_imported
 from ikattn._precision import without_autocast
 from ikattn.analysis._recorder.padding import fill_padding
 from ikattn.analysis._recorder.parts import AttentionParts
@@ -137,3 +138,6 @@ def _root_around(module: nn.Module) -> nn.Module:
         if isinstance(running, nn.Module) and any(part is root for part in running.modules()):
             root = running
     return root
+
+
+when_imported("transformers.modeling_utils", register_norms)

@@ -79,7 +79,11 @@ def to_bertviz(
         if any(getattr(shown.layers[layer.name], map) is not None for layer in layers)
     }
     if not attention:
-        raise ValueError(f"to_bertviz: the map {map!r} was not recorded")
+        maps = [shown.layers[name] for name in shown.layers]
+        there = [name for name in _MAPS if any(getattr(x, name) is not None for x in maps)]
+        raise ValueError(
+            f"to_bertviz: the map {map!r} was not recorded; there are {', '.join(there) or 'none'}"
+        )
     names = {group: shown.labels(groups[group][0]) for group in attention}
     if len(groups) == 1 and "cross" not in groups:
         (group,) = groups

@@ -87,9 +87,13 @@ class ImplicitAttention(Regularized):
         super().__init__()
         check_kernel("implicit", self.p)
         if attn_head_dim is None and dim % num_heads:
-            raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {num_heads}")
+            raise ValueError(
+                f"ImplicitAttention: dim must be a multiple of num_heads, got {dim} and {num_heads}"
+            )
         if (qk_norm or scale_norm) and norm_layer is None:
-            raise ValueError("qk_norm and scale_norm need a norm_layer, got None")
+            raise ValueError(
+                "ImplicitAttention: qk_norm and scale_norm need a norm_layer, got None"
+            )
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = attn_head_dim or dim // num_heads

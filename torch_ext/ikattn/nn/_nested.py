@@ -98,7 +98,8 @@ def attend_padded(
     jagged = are_jagged(*inputs)
     if not jagged and not all(x.is_nested and x.layout == torch.strided for x in inputs):
         raise AssertionError(
-            "with NestedTensor input, query, key and value must all be nested, of one layout"
+            "with NestedTensor input, query, key and value must all be nested, of one layout; got "
+            + ", ".join(str(x.layout) if x.is_nested else "one that is not nested" for x in inputs)
         )
     # by identity: self-attention stays one tensor, which is projected at once
     padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in inputs}

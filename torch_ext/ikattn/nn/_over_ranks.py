@@ -142,8 +142,8 @@ class AttendingBy:
         self._over_ranks.refuse(device, why)
         if error is None:
             raise RuntimeError(
-                f"context_parallel: {why}: it computed something else, such as another kernel, of "
-                "this rank's tokens alone"
+                f"context_parallel: {why}: its forward ended without the attention of its implicit "
+                "kernel, and its output is of this rank's tokens alone"
             )
 
 

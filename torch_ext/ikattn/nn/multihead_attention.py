@@ -246,10 +246,12 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
                 compiled program, a mask adds values, which it would ignore, too.
         """
         if self.kernel != "dot":
+            is_there = _forward_must_run in self._forward_pre_hooks.values()
+            hook = "there" if is_there else "missing"
             raise RuntimeError(
                 "torch's fused inference path computes dot-product attention, but this module has "
                 f"kernel={self.kernel!r}; the forward pre-hook that keeps torch off that path is "
-                "missing. Call torch.backends.mha.set_fastpath_enabled(False)."
+                f"{hook}. Call torch.backends.mha.set_fastpath_enabled(False)."
             )
         if has_values(attn_mask) or has_values(key_padding_mask):
             return StepByStep(self, attn_mask, key_padding_mask), 0

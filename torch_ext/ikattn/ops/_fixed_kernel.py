@@ -47,6 +47,29 @@ class FixedKernel:
             tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
         ] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state of copies and pickles, with buffers of their own.
+
+        Several branches may go on from one prompt, and calls write to buffers.
+        """
+        kept = {**vars(self), "w1": _as_leaf(self.w1), "w2": _as_leaf(self.w2), "_frequencies": {}}
+        with torch.inference_mode(False), torch.no_grad():
+            return {**kept, **self._copied_buffers()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a state, in ordinary tensors also where it was copied or loaded in inference_mode.
+
+        A call outside of that mode could not write to its tensors.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for name, x in state.items():
+                is_inference = isinstance(x, Tensor) and x.is_inference()
+                setattr(self, name, x.clone() if is_inference else x)
+
+    def _copied_buffers(self) -> dict[str, Any]:
+        """Returns copies of the attributes that hold what calls write to, by name."""
+        raise NotImplementedError
+
     def _refuse_gradients(self, method: str, *tensors: Tensor) -> None:
         inputs = (*tensors, self.w1, self.w2)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
@@ -118,6 +141,11 @@ class FixedKernel:
             w2 = None if self.w2 is None else prepared(self.w2)
             self._frequencies[key] = (prepared(self.w1), w2)
         return self._frequencies[key]
+
+
+def _as_leaf(w: Tensor | None) -> Tensor | None:
+    """Returns frequencies without their graph, which neither deepcopy nor pickle takes."""
+    return w if w is None or w.is_leaf else w.detach().requires_grad_(w.requires_grad)
 
 
 def as_they_are(like: Tensor) -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ head size, d_v that of values, M frequencies; K is the heads of the frequencies,
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class KeyFeatures(FixedKernel):
     call, is not the function for that. Here they are made when a key is appended, and a query then
     reads features and values once, as softmax attention reads keys and values. Features are made in
     float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a token, and room
-    for as many tokens again, for memory grows by doubling.
+    for as many tokens again, for memory grows by doubling. A copy, or what is unpickled, has
+    buffers of its own, so that several answers may go on from one prompt.
 
     Made under ``ikattn.deterministic("batch")``, a query's output has the same bits in chunks of
     any size and in any batch.
@@ -95,6 +96,11 @@ class KeyFeatures(FixedKernel):
             f"KeyFeatures({self._length} keys, {heads} heads of size {size}, "
             f"num_frequencies={frequencies}, p={self.p})"
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, with their room for more keys; 0 before the first key."""
+        return 0 if self._kept is None else sum(x.nbytes for x in self._kept)
 
     @property
     def features(self) -> Tensor:
@@ -226,6 +232,9 @@ class KeyFeatures(FixedKernel):
             if self._kept is not None:
                 self._kept = self._kept.select(indices)
 
+    def _copied_buffers(self) -> dict[str, Any]:
+        return {"_kept": self._kept and self._kept.copied(self._length)}
+
     def _known(self) -> _Kept:
         if self._kept is None:
             raise ValueError("KeyFeatures: no key was appended yet")
@@ -253,9 +262,13 @@ class _Kept(NamedTuple):
             return self
         if capacity < needed:
             capacity = max(needed, 2 * capacity, _FIRST_CAPACITY)
+        return self.copied(used, capacity)
+
+    def copied(self, used: int, capacity: int | None = None) -> _Kept:
+        """Copies the tokens used, by default without room for more."""
 
         def copied(kept: Tensor) -> Tensor:
-            room = kept.new_empty((*kept.shape[:2], capacity, *kept.shape[3:]))
+            room = kept.new_empty((*kept.shape[:2], capacity or used, *kept.shape[3:]))
             room[:, :, :used] = kept[:, :, :used]
             return room
 

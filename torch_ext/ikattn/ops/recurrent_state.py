@@ -342,16 +342,9 @@ class RecurrentState(FixedKernel):
         self._frequencies.clear()
         return self
 
-    def __copy__(self) -> RecurrentState:
-        """A state with sums of its own, so that several may go on from one prompt."""
-        copied = RecurrentState(
-            self.w1, self.w2, p=self.p, magnitude_scale=self.magnitude_scale, dtype=self.dtype
-        )
-        copied.load_state_dict(self.state_dict())
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_frequencies": {}}  # which are made again
+    def _copied_buffers(self) -> dict[str, Any]:
+        buffers = {"_moments": self._moments, "_reference": self._reference}
+        return {name: None if x is None else x.clone() for name, x in buffers.items()}
 
     def _known(self) -> tuple[Tensor, Tensor]:
         if self._moments is None or self._reference is None:

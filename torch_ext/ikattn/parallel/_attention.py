@@ -161,7 +161,7 @@ def share_heads(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) 
     if any(hasattr(w, "to_local") for w in module.parameters()):
         raise TypeError(
             "HeadParallel: expected plain parameters, got DTensors; call parallelize_module before "
-            "fully_shard"
+            "what makes them, such as fully_shard"
         )
     share = HeadShare.checked("HeadParallel", mesh, module.num_heads)
     check_shareable(module.spectral)

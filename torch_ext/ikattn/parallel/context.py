@@ -22,6 +22,7 @@ from ikattn.parallel._layout import Layout, LayoutName
 from ikattn.parallel._ranks import Ranks
 from ikattn.parallel._ring import Call, ring_attention
 from ikattn.parallel._sums import sums_attention
+from ikattn.spectral.interface import unwrapped
 
 __all__ = ["Algorithm", "ContextParallel", "context_parallel", "context_parallel_attention"]
 
@@ -354,7 +355,8 @@ def _attention_in(model: nn.Module) -> list[nn.Module]:
     found = []
     for name, module in model.named_modules():
         of_torch = isinstance(module, nn.MultiheadAttention)
-        if not of_torch and not isinstance(getattr(module, "spectral", None), KERNELS):
+        kernel = unwrapped(getattr(module, "spectral", None))
+        if not of_torch and not isinstance(kernel, KERNELS):
             continue
         reason = None
         if of_torch and getattr(module, "kernel", "dot") != "implicit":

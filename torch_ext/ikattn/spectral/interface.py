@@ -17,6 +17,18 @@ from ikattn.spectral.generator import Generator
 Drawn = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
 
+def unwrapped(source: Any) -> Any:
+    """Returns the source that is called where PEFT or torch.compile has put a module around it."""
+    parts = getattr(source, "_modules", {})
+    if "_orig_mod" in parts:
+        return unwrapped(source._orig_mod)
+    if "original_module" in parts and "modules_to_save" in parts:  # PEFT's ModulesToSaveWrapper
+        active = [] if source.disable_adapters else source.active_adapters[:1]
+        saved = [source.modules_to_save[x] for x in active if x in source.modules_to_save]
+        return saved[0] if saved else source.original_module
+    return source
+
+
 def call_source(
     source: Callable[..., Any],
     query: Tensor,

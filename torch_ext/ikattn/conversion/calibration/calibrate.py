@@ -265,7 +265,7 @@ def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
     if low < 0 or high >= count:
         raise ValueError(
             f"calibrate: input_ids must be in [0, {count}), the model's vocabulary, got "
-            f"{low} to {high} in batch {number}; was another tokenizer used?"
+            f"{low} to {high} in batch {number}; ids of the model's own tokenizer are"
         )
 
 

@@ -22,7 +22,7 @@ from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.nn.selection import Selection, is_selected, path_to, select_modules
 from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.attention import implicit_kernel_weights
-from ikattn.spectral.interface import call_source
+from ikattn.spectral.interface import call_source, unwrapped
 
 __all__ = ["Layer", "as_softmax", "layers_of", "listening", "note_softmax_heads"]
 
@@ -141,12 +141,15 @@ def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
                 raise
             chosen = []
         found += [
-            _TorchLayer(one.names, one.module, one.module.spectral)
+            _TorchLayer(one.names, one.module, unwrapped(one.module.spectral))
             for one in chosen
             if isinstance(one.module, MultiheadAttention) and one.kernel == "implicit"
         ]
     if not found:
-        raise ValueError("calibrate: expected a model with implicit kernels, got one without")
+        raise ValueError(
+            f"calibrate: expected a model with implicit kernels, got a {type(model).__name__} "
+            "without; ikattn.convert or use_implicit_attention makes them"
+        )
     return found
 
 
@@ -157,10 +160,10 @@ def _interface_layers(model: nn.Module, select: Selection | None) -> list[Layer]
 
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(getattr(module, "spectral", None), KERNELS):
+        if isinstance(unwrapped(getattr(module, "spectral", None)), KERNELS):
             names.setdefault(module, []).append(name)
     return [
-        _InterfaceLayer(own, module, module.spectral)
+        _InterfaceLayer(own, module, unwrapped(module.spectral))
         for module, own in names.items()
         if is_selected(own, module, chain.from_iterable(path_to(model, n) for n in own), select)
     ]

@@ -19,14 +19,14 @@ from ikattn.integrations.transformers._interface import (
     mask_of,
     register_attention,
 )
-from ikattn.integrations.transformers._kernels import IMPLICIT, ImplicitKernel, kernel_of
+from ikattn.integrations.transformers._kernels import IMPLICIT, SAVED, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
 from ikattn.integrations.transformers._padding import (
     one_row_for_all,
     padding_of_causal,
     shown_keys,
 )
-from ikattn.integrations.transformers._parallel import check_heads
+from ikattn.integrations.transformers._parallel import check_heads, register_style
 from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.integrations.transformers._switches import watch_configs
 from ikattn.nn._masks import Masks, padded
@@ -43,11 +43,13 @@ _FEW_QUERIES = 8  # that take features from a cache
 
 
 def register_implicit() -> None:
-    """Registers "ikattn_implicit" with transformers."""
-    register_attention(IMPLICIT, _implicit_attention, masks_of="sdpa")
+    """Registers "ikattn_implicit" with transformers, also by its name in saved configs."""
     masks = import_transformers().AttentionMaskInterface
-    masks.register(IMPLICIT, one_row_for_all(masks()["sdpa"]))
+    for name in (IMPLICIT, SAVED):
+        register_attention(name, _implicit_attention, masks_of="sdpa")
+        masks.register(name, one_row_for_all(masks()["sdpa"]))
     watch_configs(IMPLICIT)
+    register_style()
 
 
 def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
@@ -145,12 +147,14 @@ def _from_state(
     options: dict[str, Any],
 ) -> Tensor:
     """The output [B, H, L, d_v] of the tokens that a layer of a ``state_cache`` handed on."""
+    w1, w2 = kernel(*tokens[:2], None)
     reasons = {
         "output_attentions": options.get("output_attentions"),
         "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
         "position_bias": options.get("position_bias") is not None,
-        "training": module.training or torch.is_grad_enabled(),
-        "spectral": type(kernel) is not ImplicitKernel,
+        "training mode": module.training,
+        "gradients": torch.is_grad_enabled(),
+        "frequencies of each batch item": w1.dim() != 3,
         "softmax heads": _split_of(kernel) is not None,
         "is_causal=False": not is_causal(module, Given(*tokens, mask, IMPLICIT, options))
         and tokens[0].size(2) > 1,
@@ -161,7 +165,7 @@ def _from_state(
             f"{IMPLICIT}: a state_cache decodes causally, in eval mode, under torch.no_grad(), and "
             f"makes no weights; {type(module).__name__} has {', '.join(wrong)}"
         )
-    return layer.attend(kernel, kernel(*tokens[:2], None), tokens, mask)  # type: ignore[no-any-return]
+    return layer.attend(module, (kernel.p, w1, w2), tokens, mask)  # type: ignore[no-any-return]
 
 
 def _from_kept_features(
@@ -176,14 +180,14 @@ def _from_kept_features(
 ) -> Tensor | None:
     """The output [B, H, L, d_v] where a ``feature_cache`` has the keys; None: make their features.
 
-    Features are those of frequencies that stay as they are and depend on no input. Many queries,
+    Features are those of frequencies that stay as they are, the same for the batch. Many queries,
     as those of a prompt, are worth making them in the operator, which keeps no weights.
     """
     if torch.compiler.is_compiling() or query.size(2) > _FEW_QUERIES or torch.is_grad_enabled():
         return None
     layer = layer_of(key)
     is_top_left = arguments.get("is_causal", False) and query.size(2) != key.size(2)
-    if layer is None or type(kernel) is not ImplicitKernel or is_top_left:
+    if layer is None or w1.dim() != 3 or is_top_left:
         return None
     if arguments["dropout_p"] > 0.0 or options.get("output_attentions"):
         return None

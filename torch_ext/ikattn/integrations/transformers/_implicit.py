@@ -18,7 +18,13 @@ from ikattn.integrations.transformers._interface import (
     configs_of,
     import_transformers,
 )
-from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS, Sizes, attach_kernels
+from ikattn.integrations.transformers._kernels import (
+    IMPLICIT,
+    KERNELS,
+    SAVED,
+    Sizes,
+    attach_kernels,
+)
 from ikattn.integrations.transformers._parallel import add_to_plans, share_kernels
 from ikattn.nn.functional import check_kernel
 from ikattn.spectral import SOURCES
@@ -220,13 +226,13 @@ def from_pretrained(
 def _note_in_configs(model: Any, options: dict[str, Any]) -> None:
     """What is saved with the model: its options, and which attention it must not be loaded without.
 
-    transformers keeps the implementation to itself when it saves a config; under this name it reads
-    one again. So a model loaded without the frequencies, or without ikattn, is an error, and not
-    softmax attention.
+    transformers keeps the implementation to itself when it saves a config; from this attribute it
+    reads one again. So a model loaded without the frequencies, or without ikattn, is an error, and
+    not softmax attention.
     """
     for config in configs_of(model):
         setattr(config, _SETTINGS, options)
-        config.attn_implementation = IMPLICIT
+        config.attn_implementation = SAVED
 
 
 def note_softmax_heads(model: nn.Module) -> None:

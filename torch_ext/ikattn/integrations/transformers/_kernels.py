@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ikattn._heads import local
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.integrations.transformers._switches import tell_of_another_kernel
 from ikattn.nn.functional import check_kernel
@@ -24,6 +25,8 @@ from ikattn.spectral.regularized import Regularized
 __all__ = [
     "IMPLICIT",
     "KERNELS",
+    "SAVED",
+    "Frequencies",
     "GeneratedKernel",
     "ImplicitKernel",
     "Sizes",
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 IMPLICIT = "ikattn_implicit"  # the attention implementation
+# Its name in saved configs: transformers quotes it where nobody has imported ikattn.
+SAVED = f"{IMPLICIT} (import ikattn, then ikattn.integrations.transformers.from_pretrained)"
 # What the modules of transformers call H and d; a config may hold H under the first two.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -125,6 +130,49 @@ class GeneratedKernel(Regularized, SoftmaxHeads):
 KERNELS = (ImplicitKernel, GeneratedKernel)
 
 
+class Frequencies:
+    """The order p and the frequencies of a call, and whether those of a later call are the same.
+
+    It looks at numbers, not at modules: something may be around a kernel, as PEFT's wrapper is.
+
+    Args:
+        p: Order of the norm in a key's magnitude.
+        w1, w2: Frequencies; w2 is None for stationary ones.
+    """
+
+    def __init__(self, p: float | None, w1: Tensor, w2: Tensor | None) -> None:
+        self._p = p
+        self._values = [local(w).detach().clone() for w in (w1, w2) if w is not None]
+        self._note(w1, w2)
+
+    def _note(self, w1: Tensor, w2: Tensor | None) -> None:
+        # references, without which other tensors might come to lie in their place
+        self._seen = [local(w).detach() for w in (w1, w2) if w is not None]
+        self._places = [_place_of(w) for w in self._seen]
+
+    def are_still(self, p: float | None, w1: Tensor, w2: Tensor | None) -> bool:
+        """Whether a later call has the same ones."""
+        now = [local(w).detach() for w in (w1, w2) if w is not None]
+        if p != self._p or len(now) != len(self._values):
+            return False
+        if None not in self._places and [_place_of(w) for w in now] == self._places:
+            return True
+        pairs = list(zip(now, self._values, strict=True))
+        is_alike = all(x.dtype == y.dtype and x.device == y.device for x, y in pairs)
+        if not is_alike or not all(torch.equal(x, y) for x, y in pairs):
+            return False
+        self._note(w1, w2)
+        return True
+
+    def __reduce__(self) -> Any:
+        return Frequencies, (self._p, *self._values, None)[:3]
+
+
+def _place_of(w: Tensor) -> tuple[Any, ...] | None:
+    """Returns what differs after w has changed; None: a tensor of inference_mode does not tell."""
+    return None if w.is_inference() else (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version)
+
+
 def kernel_of(module: nn.Module) -> Any:
     """The kernel of an attention module, or what has been put in its place.
 
@@ -167,7 +215,7 @@ def attach_kernels(
                 "use_implicit_attention: spectral='mikan' averages over whole sequences and would "
                 f"let {name}, which is causal, see the future; expected 'ikan' or 'direct'"
             )
-        if any(hasattr(part, "_hf_hook") for part in module.modules()):
+        if any(_is_offloaded(part) for part in module.modules()):
             raise ValueError(
                 f"use_implicit_attention: accelerate offloads the weights of {name}: give the "
                 "model its kernels before it is offloaded"
@@ -197,6 +245,12 @@ def attach_kernels(
             "they are: they do not call transformers' AttentionInterface",
             stacklevel=3,
         )
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate brings the weights of a module in for its calls alone."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(x, "offload", False) for x in (hook, *getattr(hook, "hooks", ())))
 
 
 def _tell_if_unused(module: nn.Module, args: Any) -> None:
@@ -232,11 +286,8 @@ def _first_int(names: tuple[str, ...], *owners: Any) -> int | None:
 
 def _describe_no_attention(model: nn.Module) -> str:
     attention = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
-    stock = (
-        "; ikattn.convert changes nn.MultiheadAttention"
-        if "MultiheadAttention" in attention
-        else ""
-    )
+    has_stock = any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
+    stock = "; ikattn.convert changes nn.MultiheadAttention" if has_stock else ""
     return (
         f"use_implicit_attention: no module of {type(model).__name__} calls transformers' "
         "AttentionInterface, through which alone attention can be exchanged; found "

@@ -25,7 +25,7 @@ from ikattn.spectral.shared import check_shareable, shard_frequencies
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["add_to_plans", "check_heads", "share_kernel", "share_kernels"]
+__all__ = ["add_to_plans", "check_heads", "register_style", "share_kernel", "share_kernels"]
 
 _STYLE = "ikattn_heads"  # in transformers' plans
 
@@ -56,7 +56,7 @@ def share_kernel(
 
 def add_to_plans(model: nn.Module) -> None:
     """Names each kernel in the plans of the model and its parts that share out its heads."""
-    if _register_style() is None:
+    if register_style() is None:
         return
     for owner in model.modules():
         plan = vars(owner).get("_tp_plan")
@@ -89,11 +89,16 @@ def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> N
     share = getattr(kernel, "head_share", None)
     heads = getattr(_source_of(kernel), "num_heads", None) if share is None else share.own_heads
     if heads is not None and query.size(1) != heads:
+        help_ = "; use_implicit_attention(model, sizes=...) takes the number of heads"
+        if any(hasattr(w, "device_mesh") for w in module.parameters()):
+            help_ = (
+                ": tensor parallelism shares out both or none. Load with ikattn.integrations."
+                'transformers.from_pretrained(..., tp_plan="auto"), or add '
+                "ikattn.parallel.tensor_parallel_plan(model) to a plan of torch's"
+            )
         raise RuntimeError(
             f"{IMPLICIT}: {type(module).__name__} got queries of {query.size(1)} heads, and its "
-            f"kernel has frequencies of {heads}: under tensor parallelism both must be shared "
-            'out. Load with ikattn.integrations.transformers.from_pretrained(..., tp_plan="auto"), '
-            "or add ikattn.parallel.tensor_parallel_plan(model) to a plan of torch's"
+            f"kernel has frequencies of {heads}{help_}"
         )
     if share is None:
         return
@@ -116,7 +121,7 @@ def _source_of(kernel: Any) -> Any:
 
 
 @functools.cache
-def _register_style() -> type[Any] | None:
+def register_style() -> type[Any] | None:
     """Registers the style with transformers; None where this version has no such styles."""
     try:
         styles: Any = importlib.import_module("transformers.distributed.tensor_parallel")
