@@ -9,13 +9,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 
 from ikattn.integrations.pyg.layers import (
     GraphAttention,
     ImplicitKernelGATConv,
     ImplicitKernelGATv2Conv,
-    become,
 )
 from ikattn.integrations.pyg.transformer_conv import ImplicitKernelTransformerConv
 from ikattn.nn._kernels import Kernel
@@ -26,9 +25,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _logger = logging.getLogger("ikattn")
 
-_LAYERS = (ImplicitKernelGATConv, ImplicitKernelGATv2Conv, ImplicitKernelTransformerConv)
-_CONVERTED: Mapping[type[MessagePassing], type[GraphAttention]] = {x.stock: x for x in _LAYERS}
-_STOCK: Mapping[type[nn.Module], type[MessagePassing]] = {x: x.stock for x in _LAYERS}
+_CONVERTED: Mapping[type[MessagePassing], type[GraphAttention]] = {
+    GATConv: ImplicitKernelGATConv,
+    GATv2Conv: ImplicitKernelGATv2Conv,
+    TransformerConv: ImplicitKernelTransformerConv,
+}
+_STOCK: Mapping[type[nn.Module], type[MessagePassing]] = {
+    ours: stock for stock, ours in _CONVERTED.items()
+}
 
 
 @torch.inference_mode(False)  # frequencies are there to be trained
@@ -90,7 +94,7 @@ def convert(
             held = [dict(vars(module)), dict(module._modules)]
             changed.append((module, type(module), held))
             if type(module) in _CONVERTED:
-                become(module, _CONVERTED[type(module)])
+                _become(module, _CONVERTED[type(module)])
             module.set_kernel(  # type: ignore[operator]
                 kernel,
                 p=p,
@@ -142,7 +146,7 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
     for module in found:
         assert isinstance(module, GraphAttention)
         module._drop_kernel()
-        become(module, _STOCK[type(module)])
+        _become(module, _STOCK[type(module)])
     return model
 
 
@@ -166,3 +170,13 @@ def _copied(spectral: Spectral) -> Spectral:
     if isinstance(spectral, nn.Module):
         return copy.deepcopy(spectral)
     return spectral
+
+
+def _become(module: Any, kind: type[nn.Module]) -> None:
+    """Changes the class, and what PyG has looked up of it; all that the module holds stays."""
+    if kind is ImplicitKernelTransformerConv or kind is TransformerConv:
+        like: Any = kind(1, 1)
+        for name in ("inspector", "_user_args", "_fused_user_args", "_edge_user_args", "fuse"):
+            setattr(module, name, getattr(like, name))
+    module.__class__ = kind
+    module._set_jittable_templates()

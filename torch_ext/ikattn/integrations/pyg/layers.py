@@ -6,12 +6,11 @@ Sizes: N nodes, E edges, H heads, C ``out_channels``, M frequencies.
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
+from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing
 from torch_geometric.typing import SparseTensor
 
 from ikattn._optional import optional
@@ -50,7 +49,6 @@ class GraphAttention(WithKernel):
     heads: int
     out_channels: int
     dropout: float
-    stock: type[MessagePassing]  # PyG's layer, whose numbers kernel="dot" gives
     _size_of_frequencies: int  # in out_channels
 
     # PyG takes what a class inherits for the general form, which is its parent's own here.
@@ -141,27 +139,11 @@ class GraphAttention(WithKernel):
             w if w is None or w.dim() == 3 else w.squeeze(0) for w in (w1, w2)
         )
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        if self.kernel != "dot":
-            raise RuntimeError(
-                f"TorchScript compiles {type(self).__name__} with kernel='dot' alone, got "
-                f"kernel={self.kernel!r}; use torch.compile or torch.export.export instead"
-            )
-        layer: Any = copy.copy(self)
-        layer._modules = dict(self._modules)
-        layer._drop_kernel()
-        become(layer, self.stock)
-        return layer
-
-
-def become(module: Any, kind: type[nn.Module]) -> None:
-    """Changes the class, and what PyG has looked up of it; all that the module holds stays."""
-    if issubclass(kind, TransformerConv):
-        like: Any = kind(1, 1)
-        for name in ("inspector", "_user_args", "_fused_user_args", "_edge_user_args", "fuse"):
-            setattr(module, name, getattr(like, name))
-    module.__class__ = kind
-    module._set_jittable_templates()
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"TorchScript cannot compile {type(self).__name__}; use torch.compile or "
+            "torch.export.export instead"
+        )
 
 
 class _GATForm(GraphAttention):
@@ -336,8 +318,6 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         torch.Size([3, 32])
     """
 
-    stock = GATConv
-
     def forward(
         self,
         x: Nodes,
@@ -439,8 +419,6 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         >>> conv(torch.randn(3, 16), edge_index).shape
         torch.Size([3, 32])
     """
-
-    stock = GATv2Conv
 
     def forward(
         self,

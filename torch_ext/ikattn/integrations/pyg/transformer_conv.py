@@ -44,7 +44,6 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
         torch.Size([3, 32])
     """
 
-    stock = TransformerConv
     _size_of_frequencies = 1
     _alpha: Tensor | None
 
