@@ -184,7 +184,7 @@ def _check_sum(name: str, module: Any, messages: Tensor, output: Tensor, target:
     def into_nodes(of_edges: Tensor) -> Tensor:
         return of_edges.new_zeros(len(output)).index_add(0, target, of_edges)
 
-    double = {"dim": (1, 2), "dtype": torch.float64}
+    double: dict[str, Any] = {"dim": (1, 2), "dtype": torch.float64}
     expected = into_nodes(messages.sum(**double))
     scale = into_nodes(torch.linalg.vector_norm(messages, 1, **double))
     error = (expected - output.sum(**double)).abs()
