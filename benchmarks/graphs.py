@@ -1,7 +1,8 @@
 """Attention over edges against the attention of torch_geometric's GATConv on the same graph.
 
 What GATConv does after its linear maps: a score for every edge, softmax over the edges into a node,
-the weighted sum; forward and backward. Ours is the same from query, key and value.
+the weighted sum; forward and backward. Ours is the same from query, key and value, or, with
+--kernel dot, GATConv's own numbers from its nodes.
 
 export OMP_WAIT_POLICY=passive
 python benchmarks/graphs.py                                  # 100,000 nodes, 1,000,000 edges
@@ -47,6 +48,21 @@ def ours(edge_index: Tensor, options: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
+def dot(edge_index: Tensor, options: argparse.Namespace) -> Callable[[], None]:
+    shape = (options.nodes, options.heads, options.head_dim)
+    x = torch.randn(shape, device=options.device, requires_grad=True)
+    vector = torch.randn(options.heads, 2 * options.head_dim, device=options.device)
+    vector.requires_grad_()
+    edges = ikattn.Edges.from_coo(*edge_index, options.nodes)
+
+    def step() -> None:
+        output = ikattn.gat_edge_attention(vector, x, x, x, edges, negative_slope=0.2)
+        torch.autograd.grad(output.sum(), (x, vector))
+        wait(options)
+
+    return step
+
+
 def gat(edge_index: Tensor, options: argparse.Namespace) -> Callable[[], None]:
     conv = GATConv(1, options.head_dim, options.heads, add_self_loops=False).to(options.device)
     shape = (options.nodes, options.heads, options.head_dim)
@@ -73,20 +89,22 @@ def main() -> None:
     add("--threads", type=int, default=1)
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seconds", type=float, default=40.0)
+    add("--kernel", choices=("implicit", "dot"), default="implicit", help="of ours")
     add("--only", choices=("gat", "ours"), help="one of them, for its peak memory")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     edge_index = torch.randint(options.nodes, (2, options.edges)).to(options.device)
     print(f"{processor()}, torch {torch.__version__}, {options.threads} thread(s)")
+    own = dot if options.kernel == "dot" else ours
     if options.only:
-        step = (gat if options.only == "gat" else ours)(edge_index, options)
+        step = (gat if options.only == "gat" else own)(edge_index, options)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         step()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"{options.only}: peak {(peak - before) / 1024:.0f} MB above inputs")
         return
-    steps = {"gat": gat(edge_index, options), "ours": ours(edge_index, options)}
+    steps = {"gat": gat(edge_index, options), "ours": own(edge_index, options)}
     times = interleaved(steps, options.seconds)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     print(

@@ -42,7 +42,7 @@ ORDERS = ["1", "1.5", "2", "3", "none"]
 ATTENTIONS: dict[str, dict[str, Any] | None] = {
     "gat": None,
     "gatv2": None,
-    "dot": {"kernel": "dot"},
+    "dot": {"kernel": "rbf", "p": 2.0},
     "rbf": {"kernel": "rbf"},
     "direct": {"spectral": "direct"},
     "ikan": {"spectral": "ikan"},
@@ -122,7 +122,7 @@ class Classifier(nn.Module):
         if options is None:
             options = {}
         else:
-            options = {**options, "p": parse_order(p), "num_frequencies": frequencies}
+            options = {"p": parse_order(p), "num_frequencies": frequencies} | options
         self.first = make(features, CHANNELS, HEADS, dropout=DROPOUT, **options)
         self.second = make(HEADS * CHANNELS, classes, 1, concat=False, dropout=DROPOUT, **options)
 

@@ -34,6 +34,8 @@ struct GatAttentionCall {
 // looked at where they are known: not while torch.compile traces, and of nodes not on a GPU.
 void check_edge_attention(const char* function, const EdgeAttentionCall& call);
 void check_gat_attention(const char* function, const GatAttentionCall& call);
+void check_negative_slope(const char* function, bool has_frequencies,
+                          const EdgeAttentionOptions& options);
 
 // Whether the numbers in a tensor may be looked at, at no cost but a pass over them: not where
 // somebody traces.
@@ -42,7 +44,8 @@ bool is_readable(const at::Tensor& tensor);
 // A call of edge_attention_from_features, the part that has kernels: all floating-point tensors in
 // the arithmetic type, what is hidden by logits of -inf. The weight of an edge is its score times
 // exp(logits) over the sum of those into the same target. The score of features x of a query and y
-// of a key is (x.y / 2F)^2 + eps, or exp(x.y) where there is no eps; F may be 0 then.
+// of a key is (x.y / 2F)^2 + eps, or exp(x.y) where there is no eps; F may be 0 then. There a
+// LeakyReLU takes the sum of x.y and the logits.
 struct EdgeFeatures {
   at::Tensor query_features;  // [N_q, H, F]
   at::Tensor key_features;    // [N_k, H, F]
@@ -52,7 +55,8 @@ struct EdgeFeatures {
   at::Tensor keep;            // bool [E, H], what dropout keeps; undefined: all
   at::Tensor rowptr, col;     // int64 [N_q + 1], [E]
   std::optional<double> eps = 1e-5;
-  double rescale = 1.0;  // of the weights that are kept
+  double rescale = 1.0;         // of the weights that are kept
+  double negative_slope = 1.0;  // of the LeakyReLU; 1: none
 };
 
 // (output [N_q, H, d_v], weights [E, H] after dropout, log_normalizer float64 [N_q, H])

@@ -28,6 +28,7 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
                             log_normalizer});
     ctx->saved_data["eps"] = call.eps;
     ctx->saved_data["rescale"] = call.rescale;
+    ctx->saved_data["negative_slope"] = call.negative_slope;
     ctx->mark_non_differentiable({log_normalizer});
     ctx->set_materialize_grads(false);
     return {output, weights, log_normalizer};
@@ -46,7 +47,8 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
                             saved[6],
                             saved[7],
                             ctx->saved_data["eps"].toOptional<double>(),
-                            ctx->saved_data["rescale"].toDouble()};
+                            ctx->saved_data["rescale"].toDouble(),
+                            ctx->saved_data["negative_slope"].toDouble()};
     const std::array<at::Tensor, kInputs> inputs = {saved[0], saved[1], saved[2], saved[3],
                                                     saved[4]};
     const auto wanted = wanted_gradients<kInputs>(ctx, inputs);

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <cmath>
+
 #include "attention/arguments.h"
 #include "edge_attention/operators.h"
 
@@ -106,6 +108,7 @@ void check_ends(const Ends& ends, int64_t size, const char* shape_of_frequencies
   check_bias(function, "edge_bias", options.edge_bias, name, target, {ends.col.size(0), H},
              "[E] or [E, H]");
   check_numbers(function, options.p, options.eps, options.magnitude_scale);
+  check_negative_slope(function, is_present(ends.w1), options);
   if (is_present(ends.w1)) check_eps(function, options.eps, type);
   check_dropout(function, options.dropout_p, options.dropout_seed);
   if (options.dropout_p > 0) {
@@ -119,6 +122,18 @@ void check_ends(const Ends& ends, int64_t size, const char* shape_of_frequencies
 }
 
 }  // namespace
+
+void check_negative_slope(const char* function, bool has_frequencies,
+                          const EdgeAttentionOptions& options) {
+  const double slope = options.negative_slope;
+  if (slope == 1) return;
+  TORCH_CHECK_VALUE(std::isfinite(slope), function, ": negative_slope must be finite, got ", slope);
+  TORCH_CHECK_VALUE(
+      !has_frequencies && options.p == 2.0 && !options.magnitude_scale, function,
+      ": negative_slope must be 1 (no LeakyReLU) unless logits are products alone: no "
+      "frequencies, p = 2, no magnitude_scale; got ",
+      slope);
+}
 
 bool is_readable(const at::Tensor& tensor) {
   const c10::DispatchKeySet wrappers({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
@@ -185,6 +200,9 @@ void check_edge_features(const char* function, const EdgeFeatures& call) {
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
                    ": query_features must be float32 or float64, got ", type);
   if (call.eps) check_eps(function, *call.eps, type);
+  TORCH_CHECK_VALUE(std::isfinite(call.negative_slope) && (!call.eps || call.negative_slope == 1),
+                    function, ": negative_slope must be ", call.eps ? "1 with eps" : "finite",
+                    ", got ", call.negative_slope);
   TORCH_CHECK(query.dim() == 3 && (query.size(2) > 0 || !call.eps), function,
               ": query_features must have shape [N_q, H, F], got ", query.sizes());
   TORCH_CHECK(call.key_features.dim() == 3, function,

@@ -91,6 +91,7 @@ Nodes nodes_of(const at::Tensor& targets, const at::Tensor& value, const at::Ten
   nodes.N_k = value.sym_size(0);
   EdgeFeatures& edges = nodes.edges;
   edges.eps = std::nullopt;
+  edges.negative_slope = options.negative_slope;
   edges.rowptr = rowptr.to(at::kLong);
   edges.col = col.to(at::kLong);
   if (is_present(options.key_bias)) {
@@ -246,10 +247,15 @@ Result gat(const GatAttentionCall& call) {
     if (options.p) add_norm(scale, *options.p);
   } else {
     const c10::SymInt d = target.sym_size(-1);
-    edges.query_features = target.narrow(-1, 0, 0);
-    edges.key_features = source.narrow(-1, 0, 0);
-    const at::Tensor of_source = call.vector.narrow_symint(-1, d, d).to(nodes.type);
-    nodes.add_to_key_logits((source * of_source).sum(-1) / root);
+    const at::Tensor a = call.vector.to(nodes.type) / root;
+    nodes.add_to_key_logits((source * a.narrow_symint(-1, d, d)).sum(-1));
+    if (options.negative_slope == 1) {  // the target's part is the same for all its edges
+      edges.query_features = target.narrow(-1, 0, 0);
+      edges.key_features = source.narrow(-1, 0, 0);
+    } else {
+      edges.query_features = (target * a.narrow_symint(-1, 0, d)).sum(-1, /*keepdim=*/true);
+      edges.key_features = at::ones_symint({nodes.N_k, source.sym_size(1), 1}, source.options());
+    }
     if (options.p != 2.0 || scale != 0.5 / root) {
       add_norm(-0.5 / root, 2);
       if (options.p) add_norm(scale, *options.p);
@@ -265,12 +271,14 @@ Result gat(const GatAttentionCall& call) {
       const std::optional<at::Tensor>&edge_bias, double dropout_p
 #define IKATTN_EDGE_LAST_PARAMETERS \
   std::optional<double> magnitude_scale, const std::optional<at::Tensor>&dropout_seed
-#define IKATTN_EDGE_OPTIONS {p, key_bias, edge_bias, dropout_p, eps, magnitude_scale, dropout_seed}
+#define IKATTN_EDGE_OPTIONS \
+  {p, key_bias, edge_bias, dropout_p, eps, magnitude_scale, dropout_seed, negative_slope}
 
 Result implicit_kernel_op(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const at::Tensor& rowptr, const at::Tensor& col, const at::Tensor& w1,
                           const std::optional<at::Tensor>& w2, IKATTN_EDGE_BIAS_PARAMETERS,
                           double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+  const double negative_slope = EdgeAttentionOptions().negative_slope;  // is not asked for
   const EdgeAttentionCall call{query, key, value, rowptr, col, w1, w2, IKATTN_EDGE_OPTIONS};
   check_edge_attention("implicit_kernel_edge_attention", call);
   return pairs_by_implicit_kernel(call);
@@ -278,7 +286,7 @@ Result implicit_kernel_op(const at::Tensor& query, const at::Tensor& key, const 
 
 Result softmax_op(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const at::Tensor& rowptr, const at::Tensor& col, IKATTN_EDGE_BIAS_PARAMETERS,
-                  IKATTN_EDGE_LAST_PARAMETERS) {
+                  IKATTN_EDGE_LAST_PARAMETERS, double negative_slope) {
   const double eps = EdgeAttentionOptions().eps;  // is not asked for
   const EdgeAttentionCall call{query, key, value, rowptr, col, {}, {}, IKATTN_EDGE_OPTIONS};
   check_edge_attention("softmax_edge_attention", call);
@@ -288,7 +296,8 @@ Result softmax_op(const at::Tensor& query, const at::Tensor& key, const at::Tens
 Result gat_op(const at::Tensor& vector, const at::Tensor& target, const at::Tensor& source,
               const at::Tensor& value, const at::Tensor& rowptr, const at::Tensor& col,
               const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
-              IKATTN_EDGE_BIAS_PARAMETERS, double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+              IKATTN_EDGE_BIAS_PARAMETERS, double eps, IKATTN_EDGE_LAST_PARAMETERS,
+              double negative_slope) {
   const GatAttentionCall call{
       vector, target, source, value, rowptr, col, w1, w2, IKATTN_EDGE_OPTIONS};
   check_gat_attention("gat_edge_attention", call);
@@ -317,7 +326,7 @@ Result call_softmax(const EdgeAttentionCall& call) {
   const EdgeAttentionOptions& options = call.options;
   return op.call(call.query, call.key, call.value, call.rowptr, call.col, options.p,
                  options.key_bias, options.edge_bias, options.dropout_p, options.magnitude_scale,
-                 options.dropout_seed);
+                 options.dropout_seed, options.negative_slope);
 }
 
 Result call_gat(const GatAttentionCall& call) {
@@ -325,7 +334,8 @@ Result call_gat(const GatAttentionCall& call) {
   const EdgeAttentionOptions& options = call.options;
   return op.call(call.vector, call.target, call.source, call.value, call.rowptr, call.col, call.w1,
                  call.w2, options.p, options.key_bias, options.edge_bias, options.dropout_p,
-                 options.eps, options.magnitude_scale, options.dropout_seed);
+                 options.eps, options.magnitude_scale, options.dropout_seed,
+                 options.negative_slope);
 }
 
 // --- Autocast: nodes in the lower precision; frequencies and biases as they are
@@ -341,13 +351,15 @@ struct Autocast {
                                 const at::Tensor& col, const at::Tensor& w1,
                                 const std::optional<at::Tensor>& w2, IKATTN_EDGE_BIAS_PARAMETERS,
                                 double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+    const double negative_slope = EdgeAttentionOptions().negative_slope;
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     return call_implicit_kernel(
         {lower(query), lower(key), lower(value), rowptr, col, w1, w2, IKATTN_EDGE_OPTIONS});
   }
   static Result softmax(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                         const at::Tensor& rowptr, const at::Tensor& col,
-                        IKATTN_EDGE_BIAS_PARAMETERS, IKATTN_EDGE_LAST_PARAMETERS) {
+                        IKATTN_EDGE_BIAS_PARAMETERS, IKATTN_EDGE_LAST_PARAMETERS,
+                        double negative_slope) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     const double eps = EdgeAttentionOptions().eps;
     return call_softmax(
@@ -356,7 +368,8 @@ struct Autocast {
   static Result gat(const at::Tensor& vector, const at::Tensor& target, const at::Tensor& source,
                     const at::Tensor& value, const at::Tensor& rowptr, const at::Tensor& col,
                     const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
-                    IKATTN_EDGE_BIAS_PARAMETERS, double eps, IKATTN_EDGE_LAST_PARAMETERS) {
+                    IKATTN_EDGE_BIAS_PARAMETERS, double eps, IKATTN_EDGE_LAST_PARAMETERS,
+                    double negative_slope) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     return call_gat({vector, lower(target), lower(source), lower(value), rowptr, col, w1, w2,
                      IKATTN_EDGE_OPTIONS});
@@ -386,6 +399,7 @@ Result implicit_kernel_edge_attention(const at::Tensor& query, const at::Tensor&
                                       const at::Tensor& col, const at::Tensor& w1,
                                       const std::optional<at::Tensor>& w2,
                                       const EdgeAttentionOptions& options) {
+  check_negative_slope("implicit_kernel_edge_attention", /*has_frequencies=*/true, options);
   EdgeAttentionCall call{query, key, value, rowptr, col, w1, w2, options};
   draw_seed_if_needed(call.options, query.device());
   return call_implicit_kernel(call);

@@ -56,6 +56,7 @@ void describe(const EdgeFeatures& call, EdgeParams<T>& params) {
   params.rescale = static_cast<T>(call.rescale);
   params.exponential = !call.eps.has_value();
   params.eps = static_cast<T>(call.eps.value_or(0));
+  params.negative_slope = static_cast<T>(call.negative_slope);
 }
 
 // function(params) with those of the tensor's type.

@@ -25,14 +25,16 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def(
       "softmax_edge_attention(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, "
       "*, float? p=2.0, " IKATTN_EDGE_OPTIONS_SCHEMA
-      "float? magnitude_scale=None, Tensor? dropout_seed=None) -> (Tensor output, Tensor weights)",
+      "float? magnitude_scale=None, Tensor? dropout_seed=None, float negative_slope=1.0) -> "
+      "(Tensor "
+      "output, Tensor weights)",
       tags);
   m.def(
       "gat_edge_attention(Tensor vector, Tensor target, Tensor source, Tensor value, Tensor "
       "rowptr, Tensor col, Tensor? w1=None, Tensor? w2=None, *, float? "
       "p=2.0, " IKATTN_EDGE_OPTIONS_SCHEMA
-      "float eps=1e-05, float? magnitude_scale=None, Tensor? dropout_seed=None) -> (Tensor output, "
-      "Tensor weights)",
+      "float eps=1e-05, float? magnitude_scale=None, Tensor? dropout_seed=None, float "
+      "negative_slope=1.0) -> (Tensor output, Tensor weights)",
       tags);
   m.def("edge_attention_from_features(" IKATTN_EDGE_FEATURES_SCHEMA
         ") -> (Tensor output, Tensor weights, Tensor log_normalizer)",
@@ -115,7 +117,7 @@ EdgeResults call_from_edge_features(const EdgeFeatures& call) {
       find_operator<FromEdgeFeaturesSignature>("ikattn::edge_attention_from_features");
   return op.call(call.query_features, call.key_features, call.value, call.key_logits,
                  or_none(call.edge_logits), or_none(call.keep), call.rowptr, call.col, call.eps,
-                 call.rescale);
+                 call.rescale, call.negative_slope);
 }
 
 EdgeQueryGradients call_edge_query_gradients(const EdgeFeatures& call, const at::Tensor& output,
@@ -125,7 +127,8 @@ EdgeQueryGradients call_edge_query_gradients(const EdgeFeatures& call, const at:
   static const auto op = find_operator<EdgeQueryGradientsSignature>("ikattn::edge_query_gradients");
   return op.call(call.query_features, call.key_features, call.value, call.key_logits,
                  or_none(call.edge_logits), or_none(call.keep), call.rowptr, call.col, call.eps,
-                 call.rescale, output, log_normalizer, grad_output, or_none(grad_weights));
+                 call.rescale, call.negative_slope, output, log_normalizer, grad_output,
+                 or_none(grad_weights));
 }
 
 EdgeKeyGradients call_edge_key_gradients(const EdgeKeyGradientCall& call) {

@@ -8,15 +8,15 @@
 #define IKATTN_EDGE_FEATURES_SCHEMA                                                  \
   "Tensor query_features, Tensor key_features, Tensor value, Tensor key_logits, "    \
   "Tensor? edge_logits, Tensor? keep, Tensor rowptr, Tensor col, float? eps=1e-05, " \
-  "float rescale=1.0"
+  "float rescale=1.0, float negative_slope=1.0"
 #define IKATTN_EDGE_FEATURES_PARAMETERS                                                      \
   const at::Tensor &query_features, const at::Tensor &key_features, const at::Tensor &value, \
       const at::Tensor &key_logits, const std::optional<at::Tensor>&edge_logits,             \
       const std::optional<at::Tensor>&keep, const at::Tensor &rowptr, const at::Tensor &col, \
-      std::optional<double> eps, double rescale
+      std::optional<double> eps, double rescale, double negative_slope
 #define IKATTN_EDGE_FEATURES_VALUES                                                               \
   query_features, key_features, value, key_logits, or_undefined(edge_logits), or_undefined(keep), \
-      rowptr, col, eps, rescale
+      rowptr, col, eps, rescale, negative_slope
 
 #define IKATTN_EDGE_QUERY_GRADIENTS_SCHEMA \
   IKATTN_EDGE_FEATURES_SCHEMA              \

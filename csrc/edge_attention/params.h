@@ -22,6 +22,7 @@ struct EdgeParams {
   // The score of a product s: exp(s) where exponential, else (s / 2F)^2 + eps.
   bool exponential;
   T eps;
+  T negative_slope;  // of the LeakyReLU of an exponential score's logit; 1: none
 };
 
 template <typename T>

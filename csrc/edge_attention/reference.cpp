@@ -34,9 +34,10 @@ at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10
 
 namespace {
 
-// Of every edge: the products [E, H], the score's logarithm plus the logits, -inf where hidden.
+// Of every edge: the products [E, H], the score's logarithm plus the logits, -inf where hidden, and
+// of exponential scores the slope of the LeakyReLU, undefined where there is none.
 struct EdgeLogits {
-  at::Tensor target, product, logits;
+  at::Tensor target, product, logits, slope;
 };
 
 EdgeLogits logits_of(const EdgeFeatures& call) {
@@ -52,7 +53,13 @@ EdgeLogits logits_of(const EdgeFeatures& call) {
     score = at::log(product * product + *call.eps);
   }
   const at::Tensor least = at::full({}, -INFINITY, score.options());
-  return {target, product, at::where(bias == -INFINITY, least, score + bias)};
+  at::Tensor sum = score + bias, slope;
+  if (call.negative_slope != 1) {
+    slope = at::where(sum > 0, at::ones({}, sum.options()),
+                      at::full({}, call.negative_slope, sum.options()));
+    sum = slope * sum;
+  }
+  return {target, product, at::where(bias == -INFINITY, least, sum), slope};
 }
 
 at::Tensor dropped(const EdgeFeatures& call, const at::Tensor& weights) {
@@ -64,7 +71,7 @@ at::Tensor dropped(const EdgeFeatures& call, const at::Tensor& weights) {
 
 EdgeResults reference_from_edge_features(const EdgeFeatures& call) {
   const c10::SymInt N_q = call.query_features.sym_size(0);
-  const auto [target, product, logits] = logits_of(call);
+  const auto [target, product, logits, slope] = logits_of(call);
   const at::Tensor largest = largest_of(target, logits, N_q);
   const at::Tensor nothing = at::zeros({}, logits.options());
   const at::Tensor shift = at::where(largest == -INFINITY, nothing, largest);
@@ -85,7 +92,7 @@ EdgeQueryGradients reference_edge_query_gradients(const EdgeFeatures& call,
                                                   const at::Tensor& grad_output,
                                                   const at::Tensor& grad_weights) {
   const c10::SymInt N_q = call.query_features.sym_size(0);
-  const auto [target, product, logits] = logits_of(call);
+  const auto [target, product, logits, activation] = logits_of(call);
   const at::Tensor shift = at::where(log_normalizer == -INFINITY, 0.0, log_normalizer);
   const at::Tensor weights =
       at::exp(logits.to(at::kDouble) - shift.index_select(0, target)).to(logits.scalar_type());
@@ -100,8 +107,9 @@ EdgeQueryGradients reference_edge_query_gradients(const EdgeFeatures& call,
   const auto unless_hidden = [&, logits = logits](const at::Tensor& of_edges) {
     return at::where(logits == -INFINITY, at::zeros({}, of_edges.options()), of_edges);
   };
-  const at::Tensor grad_logits =
-      unless_hidden(weights * (dropped(call, gradient) - mean.index_select(0, target)));
+  at::Tensor grad_logits = weights * (dropped(call, gradient) - mean.index_select(0, target));
+  if (activation.defined()) grad_logits = grad_logits * activation;
+  grad_logits = unless_hidden(grad_logits);
   at::Tensor grad_product = grad_logits;
   if (call.eps) {
     const at::Tensor slope = product / (product * product + *call.eps);

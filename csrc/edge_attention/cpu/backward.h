@@ -65,6 +65,7 @@ inline void query_gradients_of(const EdgeQueryGradientParams<T>& p, int64_t i, i
       kept[h] = dropped(p, e * H + h, weights[h]);
       const T gradient = dropped(p, e * H + h, grad_logits[h]);
       grad_logits[h] = weights[h] * (gradient - static_cast<T>(mean[h]));
+      if (p.exponential) grad_logits[h] *= s[h];  // the slope
       const T slope = p.exponential ? T(1) : s[h] / (s[h] * s[h] + p.eps);
       grad_products[h] = grad_logits[h] * slope * of_score;
     }

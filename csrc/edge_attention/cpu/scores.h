@@ -54,6 +54,7 @@ inline T sum_of_eight(Eight<T> sums) {
 
 template <typename T>
 inline T dot(const T* a, const T* b, int64_t count) {
+  if (count == 1) return *a * *b;  // GAT's logits
   int64_t k = 0;
   T sum = 0;
   if (kLanes<T> > kEight && count >= kLanes<T>) {  // rows of features
@@ -75,6 +76,8 @@ inline T dot(const T* a, const T* b, int64_t count) {
 // y += factor x
 template <typename T>
 inline void add_multiple(T* y, T factor, const T* x, int64_t count) {
+  if (count == 1) *y += factor * *x;
+  if (count <= 1) return;
   int64_t k = 0;
   if (kLanes<T> > kEight) {
     for (; k + kLanes<T> <= count; k += kLanes<T>) store(y + k, load(y + k) + factor * load(x + k));
@@ -111,8 +114,9 @@ template <typename T>
 // Numbers of at most so many edges, head by head within an edge, for every thread.
 template <typename T>
 struct EdgeScratch {
-  T* products;  // [edges, H]: s, 0 where the edge is hidden
-  T* logits;    // [edges, H]: what is added to the logarithm of the score; then the weights
+  // [edges, H]: s, 0 where the edge is hidden; of exponential scores the LeakyReLU's slope there
+  T* products;
+  T* logits;  // [edges, H]: what is added to the logarithm of the score; then the weights
 };
 
 template <typename T>
@@ -156,8 +160,12 @@ inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_
     }
     for (int64_t h = 0; h < H; ++h) hides |= is_hidden(logits[h]);
     if (!p.exponential) continue;
-    for (int64_t h = 0; h < H; ++h)
-      logits[h] = is_hidden(logits[h]) ? logits[h] : logits[h] + products[h];
+    for (int64_t h = 0; h < H; ++h) {
+      const bool is_seen = !is_hidden(logits[h]);
+      const T sum = is_seen ? logits[h] + products[h] : logits[h];
+      products[h] = is_seen && !(sum > 0) ? p.negative_slope : T(1);
+      logits[h] = sum * products[h];
+    }
   }
   if (hides) {
     for (int64_t k = 0; k < (end - begin) * H; ++k) {

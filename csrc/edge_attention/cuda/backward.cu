@@ -87,6 +87,7 @@ struct QueryGradients {
     if (p.grad_weights != nullptr) gradient += p.grad_weights[at];
     const T weight = weight_of(p, s, bias, normalizer);
     T grad_logit = weight * (dropped(p, at, gradient) - of_head);
+    if (p.exponential) grad_logit *= slope_at(p, bias + s);
     const T slope = p.exponential ? T(1) : s / ((s * s + p.eps) * static_cast<T>(p.F));
     T grad_product = grad_logit * slope;
     if (bias == -INFINITY) grad_logit = grad_product = 0;  // what is hidden may be NaN

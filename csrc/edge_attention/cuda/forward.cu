@@ -33,7 +33,7 @@ struct Forward {
         const T bias = bias_of(p, e, h);
         if (at.first == 0) p.weights[e * H + h] = products[turn];
         T logit = bias;
-        if (p.exponential && bias != -INFINITY) logit += products[turn];
+        if (p.exponential && bias != -INFINITY) logit = logit_of(p, bias + products[turn]);
         largest = logit > largest ? logit : largest;
       }
       __syncwarp();

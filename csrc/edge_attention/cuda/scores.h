@@ -176,6 +176,17 @@ __device__ __forceinline__ void visit_products(const EdgeParams<T>& p, int64_t i
   }
 }
 
+// The slope of the LeakyReLU at a sum of a product and its bias.
+template <typename T>
+__device__ __forceinline__ T slope_at(const EdgeParams<T>& p, T sum) {
+  return sum > 0 ? T(1) : p.negative_slope;
+}
+// The logit of an exponential score that is not hidden.
+template <typename T>
+__device__ __forceinline__ T logit_of(const EdgeParams<T>& p, T sum) {
+  return sum * slope_at(p, sum);
+}
+
 __device__ __forceinline__ float exponential_of(float x) { return expf(x); }
 __device__ __forceinline__ double exponential_of(double x) { return exp(x); }
 
@@ -184,7 +195,7 @@ template <typename T>
 __device__ __forceinline__ T weight_of(const EdgeParams<T>& p, T product, T bias, double shift) {
   if (bias == -INFINITY) return 0;
   const double finite = shift == -INFINITY ? 0.0 : shift;
-  const T logit = p.exponential ? bias + product : bias;
+  const T logit = p.exponential ? logit_of(p, bias + product) : bias;
   const T weight = exponential_of(static_cast<T>(static_cast<double>(logit) - finite));
   return p.exponential ? weight : weight * (product * product + p.eps);
 }

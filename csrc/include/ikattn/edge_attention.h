@@ -37,6 +37,9 @@ struct EdgeAttentionOptions {
   // int64 [2] on query's device: seed and offset of the dropout mask, the same mask on every
   // device. nullopt: drawn from the default generator of that device when dropout_p > 0.
   std::optional<at::Tensor> dropout_seed = std::nullopt;
+  // Slope, for negative numbers, of a LeakyReLU that takes the logit with its biases before the
+  // softmax; 1: none. Others are for exponential scores alone: no frequencies, p = 2.
+  double negative_slope = 1.0;
 };
 
 // Attention of every target to the sources of the edges that come into it.

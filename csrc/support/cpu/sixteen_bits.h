@@ -133,6 +133,23 @@ inline void stack_rows(int64_t rows, int64_t columns, const float* source, const
   }
 }
 
+// The same of source[r] - weight[r] centre (weight null: 1), which is rounded less where rows are
+// about multiples of `centre` [columns].
+inline void stack_centred_rows(int64_t rows, int64_t columns, const float* source,
+                               const float* weight, const float* centre, int32_t* out) {
+  const auto centred = [&](int64_t r, int64_t column) {
+    const Vec<float> x = load(source + r * kPanel + column), middle = load(centre + column);
+    return weight ? x - weight[r] * middle : x - middle;
+  };
+  for (int64_t r = 0; r < rows; r += 2) {
+    for (int64_t column = 0; column < columns; column += kLanes<float>) {
+      store(out + r / 2 * kPanel + column,
+            stacked_bfloat16(centred(r, column),
+                             r + 1 < rows ? centred(r + 1, column) : Vec<float>{}));
+    }
+  }
+}
+
 // Rows of panels of `panel_rows` rows, as bfloat16 would hold them; what is finite stays so.
 template <typename T>
 inline void round_to_bfloat16(int64_t rows, int64_t columns, int64_t panel_rows, T* panels) {

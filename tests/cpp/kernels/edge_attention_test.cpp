@@ -28,6 +28,7 @@ struct Case {
   int64_t N_q = 9, N_k = 7, H = 2, F = 10, d_v = 3, E = 40;
   bool exponential = false, edge_logits = false, shared_logits = false, dropout = false;
   bool grad_weights = false, hidden = false;
+  double negative_slope = 1;
   int64_t into_one = 0, from_one = 0;  // so many of the edges into target 3, and from source 2
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 };
@@ -111,6 +112,7 @@ struct Call {
     params.rescale = T(1.25);
     params.exponential = case_.exponential;
     params.eps = T(0.01);
+    params.negative_slope = static_cast<T>(case_.negative_slope);
   }
   EdgeForwardParams<T> forward() {
     EdgeForwardParams<T> params;
@@ -229,6 +231,12 @@ std::vector<Case> cases() {
       {.name = "no_edges", .E = 0},
       {.name = "wide", .H = 3, .F = 70, .d_v = 40},
       {.name = "exponential", .exponential = true},
+      {.name = "leaky", .F = 1, .exponential = true, .edge_logits = true, .negative_slope = 0.2},
+      {.name = "leaky_hidden",
+       .exponential = true,
+       .grad_weights = true,
+       .hidden = true,
+       .negative_slope = 0},
       {.name = "exponential_without_features", .F = 0, .exponential = true, .edge_logits = true},
       {.name = "edge_logits_dropout", .edge_logits = true, .dropout = true},
       {.name = "shared_logits_gradients_of_weights",

@@ -75,6 +75,23 @@ TEST(EdgeAttention, OtherFormsWeighAsTheirDefinitions) {
   EXPECT_TRUE(torch::allclose(gat, weights_of(logits.expand({2, 3, 4})), 1e-10, 1e-12));
 }
 
+TEST(EdgeAttention, ALeakyReluTakesTheLogitOfBothEnds) {
+  const Graph graph;
+  const Tensor rowptr = nodes({0, 4, 8, 12}), col = nodes({0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3});
+  const Tensor vector = torch::cat({graph.w1.select(2, 0), graph.w2.select(2, 0)}, -1) * 10;
+  ikattn::EdgeAttentionOptions options;
+  options.negative_slope = 0.2;
+  const auto [output, weights] = ikattn::gat_edge_attention(
+      vector, graph.query, graph.key, graph.value, rowptr, col, {}, {}, options);
+  const Tensor of_target = (graph.query * vector.narrow(1, 0, 4)).sum(-1).unsqueeze(1);
+  const Tensor of_source = (graph.key * vector.narrow(1, 4, 4)).sum(-1).unsqueeze(0);
+  const Tensor logits = torch::leaky_relu((of_target + of_source) / std::sqrt(8.0), 0.2);
+  EXPECT_TRUE(torch::allclose(weights, logits.softmax(1).reshape({12, 2}), 1e-10, 1e-12));
+  EXPECT_THROW(ikattn::implicit_kernel_edge_attention(graph.query, graph.key, graph.value, rowptr,
+                                                      col, graph.w1, graph.w2, options),
+               c10::Error);
+}
+
 // Under AddressSanitizer (make asan) whatever is read or written out of bounds ends the test.
 TEST(EdgeAttention, RandomIndicesAreComputedOrRefused) {
   const Graph graph;

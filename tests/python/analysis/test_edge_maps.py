@@ -184,11 +184,14 @@ def test_calls_layers_and_other_attention_are_kept_apart():
     assert recording.names == []
 
 
-def test_messages_that_are_not_summed_are_refused():
-    conv = pyg.GATConv(8, 4, aggr="max")
-    message = "does not add up: .* expected a layer that sums messages"
-    with ikattn.record(conv), pytest.raises(RuntimeError, match=message):
-        conv(torch.randn(N, 8), EDGE_INDEX)
+@pytest.mark.parametrize("aggr", ["mean", "max", "min", "median", "softmax", "std"])
+def test_messages_that_are_not_summed_are_refused(aggr):
+    conv = pyg.TransformerConv(8, 4, heads=2, aggr=aggr, root_weight=False)
+    first_has_one_message = torch.tensor([[3, 0, 2], [0, 1, 1]])
+    message = f"does not add up: .* expected a layer that sums messages, got aggr='{aggr}'"
+    for edge_index in (first_has_one_message, first_has_one_message.flip(1)):
+        with ikattn.record(conv), pytest.raises(RuntimeError, match=message):
+            conv(torch.randn(4, 8), edge_index)
 
 
 def test_ctrl_c_loses_no_later_call_and_results_may_be_none():

@@ -142,6 +142,70 @@ def test_norms_of_zero_have_a_gradient_in_the_gat_form(size):
         assert all(bool(grad.isfinite().all()) for grad in grads)
 
 
+SLOPE = 0.3
+
+
+def leaky_logits(form: str, arguments: dict[str, Any], bias: Tensor) -> Tensor:
+    """Logits after the LeakyReLU, [E, H]."""
+    if form == "softmax":
+        ends = arguments["query"][EDGE_INDEX[1]], arguments["key"][EDGE_INDEX[0]]
+        products = (ends[0] * ends[1]).sum(-1) / SIZE**0.5
+    else:
+        x = torch.cat([arguments["target"][EDGE_INDEX[1]], arguments["source"][EDGE_INDEX[0]]], -1)
+        products = (x * arguments["vector"]).sum(-1) / (2 * SIZE) ** 0.5
+    return torch.nn.functional.leaky_relu(products + bias, SLOPE)
+
+
+def leaky_call(form: str) -> tuple[Any, dict[str, Any]]:
+    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
+    arguments = nodes() if form == "softmax" else gat_arguments()
+    del arguments["w1"], arguments["w2"]
+    call = functools.partial(function, edges=EDGES, negative_slope=SLOPE, return_weights=True)
+    return call, arguments
+
+
+@pytest.mark.parametrize("form", ["softmax", "gat"])
+def test_a_leaky_relu_takes_logits_with_their_biases(form):
+    call, arguments = leaky_call(form)
+    bias = torch.randn(E, H, dtype=torch.float64)
+    bias[3] = -float("inf")
+    logits = leaky_logits(form, arguments, bias.clamp(min=-1e300))
+    assert bool((logits > 0).any())
+    weights = torch.zeros(E, H, dtype=torch.float64)
+    for i in range(N_Q):
+        into = EDGE_INDEX[1] == i
+        weights[into] = logits[into].softmax(0)
+    found = call(edge_bias=bias, **arguments)
+    torch.testing.assert_close(found[1], weights)
+    weighted = weights.unsqueeze(-1) * arguments["value"][EDGE_INDEX[0]]
+    output = torch.zeros(N_Q, H, VALUE_SIZE).double().index_add(0, EDGE_INDEX[1], weighted)
+    torch.testing.assert_close(found[0], output)
+
+
+@pytest.mark.parametrize("form", ["softmax", "gat"])
+def test_derivatives_through_a_leaky_relu_are_those_of_differences(form):
+    call, arguments = leaky_call(form)
+    names = [*arguments, "edge_bias"]
+    inputs = [*arguments.values(), torch.randn(E, H, dtype=torch.float64)]
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def of_values(*values: Tensor) -> tuple[Tensor, Tensor]:
+        given: dict[str, Any] = dict(zip(names, values, strict=True))
+        return call(**given)
+
+    assert gradcheck(of_values, inputs, check_forward_ad=True)
+    assert gradgradcheck(of_values, inputs, atol=1e-4)
+
+
+def test_a_leaky_relu_needs_logits_that_are_products():
+    call, arguments = leaky_call("softmax")
+    for options in ({"p": 1.0}, {"magnitude_scale": 0.2}, {"negative_slope": float("nan")}):
+        with pytest.raises(ValueError, match="softmax_edge_attention: negative_slope must be"):
+            call(**arguments, **options)
+    with pytest.raises(ValueError, match="gat_edge_attention: negative_slope must be 1"):
+        ikattn.gat_edge_attention(edges=EDGES, negative_slope=0.2, **gat_arguments())
+
+
 GAT_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "vector": ({"vector": torch.zeros(2, 7)}, RuntimeError, r"vector .* \[2, 8\], got \[2, 7\]"),
     "target": ({"target": torch.zeros(7, 8)}, RuntimeError, r"target must have shape \[N_q, H, d"),

@@ -46,6 +46,17 @@ def test_the_backward_counts_and_linear_time_is_linear() -> None:
     assert of_twice == 2 * of_once
 
 
+def test_a_backward_in_linear_time_is_linear() -> None:
+    def of_backward(length: int) -> int:
+        q, k, v = (torch.randn(1, 1, length, D, requires_grad=True) for _ in range(3))
+        w1, w2 = (0.1 * torch.randn(1, D, 16) for _ in range(2))
+        assert ikattn.which_kernels(q, k, v, w1, w2).backward.algorithm == "linear"
+        output = ikattn.implicit_kernel_attention(q, k, v, w1, w2)
+        return flops(lambda: output.sum().backward())
+
+    assert of_backward(16384) == 2 * of_backward(8192)
+
+
 def test_maps_and_kept_features_count() -> None:
     weights, value, projection = (
         torch.rand(B, H, 5, 5),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ikattn.ops.kernels import Kernels, which_kernels
+
 _OPTIONS = (
     *("p", "key_bias", "attn_mask", "dropout_p", "is_causal", "enable_gqa", "eps"),
     *("magnitude_scale", "dropout_seed"),
@@ -27,10 +29,10 @@ def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> int:
 def _is_linear(tensors: tuple[Tensor | None, ...], options: dict[str, Any], backward: bool) -> bool:
     """Whether a pass of the call takes linear time."""
     try:
-        told = torch.ops.ikattn.which_kernels(*tensors, **options)
+        told: Kernels = which_kernels(*tensors, **options)  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError):
         return False
-    return bool(told[3 if backward else 0] == "linear")
+    return (told.backward if backward else told.forward).algorithm == "linear"
 
 
 def _attention(

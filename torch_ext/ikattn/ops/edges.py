@@ -233,6 +233,7 @@ def softmax_edge_attention(
     dropout_p: float = ...,
     magnitude_scale: float | None = ...,
     dropout_seed: Tensor | None = ...,
+    negative_slope: float = ...,
     return_weights: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -250,6 +251,7 @@ def softmax_edge_attention(
     dropout_p: float = ...,
     magnitude_scale: float | None = ...,
     dropout_seed: Tensor | None = ...,
+    negative_slope: float = ...,
     return_weights: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -266,6 +268,7 @@ def softmax_edge_attention(
     dropout_p: float = 0.0,
     magnitude_scale: float | None = None,
     dropout_seed: Tensor | None = None,
+    negative_slope: float = 1.0,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention over edges by the RBF kernel times the magnitude; by default softmax attention.
@@ -281,6 +284,8 @@ def softmax_edge_attention(
     Args:
         query, key, value, edges, p, key_bias, edge_bias, dropout_p, magnitude_scale, dropout_seed,
         return_weights: As in :func:`implicit_kernel_edge_attention`.
+        negative_slope: Slope, for negative numbers, of a LeakyReLU that takes the logit with its
+            biases. 1: none. Others need p = 2 and no magnitude_scale.
 
     Returns:
         As :func:`implicit_kernel_edge_attention`.
@@ -306,6 +311,7 @@ def softmax_edge_attention(
             "dropout_p": dropout_p,
             "magnitude_scale": magnitude_scale,
             "dropout_seed": dropout_seed,
+            "negative_slope": negative_slope,
         },
         return_weights,
     )
@@ -328,6 +334,7 @@ def gat_edge_attention(
     eps: float = ...,
     magnitude_scale: float | None = ...,
     dropout_seed: Tensor | None = ...,
+    negative_slope: float = ...,
     return_weights: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -349,6 +356,7 @@ def gat_edge_attention(
     eps: float = ...,
     magnitude_scale: float | None = ...,
     dropout_seed: Tensor | None = ...,
+    negative_slope: float = ...,
     return_weights: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -369,6 +377,7 @@ def gat_edge_attention(
     eps: float = 1e-5,
     magnitude_scale: float | None = None,
     dropout_seed: Tensor | None = None,
+    negative_slope: float = 1.0,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""The paper's form for GAT: a learned vector attends to the two ends of every edge.
@@ -390,10 +399,12 @@ def gat_edge_attention(
         value: ``[N_k, H, d_v]``.
         edges: As in :func:`implicit_kernel_edge_attention`.
         w1: Frequencies ``[H, 2 d, M]``. None: the RBF kernel, of which p = 2 makes
-            ``exp(a . x / sqrt(2 d))``: GAT's attention without its LeakyReLU.
+            ``exp(a . x / sqrt(2 d))``.
         w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
         p, key_bias, edge_bias, dropout_p, eps, dropout_seed, return_weights: As there.
         magnitude_scale: Factor of ``|x|_p^2``. None: ``1 / (2 sqrt(2 d))``.
+        negative_slope: Without frequencies and with p = 2, as in :func:`softmax_edge_attention`:
+            GAT's attention, ``exp(LeakyReLU(a . x / sqrt(2 d) + edge_bias_e))``.
 
     Returns:
         As :func:`implicit_kernel_edge_attention`.
@@ -424,6 +435,7 @@ def gat_edge_attention(
             "eps": eps,
             "magnitude_scale": magnitude_scale,
             "dropout_seed": dropout_seed,
+            "negative_slope": negative_slope,
         },
         return_weights,
     )

@@ -93,6 +93,9 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   __builtin_memset(memory.totals, 0, sets * packed_size * sizeof(T));
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   const KeyStages keys{params, layout, memory};
+  const Stage centre{int64_t{layout.bfloat16_products}, [&](const Place& at, int64_t, int) {
+                       find_centre(plan, memory.slots[at.slot]);
+                     }};
   const auto unit_of = [&](const Place& at) { return unit_at(params, layout, at.unit); };
   const Stage queries{layout.heads_per_unit * plan.query_blocks,
                       [&](const Place& at, int64_t index, int thread) {
@@ -132,8 +135,8 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
                              }
                            }};
     run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
-               queries, linear.preparation(), linear.moments(), linear.queries(), linear.chunks(),
-               pairs, tokens, chunk_sums);
+               centre, queries, linear.preparation(), linear.moments(), linear.queries(),
+               linear.chunks(), pairs, tokens, chunk_sums);
     if (wants && shares_sets) {
       const FrequencySets by_unit{params.frequency_heads, params.key_heads / params.frequency_heads,
                                   params.frequency_batches > 1};

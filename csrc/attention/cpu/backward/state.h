@@ -28,6 +28,10 @@ struct NarrowQueries {
   int32_t* phi_by_row = nullptr;       // [heads][feature panels][(L + 1) / 2][64]
   int32_t* grad_out = nullptr;         // [heads][narrow value panels][L][64]  not times 1/Z
   int32_t* grad_out_by_row = nullptr;  // [heads][value panels][(L + 1) / 2][64]  likewise
+  // Features are rounded less a centre, whose part of the gradients is a float32 sum of ds:
+  float* centre = nullptr;    // [feature panels][64]   the keys' mean, by their weight e_j
+  float* row_sums = nullptr;  // [heads][L][lanes]      sums of ds sqrt(e_j), a part per lane
+  float* key_sums = nullptr;  // [padded keys]          sums of ds
 
   template <typename T>
   void take(Workspace& workspace, const AttentionLayout<T>& layout, int64_t L) {
@@ -40,6 +44,9 @@ struct NarrowQueries {
     phi_by_row = workspace.take<int32_t>(layout.feature_panels() * pairs);
     grad_out = workspace.take<int32_t>(layout.narrow_value_panels() * rows);
     grad_out_by_row = workspace.take<int32_t>(layout.value_panels() * pairs);
+    centre = workspace.take<float>(layout.feature_panels() * kPanel);
+    row_sums = workspace.take<float>(layout.heads_per_unit * L * kLanes<float>);
+    key_sums = workspace.take<float>(layout.padded_keys);
   }
 };
 
@@ -242,7 +249,53 @@ void clear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t in
     __builtin_memset(state.grad_phi_q + ((head * panels + panel) * L + i0) * kPanel, 0,
                      rows * kPanel * sizeof(T));
   }
+  if (plan.layout.bfloat16_products) {
+    __builtin_memset(state.narrow.row_sums + (head * L + i0) * kLanes<float>, 0,
+                     rows * kLanes<float> * sizeof(float));
+  }
   state.progress[head * plan.query_blocks + index] = 0;
+}
+
+// The mean of the keys' features, by weight, from which features differ as little as may be: sum of
+// sqrt(e_j) phi_kj sqrt(e_j) over that of e_j.
+template <typename T>
+void find_centre(const BackwardPlan<T>& plan, const BackwardUnit<T>& state) {
+  if constexpr (kTakes16Bits<T>) {
+    const AttentionLayout<T>& layout = plan.layout;
+    const T* roots = state.keys.feature_scales;
+    float weight = 0;
+    for (int64_t j = 0; j < plan.params.S; ++j) weight += roots[j] * roots[j];
+    const float share = weight > 0 ? 1 / weight : 0;
+    for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+      const T* features = state.keys.features + panel * layout.padded_keys * kPanel;
+      for (int64_t c = 0; c < layout.feature.columns(panel); c += kLanes<T>) {
+        Vec<T> sum{};
+        for (int64_t j = 0; j < plan.params.S; ++j) {
+          sum += roots[j] * load(features + j * kPanel + c);
+        }
+        store<T>(state.narrow.centre + panel * kPanel + c, sum * share);
+      }
+    }
+  }
+}
+
+// What the centre gives to the gradients of `rows` features, [feature panels][panel_rows][64]: its
+// multiples by sum_of(r). Nothing where features are not rounded.
+template <typename T, typename SumOf>
+void add_centre(const AttentionLayout<T>& layout, const NarrowQueries& narrow, int64_t rows,
+                T* gradients, int64_t panel_rows, const SumOf& sum_of) {
+  if constexpr (kTakes16Bits<T>) {
+    if (!layout.bfloat16_products) return;
+    for (int64_t r = 0; r < rows; ++r) {
+      const T sum = sum_of(r);
+      for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
+        T* row = gradients + (panel * panel_rows + r) * kPanel;
+        for (int64_t c = 0; c < layout.feature.columns(panel); c += kLanes<T>) {
+          store<T>(row + c, load(row + c) + sum * load(narrow.centre + panel * kPanel + c));
+        }
+      }
+    }
+  }
 }
 
 // One block of queries as the products over pairs read it, from phi [feature panels][L][64] and
@@ -259,8 +312,8 @@ void narrow_queries(const AttentionLayout<T>& layout, int64_t L, int64_t head,
     if (!layout.bfloat16_products) return;
     for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
       const int64_t row = (head * layout.feature_panels() + panel) * pairs + i0 / 2;
-      stack_rows(block.rows, layout.feature.columns(panel), phi + panel * L * kPanel, nullptr,
-                 narrow.phi_by_row + row * kPanel);
+      stack_centred_rows(block.rows, layout.feature.columns(panel), phi + panel * L * kPanel,
+                         nullptr, narrow.centre + panel * kPanel, narrow.phi_by_row + row * kPanel);
     }
     for (int64_t panel = 0; panel < layout.value_panels(); ++panel) {
       const int64_t row = (head * layout.value_panels() + panel) * pairs + i0 / 2;

@@ -23,6 +23,9 @@ void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, bool k
   __builtin_memset(scratch.sweep.grad_value, 0,
                    layout.value_panels() * kSweepKeys * kPanel * sizeof(T));
   __builtin_memset(state.grad_logit + first, 0, rows * sizeof(T));
+  if (layout.bfloat16_products) {
+    __builtin_memset(state.narrow.key_sums + first, 0, rows * sizeof(float));
+  }
 }
 
 // Values of one block of the sweep, by column; keys left out count for nothing.
@@ -67,10 +70,11 @@ void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layo
     if constexpr (kTakes16Bits<T>) {
       const int64_t panels = layout.bfloat16_products ? layout.feature_panels() : 0;
       for (int64_t panel = 0; panel < panels; ++panel) {
-        stack_rows(rows, layout.feature.columns(panel), phi + panel * layout.padded_keys * kPanel,
-                   nullptr,
-                   scratch.sweep.narrow_features +
-                       (panel * kBackwardKeyBlocks + block) * kPanel / 2 * kPanel);
+        stack_centred_rows(rows, layout.feature.columns(panel),
+                           phi + panel * layout.padded_keys * kPanel,
+                           state.keys.feature_scales + j0, state.narrow.centre + panel * kPanel,
+                           scratch.sweep.narrow_features +
+                               (panel * kBackwardKeyBlocks + block) * kPanel / 2 * kPanel);
       }
     }
   }
@@ -136,7 +140,10 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
       // 4. dphi_q (and a mask gradient summed over keys): after all earlier keys
       if (!in_turn) wait_for_turn(progress, sweep);
       in_turn = true;
-      for_each_band(params, at, columns, [&](const Band& band) { tile.add_to_queries(band); });
+      for_each_band(params, at, columns, [&](const Band& band) {
+        tile.add_to_queries(band);
+        tile.add_to_sums(band);
+      });
       if (params.grad_mask) add_mask_gradient(params.grad_mask, at, tile.keys(), scratch.dp);
     }
     if (!in_turn) wait_for_turn(progress, sweep);

@@ -165,6 +165,28 @@ struct Tile {
     }
   }
 
+  // Sums of ds of one band, before it is rounded: what multiplies the centre of the features.
+  void add_to_sums(const Band& band) const {
+    if constexpr (!std::is_same_v<N, T>) {
+      const T* roots = state.keys.feature_scales + at.j0;
+      T* of_keys = state.narrow.key_sums + at.j0;
+      T* of_rows = state.narrow.row_sums + (head * plan.params.L + at.i0 + band.row) * kLanes<T>;
+      Vec<T> sums[kPanel / kLanes<T>] = {};
+      for (int64_t r = 0; r < band.rows; ++r) {
+        const T* ds = scratch.s + (band.row + r) * kPanel;
+        Vec<T> sum = load(of_rows + r * kLanes<T>);
+        for (int64_t c = 0; c < band.columns; c += kLanes<T>) {
+          sum += load(ds + c) * load(roots + c);
+          sums[c / kLanes<T>] += load(ds + c);
+        }
+        store<T>(of_rows + r * kLanes<T>, sum);
+      }
+      for (int64_t c = 0; c < band.columns; c += kLanes<T>) {
+        store<T>(of_keys + c, load(of_keys + c) + sums[c / kLanes<T>]);
+      }
+    }
+  }
+
   // dphi_q += ds phi_k of one band.
   void add_to_queries(const Band& band) const {
     const int64_t panels = layout().feature_panels();

@@ -27,7 +27,7 @@ void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t head_size = layout.feature_panels() * params.L * kPanel;
   const T* phi = state.phi + head * head_size;
-  const T* grad_phi = state.grad_phi_q + head * head_size;
+  T* grad_phi = state.grad_phi_q + head * head_size;
   const int64_t h = unit.first_query_head + head;
   for (int64_t i0 = begin; i0 < end; i0 += kPanel) {
     const int64_t rows = min_of(kPanel, end - i0);
@@ -35,6 +35,9 @@ void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
     load_clean_tokens(query, unit.b * query.stride[0] + h * query.stride[1] + i0 * query.stride[2],
                       rows, params.d, state.rows.log_normalizer + head * params.L + i0,
                       infinity<T>(), scratch.tokens);
+    const float* row_sums = state.narrow.row_sums + (head * params.L + i0) * kLanes<float>;
+    add_centre(layout, state.narrow, rows, grad_phi + i0 * kPanel, params.L,
+               [&](int64_t r) { return sum_of_lanes<float>(load(row_sums + r * kLanes<float>)); });
     features_backward<T>(layout.feature, rows, scratch.tokens, kPanel,
                          frequencies.transposed_of(unit, layout.feature), phi + i0 * kPanel,
                          params.L, state.tangents.from(head * params.L + i0), T(2),
@@ -81,11 +84,13 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
     }
     load_clean_tokens(key, unit.b * key.stride[0] + unit.group * key.stride[1] + j0 * key.stride[2],
                       rows, params.d, state.keys.feature_scales + j0, T(0), scratch.tokens);
+    T* grad_phi = state.grad_phi_k + j0 % state.held_keys * kPanel;
+    add_centre(layout, state.narrow, rows, grad_phi, state.held_keys,
+               [&](int64_t r) { return state.narrow.key_sums[j0 + r]; });
     features_backward<T>(layout.feature, rows, scratch.tokens, kPanel,
                          frequencies.transposed_of(unit, layout.feature),
                          state.keys.features + j0 * kPanel, layout.padded_keys,
-                         state.keys.tangents.from(j0), T(2),
-                         state.grad_phi_k + j0 % state.held_keys * kPanel, state.held_keys,
+                         state.keys.tangents.from(j0), T(2), grad_phi, state.held_keys,
                          params.grad_key ? scratch.grad_x : nullptr, partial, scratch.angles);
     if (!out) continue;
     T* rows_on_side = scratch.keys.tokens;  // two rows of d

@@ -15,6 +15,7 @@ from torch_geometric.typing import SparseTensor
 
 from ikattn._optional import optional
 from ikattn.integrations.pyg._edges import (
+    Graph,
     attributes_of,
     graph_of,
     num_targets_of,
@@ -23,7 +24,7 @@ from ikattn.integrations.pyg._edges import (
 )
 from ikattn.nn._kernels import Kernel
 from ikattn.nn._with_kernel import WithKernel
-from ikattn.ops.edges import gat_edge_attention
+from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
 from ikattn.spectral import Spectral
 
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
@@ -37,6 +38,8 @@ _HOOKS = (
     "_aggregate_forward_hooks",
     "_message_and_aggregate_forward_pre_hooks",
     "_message_and_aggregate_forward_hooks",
+    "_edge_update_forward_pre_hooks",
+    "_edge_update_forward_hooks",
 )
 
 
@@ -154,7 +157,7 @@ class _GATForm(GraphAttention):
         target: Tensor | None,
         source: Tensor,
         vector: Tensor,
-        edge_bias: Tensor | None,
+        of_edges: Tensor | None,
         size: tuple[int, int] | None,
         stock_pair: tuple[Tensor, Tensor | None],
         wants_weights: bool | None,
@@ -164,6 +167,27 @@ class _GATForm(GraphAttention):
         if target is None:
             target = source.new_zeros((num_targets, *source.shape[1:]))
         graph = graph_of(edge_index, self.flow, num_targets)
+        needs_messages = self._needs_messages()
+        options: dict[str, Any] = {
+            "dropout_p": self._drop(),
+            "return_weights": needs_messages or bool(wants_weights),
+        }
+        attend: Any = self._attend_as_stock if self.kernel == "dot" else self._attend_by_kernel
+        attended = attend(vector, target, source, graph, of_edges, options)
+        output, weights = attended if isinstance(attended, tuple) else (attended, None)
+        if needs_messages:
+            output = self.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
+        return output, weights
+
+    def _attend_by_kernel(
+        self,
+        vector: Tensor,
+        target: Tensor,
+        source: Tensor,
+        graph: Graph,
+        of_edges: Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
         w1 = w2 = None
         if self.kernel == "implicit":
             query = ends = vector.unsqueeze(0)
@@ -171,12 +195,11 @@ class _GATForm(GraphAttention):
                 means = (x.sum(0, keepdim=True) / max(x.size(0), 1) for x in (target, source))
                 ends = torch.cat([*means], -1)
             w1, w2 = self._drawn(query, ends)
+        edge_bias = self._bias_of(of_edges)
         if self.magnitude is not None:
             learned = self.magnitude.of_edges(target, source, graph.target, graph.source)
             edge_bias = learned if edge_bias is None else edge_bias + learned
-        needs_messages = self._needs_messages()
-        attend: Any = gat_edge_attention  # with or without weights
-        attended = attend(
+        return gat_edge_attention(
             vector,
             target,
             source,
@@ -184,15 +207,28 @@ class _GATForm(GraphAttention):
             graph.edges,
             w1,
             w2,
-            p=2.0 if self.kernel == "dot" else self.p,
+            p=self.p,
             edge_bias=edge_bias,
-            dropout_p=self._drop(),
-            return_weights=needs_messages or bool(wants_weights),
+            **options,
         )
-        output, weights = attended if isinstance(attended, tuple) else (attended, None)
-        if needs_messages:
-            output = self.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
-        return output, weights
+
+    def _attend_as_stock(
+        self,
+        vector: Tensor,
+        target: Tensor,
+        source: Tensor,
+        graph: Graph,
+        of_edges: Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        raise NotImplementedError
+
+    def _bias_of(self, of_edges: Tensor | None) -> Tensor | None:
+        """What features of edges [E, H, C] add to their logits, [E, H]."""
+        if of_edges is None:
+            return None
+        bias: Tensor = (of_edges * self._attention_of_edges).sum(-1)
+        return bias
 
     def _with_loops(
         self, edge_index: Any, edge_attr: Tensor | None, num_nodes: int
@@ -210,18 +246,13 @@ class _GATForm(GraphAttention):
             return torch_sparse.set_diag(edge_index), edge_attr
         return with_self_loops(edge_index, edge_attr, self.fill_value, num_nodes)
 
-    def _bias_of_edges(
-        self, edge_index: Any, edge_attr: Tensor | None, attention: Tensor | None
-    ) -> Tensor | None:
-        """What features of edges add to their logits, [E, H]."""
-        if self.lin_edge is None or attention is None:
-            return None
-        edge_attr = attributes_of(edge_index, edge_attr)
+    def _map_edges(self, edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
+        """Features of edges, [E, H, C]."""
+        edge_attr = None if self.lin_edge is None else attributes_of(edge_index, edge_attr)
         if edge_attr is None:
             return None
-        mapped = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        bias: Tensor = (mapped * attention).sum(-1)
-        return bias
+        mapped: Tensor = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+        return mapped
 
     def _finish(
         self,
@@ -258,13 +289,14 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     ``att_src``, as in GATConv. Constructor and ``forward``, parameters, initial values and
     checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
 
-    Features of edges add ``(att_edge * lin_edge(e)).sum(-1)`` to the logit of their edge.
+    Features of edges add ``(att_edge * lin_edge(e)).sum(-1)`` to the logit of their edge; with
+    "dot", within the LeakyReLU.
 
     Args:
         *args, **kwargs: As for GATConv: ``in_channels``, ``out_channels``, ``heads`` and so on.
-            ``negative_slope`` is kept, but without a meaning: no LeakyReLU is computed.
+            ``negative_slope`` has a meaning with "dot" alone.
         kernel: "implicit": learned through its spectral density. "rbf": the RBF kernel. "dot":
-            ``exp(a . x / sqrt(2C))``.
+            ``exp(LeakyReLU(a . x))``, what GATConv computes.
         p: Order of the norm in the magnitude, a real number >= 1; None: no magnitude; "learned":
             one for each head. "dot" has none.
         num_frequencies: M, per head; this and the options below are for "implicit".
@@ -307,6 +339,8 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         Returns:
             ``[N, H C]``, without concat ``[N, C]``; with return_attention_weights a tuple.
         """
+        if self.kernel == "dot" and self._needs_messages():
+            return GATConv.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
         shape = (-1, self.heads, self.out_channels)
         from_source, from_target = (x, x) if isinstance(x, Tensor) else x
         _check_two_axes(type(self).__name__, from_source)
@@ -329,22 +363,49 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
             target,
             source,
             torch.cat([self.att_dst, self.att_src], -1).squeeze(0),
-            self._bias_of_edges(edge_index, edge_attr, self.att_edge),
+            self._map_edges(edge_index, edge_attr),
             size,
             (source, target),
             return_attention_weights,
         )
         return self._finish(output, weights, edge_index, residual, return_attention_weights)
 
+    @property
+    def _attention_of_edges(self) -> Tensor:
+        attention: Tensor = self.att_edge
+        return attention
+
+    def _attend_as_stock(
+        self,
+        vector: Tensor,
+        target: Tensor,
+        source: Tensor,
+        graph: Graph,
+        of_edges: Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        return gat_edge_attention(
+            vector * vector.size(-1) ** 0.5,  # the operator divides by it
+            target,
+            source,
+            source,
+            graph.edges,
+            edge_bias=self._bias_of(of_edges),
+            negative_slope=self.negative_slope,
+            **options,
+        )
+
 
 class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
     r"""GATv2Conv by the implicit kernel: as ``ImplicitKernelGATConv``, with GATv2's maps.
 
     Targets have a map of their own (``lin_r``) unless ``share_weights``, and the vector a is
-    ``[att || att]``: its product with ``[z_i || z_j]`` is that of GATv2 without the LeakyReLU.
+    ``[att || att]``: its product with ``[z_i || z_j]`` is that of GATv2 without the LeakyReLU. Only
+    "dot" has it, and is what GATv2Conv computes; logits are then those of edges, which takes memory
+    of O(E H C).
 
     Args:
-        *args, **kwargs: As for GATv2Conv; ``negative_slope`` is kept, but without a meaning.
+        *args, **kwargs: As for GATv2Conv.
         kernel, p, num_frequencies, spectral, stationary, seed: As for ``ImplicitKernelGATConv``.
 
     Raises:
@@ -367,6 +428,8 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Attends over the edges into every node; arguments and result as ImplicitKernelGATConv."""
+        if self.kernel == "dot" and self._needs_messages():
+            return GATv2Conv.forward(self, x, edge_index, edge_attr, return_attention_weights)
         shape = (-1, self.heads, self.out_channels)
         from_source, from_target = (x, x) if isinstance(x, Tensor) else x
         _check_two_axes(type(self).__name__, from_source)
@@ -384,9 +447,33 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
             target,
             source,
             torch.cat([self.att, self.att], -1).squeeze(0),
-            self._bias_of_edges(edge_index, edge_attr, self.att),
+            self._map_edges(edge_index, edge_attr),
             None,
             (source, target),
             return_attention_weights,
         )
         return self._finish(output, weights, edge_index, residual, return_attention_weights)
+
+    @property
+    def _attention_of_edges(self) -> Tensor:
+        attention: Tensor = self.att
+        return attention
+
+    def _attend_as_stock(
+        self,
+        vector: Tensor,
+        target: Tensor,
+        source: Tensor,
+        graph: Graph,
+        of_edges: Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        ends = source.index_select(0, graph.source) + target.index_select(0, graph.target)
+        if of_edges is not None:
+            ends = ends + of_edges
+        slope = self.negative_slope
+        logits = (nn.functional.leaky_relu(ends, slope, inplace=slope >= 0) * self.att).sum(-1)
+        none, nothing = target[..., :0], source[..., :0]  # all that counts is in the logits
+        return softmax_edge_attention(
+            none, nothing, source, graph.edges, edge_bias=logits, **options
+        )
