@@ -72,6 +72,7 @@ def rows_of_call(call: Batch, rows: Tensor) -> Batch:
         taken(call.input_mask),
         taken(call.target_ids),
         taken(call.target_mask),
+        call.begins,
     )
 
 

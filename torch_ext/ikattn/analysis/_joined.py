@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ikattn.analysis._beams import rows_of_call
-from ikattn.analysis._sequences import AXES, sequence_count, size_of
+from ikattn.analysis._sequences import AXES, keys_before, room_of, sequence_count, size_of
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer, RecordedMaps
 
@@ -37,15 +37,25 @@ def _goes_on(layers: Mapping[str, Layer], before: Batch, batch: Batch) -> bool:
         return False
     if sequence_count(list(batch.values())) != sequence_count(list(before.values())):
         return False
-    for name in own:
-        L, S = size_of(batch[name], "L"), size_of(batch[name], "S")
-        earlier = size_of(before[name], "S")
-        if L is None or S is None or earlier is None or earlier + L != S:
-            return False
-    return True
+    first, since = (_begins(layers, call) for call in (before, batch))
+    if first is None or since is None:
+        return False
+    L = size_of(before[own[0]], "L") or 0
+    return first < since <= first + L
 
 
-def _check_places(calls: Sequence[Batch]) -> None:
+def _begins(layers: Mapping[str, Layer], batch: Batch) -> int | None:
+    """How many tokens a call goes on from, by its cache or by the sizes of its maps.
+
+    None where layers differ, or no map tells.
+    """
+    if batch.begins is not None:
+        return batch.begins
+    told = {keys_before(maps) for name, maps in batch.items() if layers[name].kind == "self"}
+    return told.pop() if len(told) == 1 else None
+
+
+def _check_places(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> None:
     """Raises ValueError where the keys of a call are not those of the call before, and its own."""
     rows = sequence_count(list(calls[0].values()))
     if rows > 1 and all(maps.value_norms is None for maps in calls[0].values()):
@@ -55,21 +65,45 @@ def _check_places(calls: Sequence[Batch]) -> None:
             stacklevel=4,
         )
     for before, call in pairwise(calls):
-        for name, maps in call.items():
-            earlier, now = before[name].value_norms, maps.value_norms
-            if earlier is None or now is None:
+        kept = _begins(layers, call) or 0
+        for name in call:
+            norms = [each[name].value_norms for each in (before, call)]
+            if layers[name].kind != "self" or any(each is None for each in norms):
                 continue
-            kept = now[..., : earlier.size(-1)]
+            spans = [_columns(layers, each, name) for each in (before, call)]
+            start, end = max(span.start for span in spans), min(spans[0].stop, kept)
+            if start >= end:
+                continue
+            earlier, now = (
+                each[..., start - span.start : end - span.start]
+                for each, span in zip(norms, spans, strict=True)
+                if each is not None
+            )
             size = earlier.nan_to_num().abs().max().clamp_min(1e-30)
-            off = (kept - earlier).nan_to_num().abs()
+            off = (now - earlier).nan_to_num().abs()
             padding = before[name].key_padding
             if padding is not None:
-                off = off.masked_fill(padding.to(off.device).unsqueeze(1), 0)
+                own = padding[:, start - spans[0].start : end - spans[0].start]
+                off = off.masked_fill(own.to(off.device).unsqueeze(1), 0)
             if float(off.max()) > 1e-2 * float(size):
                 raise ValueError(
                     "joined: sequences changed their places between calls, as those of a beam "
                     "search do: give beam_indices, or generate with num_beams=1"
                 )
+
+
+def _columns(layers: Mapping[str, Layer], call: Batch, name: str) -> range:
+    """The places in the sequence of the keys of a layer of self-attention.
+
+    Keys of a layer with a short cache are the last ones. Those before the first token of a call
+    without a cache, such as virtual ones, count from 0.
+    """
+    maps = call[name]
+    L, S = size_of(maps, "L") or 0, size_of(maps, "S")
+    if S is None:
+        return range(0)
+    end = max((_begins(layers, call) or 0) + L, S - room_of(maps) if call.begins is None else 0)
+    return range(max(0, end - (S - room_of(maps))), end)
 
 
 def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
@@ -80,19 +114,27 @@ def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
     """
     if len(calls) == 1:
         return calls[0]
-    _check_places(calls)
-    maps = {name: _joined([call[name] for call in calls]) for name in calls[-1]}
+    _check_places(layers, calls)
+    begins = [_begins(layers, call) or 0 for call in calls]
+    kept = [next_ - own for own, next_ in pairwise(begins)]  # rows; later ones were taken back
+    maps = {name: _joined(layers, calls, name, kept) for name in calls[-1]}
+
+    has_targets = calls[0].target_ids is not None
 
     def along(name: str) -> Tensor | None:
         parts = [getattr(call, name) for call in calls]
         if any(part is None for part in parts):
             return None
         ids = [getattr(call, name.replace("mask", "ids")) for call in calls]
-        count = sum(each.size(1) for each in ids if each is not None)
+        sizes = [0 if each is None else each.size(1) for each in ids]
+        is_own = sizes[0] > 0 and not (name.startswith("input") and has_targets)
+        cut = kept if is_own else sizes[:-1]
+        count = sum(map(min, sizes, [*cut, sizes[-1]]))
         last: Tensor = parts[-1]
         if name.endswith("mask") and last.size(1) == count:
             return last  # that of all tokens so far
-        joined_parts: Tensor = torch.cat(parts, 1)
+        own = [part[:, :rows] for part, rows in zip(parts, [*cut, last.size(1)], strict=True)]
+        joined_parts: Tensor = torch.cat(own, 1)
         return joined_parts if joined_parts.size(1) == count else None
 
     target_mask = along("target_mask")
@@ -106,6 +148,7 @@ def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
         along("input_mask"),
         along("target_ids"),
         target_mask,
+        calls[0].begins,
     )
 
 
@@ -161,33 +204,61 @@ def _as_one(encoder: Batch, decoder: Batch) -> Batch:
     )
 
 
-def _joined(parts: Sequence[Contributions]) -> Contributions:
-    """Rows below each other, over the columns of the last."""
-    S = size_of(parts[-1], "S")
+def _joined(
+    layers: Mapping[str, Layer], calls: Sequence[Batch], name: str, kept: Sequence[int]
+) -> Contributions:
+    """Rows below each other, over the columns of all calls.
+
+    Args:
+        layers: Of the recording.
+        calls: The calls.
+        name: The layer.
+        kept: The rows of each call but the last that later calls go on from.
+    """
+    parts = [call[name] for call in calls]
     last = parts[-1]
-    found = Contributions(key_padding=last.key_padding)
-    for name, axes in AXES.items():
-        tensors = [getattr(part, name) for part in parts]
+    S = size_of(last, "S") or 0
+    spans = [range(S)] * len(parts)
+    if layers[name].kind == "self":
+        spans = [_columns(layers, call, name) for call in calls]
+    width = max(span.stop for span in spans)
+    rows = [*kept, size_of(last, "L") or 0]
+
+    def over_all(tensor: Tensor, span: range) -> Tensor:
+        own = tensor[..., : len(span)]
+        return F.pad(own, (span.start, width - span.stop))
+
+    found = Contributions()
+    for map_, axes in AXES.items():
+        tensors = [getattr(part, map_) for part in parts]
         if any(tensor is None for tensor in tensors):
             continue
-        if "L" not in axes:
-            setattr(found, name, tensors[-1])
+        wide = [over_all(tensor, span) for tensor, span in zip(tensors, spans, strict=True)]
+        if "L" in axes:
+            own_rows = [each[..., :count, :] for each, count in zip(wide, rows, strict=True)]
+            setattr(found, map_, torch.cat(own_rows, -2))
             continue
-        assert S is not None
-        wide = [F.pad(tensor, (0, S - tensor.size(-1))) for tensor in tensors]
-        setattr(found, name, torch.cat(wide, -2))
-    for name in last.mixing_ratio:
-        ratios = [part.mixing_ratio.get(name) for part in parts]
-        there = [ratio for ratio in ratios if ratio is not None]
+        for span, each in zip(spans[1:], wide[1:], strict=True):  # later calls know better
+            wide[0][..., span.start : span.stop] = each[..., span.start : span.stop]
+        setattr(found, map_, wide[0])
+    for map_ in last.mixing_ratio:
+        ratios = [part.mixing_ratio.get(map_) for part in parts]
+        there = [ratio[:, :n] for ratio, n in zip(ratios, rows, strict=True) if ratio is not None]
         if len(there) == len(parts):
-            found.mixing_ratio[name] = torch.cat(there, 1)
+            found.mixing_ratio[map_] = torch.cat(there, 1)
     if any(part.query_padding is not None for part in parts):
-        rows = []
-        for part in parts:
-            L = size_of(part, "L") or 0
-            none = torch.zeros(_batch_of(part), L, dtype=torch.bool)
-            rows.append(none if part.query_padding is None else part.query_padding.to(none.device))
-        found.query_padding = torch.cat(rows, 1)
+        paddings = []
+        for part, count in zip(parts, rows, strict=True):
+            none = torch.zeros(_batch_of(part), count, dtype=torch.bool)
+            own = part.query_padding
+            paddings.append(none if own is None else own[:, :count].to(none.device))
+        found.query_padding = torch.cat(paddings, 1)
+    if any(part.key_padding is not None for part in parts):
+        padding = torch.zeros(_batch_of(last), width, dtype=torch.bool)
+        for part, span in zip(parts, spans, strict=True):
+            if part.key_padding is not None:
+                padding[:, span.start : span.stop] = part.key_padding[:, : len(span)].cpu()
+        found.key_padding = padding if bool(padding.any()) else None
     return found
 
 

@@ -48,6 +48,7 @@ class SequenceMaps:
         tokens: Its tokens; None: unknown.
         target_tokens: Those that a decoder reads beside them.
         layers: Its maps by layer name; the shapes of :class:`Contributions` without B.
+        begins: How many tokens of a cache the call went on from; None: unknown.
     """
 
     batch: int
@@ -55,6 +56,7 @@ class SequenceMaps:
     tokens: Sequence[str] | None
     target_tokens: Sequence[str] | None
     layers: dict[str, Contributions]
+    begins: int | None = None
 
     def labels(self, layer: Layer) -> tuple[list[str], list[str]]:
         """The tokens of a layer's queries ``[L]`` and keys ``[S]``; their numbers where unknown.
@@ -72,8 +74,9 @@ class SequenceMaps:
         sizes = {axis: _size(maps, axis) for axis in "LS"}
         L, S = sizes["L"] or 0, sizes["S"] or 0
         if layer.kind == "self" and own is not None and L < S:  # earlier tokens are in a cache
-            if len(own) == S:
-                return list(own[-L:]) if L else [], list(own)
+            is_window = self.begins is not None and len(own) > S  # of a layer with a short cache
+            if len(own) == S or is_window:
+                return list(own[-L:]) if L else [], list(own[-S:])
             if len(own) == L:
                 return list(own), [f"prefix {n}" for n in range(1, S - L + 1)] + list(own)
         return self._named("queries", own, L, layer), self._named("keys", of_keys, S, layer)
@@ -120,6 +123,7 @@ def sequences(
                 _listed(own, i, b),
                 _listed(of_target, i, b),
                 {name: cut(maps, i) for name, maps in batch.items()},
+                batch.begins,
             )
 
 
@@ -239,21 +243,38 @@ def _size(maps: Contributions, axis: str) -> int | None:
 def _in_turn(recording: RecordedMaps, lists: list[list[list[str]]]) -> list[list[str]]:
     """Tokens of calls, each with those of the calls before it that it goes on from.
 
-    A call of L tokens whose maps have S > L keys goes on from S - L tokens in a cache.
+    A call whose cache is not known, of L tokens with maps of S > L keys, goes on from S - L.
     """
     found: list[list[str]] = []
     before: list[list[str]] = []
     for batch, own in zip(recording.batches, lists, strict=True):
-        cached = 0
-        for name, maps in batch.items():
-            L, S = size_of(maps, "L"), size_of(maps, "S")
-            if recording.layers[name].kind == "self" and L is not None and S is not None:
-                cached = max(cached, S - L)
+        cached = batch.begins
+        if cached is None:
+            own_layers = [m for n, m in batch.items() if recording.layers[n].kind == "self"]
+            cached = max((keys_before(maps) or 0 for maps in own_layers), default=0)
+        left = [max(0, len(tokens) - cached) for tokens in before]  # that were taken back
         goes_on = cached and len(before) == len(own)
-        whole = [(before[i][-cached:] if goes_on else []) + tokens for i, tokens in enumerate(own)]
+        whole = [
+            (before[i][: len(before[i]) - left[i]][-cached:] if goes_on else []) + tokens
+            for i, tokens in enumerate(own)
+        ]
         found += whole
         before = whole
     return found
+
+
+def keys_before(maps: Contributions) -> int | None:
+    """How many keys stand before that of a call's first query, of self-attention by its sizes."""
+    L, S = size_of(maps, "L"), size_of(maps, "S")
+    return None if L is None or S is None else S - room_of(maps) - L
+
+
+def room_of(maps: Contributions) -> int:
+    """How many keys at the end are padding of all sequences, as the room of a static cache is."""
+    if maps.key_padding is None or not maps.key_padding.numel():
+        return 0
+    there = (~maps.key_padding).any(0).nonzero()
+    return int(maps.key_padding.size(1) - (there.max() + 1 if there.numel() else 0))
 
 
 def _per_sequence(

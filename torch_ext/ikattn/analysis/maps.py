@@ -47,6 +47,7 @@ class Batch(Mapping[str, Contributions]):
         input_ids, input_mask: What the call was made with, ``[B, S]``, and where it is no padding;
             None where it was made without.
         target_ids, target_mask: Likewise, of the decoder.
+        begins: How many tokens of a cache the call went on from; None: it was given no cache.
     """
 
     layers: dict[str, Contributions] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Batch(Mapping[str, Contributions]):
     input_mask: Tensor | None = field(default=None, compare=False, repr=False)
     target_ids: Tensor | None = field(default=None, compare=False, repr=False)
     target_mask: Tensor | None = field(default=None, compare=False, repr=False)
+    begins: int | None = field(default=None, compare=False, repr=False)
 
     def __getitem__(self, name: str | int) -> Contributions:
         """The maps of a layer, by its name, or its number in the order in which layers ran."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ikattn.analysis._recorder.transfers import Arrival
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.maps import Batch, Layer
 
-__all__ = ["Call", "Entered", "MadeLayer", "is_running", "note_ids"]
+__all__ = ["Call", "Entered", "MadeLayer", "is_running", "note_ids", "tokens_before"]
 
 
 def is_running(wanted: FrameType | None) -> bool:
@@ -128,3 +129,13 @@ def note_ids(
     if is_ids(targets) and batch.target_ids is None:
         batch.target_ids = kept(targets)
         batch.target_mask = kept(kwargs.get("decoder_attention_mask"))
+
+
+def tokens_before(kwargs: dict[str, Any]) -> int | None:
+    """How many tokens the cache holds that a model is called with; None: it is called without."""
+    for name in ("past_key_values", "cache"):
+        length = getattr(kwargs.get(name), "get_seq_length", None)
+        if callable(length):
+            with contextlib.suppress(ValueError):  # a cache of other layers than attention
+                return int(length())
+    return None

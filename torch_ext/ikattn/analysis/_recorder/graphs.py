@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ikattn.analysis._recorder.calls import is_running
 from ikattn.analysis._recorder.hooks import Hook
+from ikattn.analysis._recorder.modes import as_the_model_runs, in_own_modes
 from ikattn.analysis.graphs import EdgeMaps
 from ikattn.analysis.recording import Recording
 from ikattn.nn.selection import Selection, is_selected, path_to
@@ -46,24 +47,24 @@ class GraphRecorder:
     def __init__(self, recording: Recording, *, to_cpu: bool, detach: bool) -> None:
         self._recording = recording
         self._to_cpu = to_cpu
-        self._detach = detach
+        self.detach = detach
         self._handles: list[Any] = []
         self._thread = threading.local()
 
     def add_hooks(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         """Hears the model and each layer's messages."""
         add = self._handles.append
-        add(model.register_forward_pre_hook(Hook(self._begin)))
-        add(model.register_forward_hook(Hook(self._end)))
-        add(model.register_forward_hook(Hook(self._leave), always_call=True))
+        add(model.register_forward_pre_hook(Hook(in_own_modes(self._begin))))
+        add(model.register_forward_hook(Hook(in_own_modes(self._end))))
+        add(model.register_forward_hook(Hook(in_own_modes(self._leave)), always_call=True))
         for name, layer in layers.items():
             call = _LayerCall(name, self)
             module: Any = layer
-            add(module.register_propagate_forward_pre_hook(Hook(call.begin)))
-            add(module.register_message_forward_pre_hook(Hook(call.before_messages)))
-            add(module.register_message_forward_hook(Hook(call.messages)))
-            add(module.register_propagate_forward_hook(Hook(call.end)))
-            add(module.register_forward_hook(Hook(call.leave), always_call=True))
+            add(module.register_propagate_forward_pre_hook(Hook(in_own_modes(call.begin))))
+            add(module.register_message_forward_pre_hook(Hook(in_own_modes(call.before_messages))))
+            add(module.register_message_forward_hook(Hook(in_own_modes(call.messages))))
+            add(module.register_propagate_forward_hook(Hook(in_own_modes(call.end))))
+            add(module.register_forward_hook(Hook(in_own_modes(call.leave)), always_call=True))
 
     def remove_hooks(self) -> None:
         """Ends the recording."""
@@ -87,7 +88,7 @@ class GraphRecorder:
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A map as the recording holds it."""
-        tensor = tensor.detach() if self._detach else tensor
+        tensor = tensor.detach() if self.detach else tensor
         return tensor.cpu() if self._to_cpu else tensor
 
     @property
@@ -98,7 +99,7 @@ class GraphRecorder:
         return calls
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
-        self._calls.append(_ModelCall(sys._getframe(2)))  # beyond the hook
+        self._calls.append(_ModelCall(sys._getframe(3)))  # beyond the hook and its modes
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self._calls[-1].maps:
@@ -154,24 +155,25 @@ class _LayerCall:
         source, target, _ = ends_of(self._thread.edge_index, module.flow)
         self._thread.maps = self._thread.edge_index = None
         _check_sum(self._name, module, messages, output, target)
-        if module.concat:
-            per_head = torch.linalg.vector_norm(messages, dim=-1)
-            summed = torch.linalg.vector_norm(per_head, dim=-1)
-        else:  # the mean over heads
-            per_head = torch.linalg.vector_norm(messages, dim=-1) / messages.shape[1]
-            summed = torch.linalg.vector_norm(messages.mean(1), dim=-1)
-        keep = self._recorder.kept
-        self._recorder.add(
-            self._name,
-            EdgeMaps(
-                keep(source.long()),
-                keep(target.long()),
-                output.shape[0],
-                keep(weights),
-                keep(per_head),
-                keep(summed),
-            ),
-        )
+        with as_the_model_runs(gradients=not self._recorder.detach):
+            if module.concat:
+                per_head = torch.linalg.vector_norm(messages, dim=-1)
+                summed = torch.linalg.vector_norm(per_head, dim=-1)
+            else:  # the mean over heads
+                per_head = torch.linalg.vector_norm(messages, dim=-1) / messages.shape[1]
+                summed = torch.linalg.vector_norm(messages.mean(1), dim=-1)
+            keep = self._recorder.kept
+            self._recorder.add(
+                self._name,
+                EdgeMaps(
+                    keep(source.long()),
+                    keep(target.long()),
+                    output.shape[0],
+                    keep(weights),
+                    keep(per_head),
+                    keep(summed),
+                ),
+            )
 
 
 @torch.no_grad()

@@ -50,6 +50,9 @@ def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | 
             blind = hidden.all(1).all(-1).expand(B, L)
             own = call.key_padding[:, call.diagonal : call.diagonal + L]
             own &= blind[:, : own.size(1)]
+    if call.kind == "self" and seen_until < S:  # room for later tokens
+        room = torch.arange(S, device=call.key.device).expand(B, S) >= seen_until
+        call.key_padding = room if call.key_padding is None else call.key_padding | room
     if call.kind == "self" and call.key_padding is not None:
         call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + L]
 

@@ -23,7 +23,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from torch.utils.hooks import RemovableHandle
 
 from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.calls import Call, Entered, note_ids
+from ikattn.analysis._recorder.calls import Call, Entered, note_ids, tokens_before
 from ikattn.analysis._recorder.claims import Settlement
 from ikattn.analysis._recorder.flow import first_tensor
 from ikattn.analysis._recorder.following import Follower
@@ -219,6 +219,8 @@ class Recorder:
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
             note_ids(call.batch, args, kwargs, mask, self._maker.to_cpu_later)
+        if call.batch.begins is None:
+            call.batch.begins = tokens_before(kwargs)
         reports = call.reports.get(module, 0)
         entered = Entered(module, given, args, kwargs, mask, reports)
         call.running.append(entered)
