@@ -135,7 +135,6 @@ full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	selected+=' or (cuda_contributions and not 192) or (gradient_alone and bfloat16 and bias)'
 	interpreted_pytest tests/python/gpu/test_cuda_calls.py tests/python/gpu/test_cuda_contributions.py -k "$$selected"
 	$(pytest) tests/python/gpu/test_cuda_edges.py
-	IKATTN_INTERPRETER_INT8=1 $(pytest) tests/python/gpu/test_cuda_int8.py
 	selected="$$nan or (as_accurate and bfloat16) or lone_key"
 	IKATTN_INTERPRETER_HOPPER=1 interpreted_pytest -k "$$selected"
 	IKATTN_INTERPRETER_HOPPER=1 $(pytest) tests/python/gpu/test_cuda_short.py tests/python/gpu/test_cuda_int8.py

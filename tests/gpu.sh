@@ -88,7 +88,7 @@ suite_linear() {
 # What other GPUs than Hopper's run.
 suite_mma() {
   IKATTN_HOPPER=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
-    "$tests/gpu/test_cuda_int8.py" "${of_all_devices[@]}"
+    "${of_all_devices[@]}"
 }
 # Float32 without TF32: the suite has it in split products, here it is on CUDA cores; then both timed.
 float32() {
@@ -122,13 +122,11 @@ table() {
     IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5
 }
 # What is beside the table: without the kernels of short calls, forward and backward; by mma.sync,
-# scores in int8 or not, and sums of linear time; steps of decoding.
+# and sums of linear time; steps of decoding.
 compare() {
   IKATTN_SHORT=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 256 512 1024 --rounds 3 &&
     IKATTN_HOPPER=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex --lengths 4096 --rounds 3 &&
-    IKATTN_HOPPER=0 IKATTN_INT8=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
-      --lengths 4096 --rounds 3 &&
     IKATTN_HOPPER=0 IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 16384 --rounds 3 &&
     python benchmarks/gpu.py --decoding --rounds 3
 }

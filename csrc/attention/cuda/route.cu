@@ -3,14 +3,13 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "attention/cuda/hopper/offsets.h"
+#include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
 #include "attention/determinism.h"
 #include "attention/split_calls.h"
 #include "attention/tensor_core_calls.h"
-#include "support/cuda/integer_products.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -33,17 +32,11 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   return nullptr;
 }
 
-// Whether a type may have scores of integers: bfloat16, unless the environment says IKATTN_INT8=0;
-// float32 where torch allows TF32 and the environment says IKATTN_INT8=float32.
+// Whether a type may have scores of integers: bfloat16, unless the environment says IKATTN_INT8=0.
 bool allows_int8(const AttentionParams& params) {
   const char* variable = std::getenv("IKATTN_INT8");
-  const auto says = [&](const char* word) {
-    return variable != nullptr && std::strcmp(variable, word) == 0;
-  };
-  if (params.query.type != params.value.type) return false;
-  return params.value.type == ElementType::kFloat32
-             ? params.allow_tf32 && says("float32")
-             : params.value.type == ElementType::kBFloat16 && !says("0");
+  return params.query.type == params.value.type && params.value.type == ElementType::kBFloat16 &&
+         (variable == nullptr || std::strcmp(variable, "0") != 0);
 }
 
 // Whether features of 8 bits serve: they err about as much as weights and values in bfloat16 do,
@@ -74,7 +67,7 @@ bool forward_may_take_int8(const AttentionParams& params) {
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
 // more of them done in a time, and what surrounds the sums of a token counts like so many of them.
 // These numbers are where the two algorithms took the same time on an H100, with scores of integers
-// on an H200; 1.3, of other GPUs, is not measured, nor is what scores of integers save there.
+// on an H200; 1.3, of other GPUs, is not measured.
 bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
   const FeatureChunks chunks(params);
@@ -89,12 +82,10 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
                                   : (queries + keys) * entries;
   const double seen = params.is_causal ? std::min(keys, L) * (1 - std::min(keys, L) / L / 2) : keys;
   const double pair = is_backward ? 4 * F + 3 * columns : F + columns;
-  const bool has_int8 = is_backward ? serves_int8(params) : forward_may_take_int8(params);
-  const bool halves_scores = !has_warpgroups() && has_int8 && has_integer_products();
-  const double saved = halves_scores ? (is_backward ? F : F / 2) : 0;
-  const double pairs = queries * seen * (pair - saved);
+  const bool has_int8 = !is_backward && forward_may_take_int8(params);
+  const double pairs = queries * seen * pair;
   const double around = (queries + keys) * (is_backward ? 232e3 : 118e3);
-  const double rate_of_pairs = !has_warpgroups() ? 1.3 : !is_backward && has_int8 ? 2.7 : 2;
+  const double rate_of_pairs = !has_warpgroups() ? 1.3 : has_int8 ? 2.7 : 2;
   if (!params.is_causal) return rate_of_pairs * (sums + around) < pairs;
   // Counted, not measured: the pairs of chunks by mma.sync, tables of prefixes, and what pairs
   // begin with, through memory. In the backward there are tables of both sides, of all pairs of
@@ -107,14 +98,9 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
 }
 
 // nullptr, or why Hopper's own kernels cannot take a pass.
-const char* why_not_hopper(const AttentionParams& params, Pass pass) {
-  if (has_offsets(params)) {
-    const bool fits = padded_columns(2 * params.M) + padded_columns(params.d_v) <= 192;
-    if (pass == Pass::kBackward && !fits) {
-      return "Hopper's own backward takes a floating-point attn_mask that differs between queries "
-             "with at most 32 frequencies, or 64 columns of value";
-    }
-    if (const char* reason = why_no_offsets(params)) return reason;
+const char* why_not_hopper(const AttentionParams& params) {
+  if (is_general_alone(params)) {
+    return "Hopper's own kernels take no floating-point attn_mask that differs between queries";
   }
   if (is_wide(params)) {
     return "Hopper's own kernels take at most 64 frequencies and 128 columns of value";
@@ -122,8 +108,8 @@ const char* why_not_hopper(const AttentionParams& params, Pass pass) {
   const bool is_empty = params.B == 0 || params.H == 0 || params.L == 0 || params.S == 0;
   return is_empty || params.d_v == 0 ? "there are no pairs" : nullptr;
 }
-bool can_take_hopper(const AttentionParams& params, Pass pass) {
-  return has_warpgroups() && why_not_hopper(params, pass) == nullptr;
+bool can_take_hopper(const AttentionParams& params) {
+  return has_warpgroups() && why_not_hopper(params) == nullptr;
 }
 
 // Blocks of queries that the forward on tensor cores has.
@@ -138,7 +124,7 @@ int64_t blocks_of(const AttentionParams& params) {
 // take whole rows, and a multiprocessor has one of their blocks; where the general form may be
 // needed, it decides.
 int parts_of(const AttentionParams& params) {
-  if (every_row_sees_all(params) && can_take_hopper(params, Pass::kForward) &&
+  if (every_row_sees_all(params) && can_take_hopper(params) &&
       params.B * params.H * ceil_div(params.L, kWarpgroupRows) >= multiprocessors()) {
     return 1;
   }
@@ -183,10 +169,10 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
     }
   }
   if (pass == Pass::kForward) route.parts = parts_of(params);
-  if (can_take_hopper(params, pass) && route.parts == 1) {
+  if (can_take_hopper(params) && route.parts == 1) {
     route.unit = Unit::kHopper;
   } else if (has_warpgroups() && route.reason == nullptr) {
-    route.reason = why_not_hopper(params, pass);
+    route.reason = why_not_hopper(params);
     if (route.reason == nullptr) route.reason = "so few queries share out their keys over blocks";
   }
   return route;
@@ -195,14 +181,6 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
 // Whether a pass has pairs by Hopper's own kernels; sums of linear time are another thing.
 bool has_hopper_pairs(const Route& route) {
   return route.unit == Unit::kHopper && route.algorithm == Algorithm::kQuadratic;
-}
-
-// Whether a pass has kernels of pairs with scores of integers, which are of the folded form.
-bool has_int8_pairs(const AttentionParams& params, const Route& route) {
-  if (has_hopper_pairs(route)) return !is_general_alone(params);
-  return route.unit == Unit::kTensorCores && route.algorithm == Algorithm::kQuadratic &&
-         !route.is_wide && !route.split_products && !is_general_alone(params) &&
-         has_integer_products();
 }
 
 // Whether scores are products of integers, of the pass that takes this route otherwise.
@@ -214,8 +192,8 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
   const bool is_forward = pass == Pass::kForward;
   const Route other =
       route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
-  return has_int8_pairs(params, route) &&
-         (has_int8_pairs(params, other) ||
+  return has_hopper_pairs(route) &&
+         (has_hopper_pairs(other) ||
           (is_forward && other.algorithm == Algorithm::kLinear && !params.is_causal));
 }
 
@@ -224,7 +202,7 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route = route_without_int8(params, in_double, pass);
   route.int8_scores = takes_int8(params, in_double, pass, route);
-  route.is_short = has_hopper_pairs(route) && !is_general_alone(params) && allows_short() &&
+  route.is_short = has_hopper_pairs(route) && allows_short() &&
                    (pass == Pass::kForward ? fits_short_forward(params, route.int8_scores)
                                            : fits_short_backward(params));
   return route;

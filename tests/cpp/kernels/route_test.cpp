@@ -7,7 +7,6 @@
 #include <string>
 
 #include "attention/determinism.h"
-#include "support/interpreter/integer_products.h"
 #include "support/interpreter/interpreter.h"
 
 namespace ikattn::cuda {
@@ -82,52 +81,6 @@ TEST(Route, ScoresInInt8) {
   interpreter::set_warpgroups(false);
 }
 
-// Of mma.sync, where a GPU gains by them: masks and dropout, too.
-TEST(Route, ScoresInInt8WithoutWarpgroups) {
-  const auto scores = [](const AttentionParams& params) {
-    std::string found;
-    for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
-      const Route route = route_of(params, false, pass);
-      EXPECT_EQ(route.unit, Unit::kTensorCores);
-      found += route.int8_scores ? "8" : "-";
-    }
-    return found;
-  };
-  AttentionParams params = call_of(512, 64);
-  params.query.type = params.key.type = ElementType::kBFloat16;
-  EXPECT_EQ(scores(params), "--");
-  interpreter::set_integer_products(true);
-  EXPECT_EQ(scores(params), "88");
-  AttentionParams other = params;
-  other.mask.type = ElementType::kBool;
-  other.dropout_threshold = 10;
-  other.is_causal = true;
-  EXPECT_EQ(scores(other), "88");
-  other.mask.type = ElementType::kFloat32;  // no head is in the folded form
-  EXPECT_EQ(scores(other), "--");
-  other = params;
-  other.d_v = 129;
-  EXPECT_EQ(scores(other), "--");
-  other = params;
-  other.linear_time = LinearTime::kAlways;  // as the backward of a causal call is not
-  other.is_causal = true;
-  EXPECT_EQ(scores(other), "--");
-  setenv("IKATTN_INT8", "0", 1);
-  EXPECT_EQ(scores(params), "--");
-  other = params;
-  other.query.type = other.value.type = ElementType::kFloat32;
-  other.allow_tf32 = true;
-  for (const char* word : {"1", "float32"}) {
-    setenv("IKATTN_INT8", word, 1);
-    EXPECT_EQ(scores(params), "88");
-    EXPECT_EQ(scores(other), std::string(word) == "1" ? "--" : "88");
-  }
-  other.allow_tf32 = false;  // split products
-  EXPECT_EQ(scores(other), "--");
-  unsetenv("IKATTN_INT8");
-  interpreter::set_integer_products(false);
-}
-
 TEST(Route, OfABatchInvariantCallFollowsNoSize) {
   interpreter::set_warpgroups(true);
   interpreter::set_multiprocessors(132);
@@ -200,20 +153,10 @@ TEST(Route, SaysWhatHoldsACallBack) {
   EXPECT_EQ(route_of(params, false, Pass::kForward).unit, Unit::kHopper);
   EXPECT_EQ(reason_of(params), "");
   params.mask.type = ElementType::kFloat32;
-  EXPECT_NE(reason_of(params).find("its rows lie apart"), std::string::npos);
-  params.mask.stride[2] = params.S;
-  params.mask.stride[3] = 1;
   for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
-    EXPECT_EQ(reason_of(params, pass), "");
-    EXPECT_EQ(route_of(params, false, pass).unit, Unit::kHopper);
+    EXPECT_EQ(route_of(params, false, pass).unit, Unit::kTensorCores);
+    EXPECT_NE(reason_of(params, pass).find("floating-point attn_mask"), std::string::npos);
   }
-  AttentionParams wide = params;
-  wide.M = 64;
-  wide.d_v = 65;
-  EXPECT_EQ(route_of(wide, false, Pass::kForward).unit, Unit::kHopper);
-  EXPECT_NE(reason_of(wide, Pass::kBackward).find("or 64 columns of value"), std::string::npos);
-  params.mask.stride[2] = params.S + 2;
-  EXPECT_NE(reason_of(params).find("multiple of 16 bytes"), std::string::npos);
   params = call_of(65536);
   params.dropout_threshold = 10;
   EXPECT_EQ(reason_of(params), "linear time takes no dropout");

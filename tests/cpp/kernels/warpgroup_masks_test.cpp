@@ -19,7 +19,7 @@ class WarpgroupMasksOnDevice : public ::testing::Test {
 Results hopper_results(Call& call, const Case& c) {
   const int before = interpreter::launches_of("warpgroup_");
   Results got = device_results(call, c);
-  EXPECT_EQ(interpreter::launches_of("warpgroup_"), before + warpgroup_launches(c));
+  EXPECT_EQ(interpreter::launches_of("warpgroup_"), before + kWarpgroupLaunches);
   return got;
 }
 

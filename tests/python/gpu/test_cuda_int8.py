@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +12,11 @@ from torch import Tensor
 import ikattn
 from gpu import IN_THE_INTERPRETER, needs_a_gpu, on_gpu
 
-# By mma.sync, and by Hopper's own kernels.
 if IN_THE_INTERPRETER:
-    by_mma = os.environ.get("IKATTN_INTERPRETER_INT8") == "1"
-    by_warpgroups = os.environ.get("IKATTN_INTERPRETER_HOPPER") == "1"
+    has_hopper = os.environ.get("IKATTN_INTERPRETER_HOPPER") == "1"
 else:
-    by_mma = torch.cuda.get_device_capability()[0] in (8, 9, 12)
-    by_warpgroups = torch.cuda.get_device_capability()[0] == 9
-if not (by_mma or by_warpgroups) or os.environ.get("IKATTN_INT8") == "0":
+    has_hopper = torch.cuda.get_device_capability()[0] == 9
+if not has_hopper or os.environ.get("IKATTN_INT8") == "0":
     pytest.skip("no GPU here takes scores in int8", allow_module_level=True)
 
 D, M, EPS = 16, 64, 1e-5
@@ -115,33 +111,6 @@ def test_results_are_those_of_rounded_features(is_causal: bool, hides_and_drops:
         assert relative(found, rounded[index]) < 6e-3
         allowed = 2 if index == 0 else 5
         assert relative(found, exact[index]) < allowed * relative(composed[index], exact[index])
-
-
-@pytest.fixture
-def tf32() -> Iterator[None]:
-    """torch allows it, and afterwards what it did before."""
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_tf32
-    settings.allow_tf32 = True
-    yield
-    settings.allow_tf32 = before
-
-
-@pytest.mark.usefixtures("tf32")
-def test_float32_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {name: x.float() for name, x in arguments(130, 150).items()}
-    given["query"] += 1e-3  # nothing that bfloat16 holds
-    x = leaves(given, torch.float64)
-    exact, rounded = (with_gradients(composition(x, rounds=rounds), x) for rounds in (False, True))
-    for word, asked in (("1", False), ("float32", True)):
-        monkeypatch.setenv("IKATTN_INT8", word)
-        there = leaves(on_gpu(given))
-        output = ikattn.implicit_kernel_attention(**there)
-        assert output.dtype == torch.float32
-        found = with_gradients(output, there)
-        assert (relative(found[0], exact[0]) > 2e-3) == asked
-        for index, result in enumerate(found):
-            assert relative(result, (rounded if asked else exact)[index]) < 6e-3
 
 
 def test_angles_of_hundreds_of_cycles() -> None:

@@ -101,8 +101,7 @@ class KernelChoice(NamedTuple):
             that would take less, not Hopper's own kernels on a Hopper, not tensor cores, not AVX2.
             None: this is the fastest.
         scores: ``"int8"`` where features are rounded to integers of 8 bits, which are multiplied at
-            twice the rate (``IKATTN_INT8=0`` forbids it, ``IKATTN_INT8=float32`` has it for float32
-            where torch allows TF32, too); ``"float16x2"`` where tensor cores
+            twice the rate (``IKATTN_INT8=0`` forbids it); ``"float16x2"`` where tensor cores
             multiply float32, in full precision, as sums of two numbers of float16 each
             (``IKATTN_SPLIT=0`` forbids it); None: in the precision of the unit.
 

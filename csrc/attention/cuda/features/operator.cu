@@ -122,8 +122,7 @@ bool goes_to_tensor_cores(const FeaturesParams& params) {
 
 const char* features_on_tensor_cores(const FeaturesParams& params, const DeviceExecutor& executor) {
   AngleOperands operands;
-  if (const char* error =
-          prepare_turns(queries_of(params), executor, NumberReaders::kForward, operands)) {
+  if (const char* error = prepare_turns(queries_of(params), executor, false, operands)) {
     return error;
   }
   const FeatureSource& source = operands.queries;

@@ -2,7 +2,8 @@
 // of a tile, and the queries of all heads that share the keys come one head after the other.
 #pragma once
 
-#include "attention/cuda/hopper/general_gradients.h"
+#include "attention/cuda/hopper/pairs.h"
+#include "attention/cuda/tensor_cores/epilogue_backward.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -44,18 +45,6 @@ struct KeyNumbers {
     return {{__float_as_uint(fit[0]) == 1u << 31, __float_as_uint(fit[1]) == 1u << 31}};
   }
 };
-
-// Those of either form.
-template <typename T, bool kMarks, bool kIsGeneral>
-__device__ __forceinline__ auto load_keys(const AttentionParams& params, const FoldedTokens& tokens,
-                                          const float* logits, int64_t bk, int first,
-                                          float fit_of_head) {
-  if constexpr (kIsGeneral) {
-    return GeneralKeys::load<T>(params, tokens, bk, first, fit_of_head);
-  } else {
-    return KeyNumbers::load<T, kMarks>(params, tokens, logits, bk, first, fit_of_head);
-  }
-}
 
 // Which query of a tile is the first to see the thread's first key: of the first tile, whose
 // queries begin where the keys do, and beyond the last tile of a head.
@@ -144,22 +133,16 @@ __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kSt
 }
 
 // The products of a tile are over: scores s, or sums of integers, and x become factors.
-//   numbers: of its queries; offsets: of the general form
-template <typename T, bool kInt8, Pairs kPairs, typename Keys>
-__device__ __forceinline__ void finish_pairs(const AttentionParams& params, const Keys& keys,
-                                             float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
-                                             float (&x)[kStep / 2], Shared<const float> numbers,
-                                             [[maybe_unused]] Shared<const unsigned char> offsets,
-                                             [[maybe_unused]] int diagonal, const PairBits& bits,
-                                             float kept, float (&logit_sums)[2]) {
+//   numbers: of its queries
+template <typename T, bool kInt8, Pairs kPairs>
+__device__ __forceinline__ void finish_pairs(const KeyNumbers& keys, float (&s)[kStep / 2],
+                                             int32_t (&scores)[kStep / 2], float (&x)[kStep / 2],
+                                             Shared<const float> numbers, int diagonal,
+                                             const PairBits& bits, float kept,
+                                             float (&logit_sums)[2]) {
   sums_are_there(x);
-  if constexpr (kPairs == Pairs::kGeneral) {
-    sums_are_there(s);
-    keys.template make<T>(s, x, params.mask.type, offsets, {numbers}, bits, kept, logit_sums);
-  } else {
-    take_scores<kInt8>(s, scores, keys);
-    to_factors<T, kPairs>(s, x, numbers, keys, diagonal, bits, kept, logit_sums);
-  }
+  take_scores<kInt8>(s, scores, keys);
+  to_factors<T, kPairs>(s, x, numbers, keys, diagonal, bits, kept, logit_sums);
   fence_async();
 }
 
@@ -170,7 +153,7 @@ __device__ __forceinline__ void pack_factors(const float (&s)[kStep / 2],
                                              uint32_t (&weights)[kStep / 16][4],
                                              uint32_t (&products)[kStep / 16][4]) {
   pack_left<T, kStep / 8>(x, weights);
-  if constexpr (kDrops<kPairs>) {
+  if constexpr (kPairs == Pairs::kAny) {
     const uint32_t kept = bits.seen & ~bits.dropped;
 #pragma unroll
     for (int n = 0; n < kStep / 8; ++n) {

@@ -146,22 +146,7 @@ __device__ __forceinline__ PairBits find_pairs(const AttentionParams& params, co
 // Whether a kernel that is compiled for kPairs hides later keys.
 template <Pairs kPairs>
 __device__ __forceinline__ bool is_causal_call(const AttentionParams& params) {
-  return kDrops<kPairs> ? params.is_causal : kPairs == Pairs::kCausal;
-}
-
-// Registers of a thread: copies of the general form take more than 24.
-template <Pairs kPairs>
-constexpr int kRegistersToCopy = kPairs == Pairs::kGeneral ? 40 : kCopyRegisters;
-template <Pairs kPairs>
-constexpr int kRegistersOfProducts = kPairs == Pairs::kGeneral ? 232 : kProductRegisters;
-static_assert(kHasRegisters(kRegistersOfProducts<Pairs::kGeneral>,
-                            kRegistersToCopy<Pairs::kGeneral>));
-
-// A head's state for copy_items(), which passes over heads that it says are in the general form:
-// for kernels of that form the others.
-template <Pairs kPairs>
-__device__ __forceinline__ uint32_t state_for(uint32_t state) {
-  return kPairs == Pairs::kGeneral ? state ^ kGeneral : state;
+  return kPairs == Pairs::kAny ? params.is_causal : kPairs == Pairs::kCausal;
 }
 
 // Calls launch.operator()<Pairs>() for what a call needs.
