@@ -18,12 +18,11 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
                                   const FoldedRows& rows, const FoldedGradients& gradients) {
   const Stream stream = executor.stream;
   const float* logits = keys.high;
-  const bool is_linear = route.algorithm == Algorithm::kLinear;
-  const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
+  const bool on_hopper = route.unit == Unit::kHopper;
   const bool in_one = route.is_short && wants_queries(params) && wants_keys(params);
   GradientBegins begins;
   const char* error = nullptr;
-  if (is_linear) {
+  if (route.algorithm == Algorithm::kLinear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
   }
   if (in_one) error = warpgroup_short_backward(params, executor, tokens, rows, logits, gradients);

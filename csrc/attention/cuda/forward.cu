@@ -31,12 +31,10 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
   if (route.is_wide) {
     error = wide_forward(params, stream, tokens, parts);
   } else {
-    const bool is_linear = route.algorithm == Algorithm::kLinear;
-    const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
-    if (is_linear) {
+    const bool on_hopper = route.unit == Unit::kHopper;
+    if (route.algorithm == Algorithm::kLinear) {
       error = linear_forward(params, executor, tokens, begins);
-    }
-    if (route.is_short) {
+    } else if (route.is_short) {
       error = warpgroup_short_forward(params, stream, operands, tokens, route.int8_scores);
     } else if (on_hopper) {
       error = route.int8_scores ? warpgroup_int8_forward(params, executor, tokens)

@@ -25,6 +25,7 @@ struct Cuda {
     call.check(
         cuda::attention_kernels.features[compute_index(x)](params, backward, executor_of(call)));
   }
+  static bool has_decoding() { return cuda::is_on(Family::kDecoding); }
   static void from_features(const FromFeaturesParams& params, const at::Tensor& features, double) {
     cuda::Call call("attention_from_features", features);
     const auto kernel = compute_index(features) == 1 ? cuda::attention_from_features<double>

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import ikattn
-from gpu import IN_THE_INTERPRETER, needs_a_gpu, on_gpu
+from gpu import IN_THE_INTERPRETER, is_on, needs_a_gpu, on_gpu
 
 if IN_THE_INTERPRETER:
     has_hopper = os.environ.get("IKATTN_INTERPRETER_HOPPER") == "1"
 else:
     has_hopper = torch.cuda.get_device_capability()[0] == 9
-if not has_hopper or os.environ.get("IKATTN_INT8") == "0":
+if not (has_hopper and is_on("hopper") and is_on("int8")):
     pytest.skip("no GPU here takes scores in int8", allow_module_level=True)
 
 D, M, EPS = 16, 64, 1e-5

@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
                                            const typename L::Barriers& barriers,
                                            Shared<int> numbers, uint32_t base) {
   constexpr uint32_t kRowBytes = kStep * 4;
-  const bool is_causal = is_causal_call<kPairs>(params);
+  constexpr bool is_causal = kPairs == Pairs::kCausal;
   int bh = 0, first = 0, i0 = 0;  // of the item's tiles
   copy_items(
       barriers, items, numbers, L::kOwn, L::kStage + L::kRowNumbers * 4,
@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params
 template <typename T, int F, int V, bool kInt8, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                         const float* logits, FoldedGradients gradients, PairMask mask, Items items,
+                         const float* logits, FoldedGradients gradients, Items items,
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = KeyLayout<F, V, kInt8>;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     barrier_wait(barriers.item_full(item.index), item.parity);
     const int index = numbers[item.index * kItemNumbers];
     if (index < 0) break;
-    const KeyBlock at(params, kWarpgroupRows, is_causal_call<kPairs>(params), index);
+    const KeyBlock at(params, kWarpgroupRows, kPairs == Pairs::kCausal, index);
     const uint32_t own = base + L::kOwnAt + item.index * L::kOwn;
     const uint32_t own_keys = own + warpgroup * (64 * 128);
     const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
@@ -193,19 +193,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       wgmma_commit();
     };
     Diagonal<kPairs> diagonal(params, at);
-    TilePlace<kPairs> next_tile(at);
-    PairBits bits = {};
     bool has_before = false;
     for (int remaining = at.steps; remaining > 0; --remaining, stage.next()) {
-      if constexpr (kPairs == Pairs::kAny) {
-        // Before the tile's own products, which leave no registers for it.
-        if (kOverlap && has_before) begin_sums(stage.before());
-        bits = next_tile.pass(params, mask, at);
-      }
       barriers.wait(stage);
       begin_pairs<T, V, L, kInt8>(s, scores, x, own_keys, own_values, held_values,
                                   base + stage.index * L::kStage);
-      if (kPairs != Pairs::kAny && kOverlap && has_before) {
+      if (kOverlap && has_before) {
         begin_sums(stage.before());
         wgmma_wait<1>();
       } else {
@@ -214,13 +207,14 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       finish_pairs<T, kInt8, kPairs>(
           keys, s, scores, x,
           shared_cast<float>(shared + (L::kNormalizers + stage.index * L::kRowNumbers * 4)),
-          diagonal.now, bits, mask.kept, logit_sums);
+          diagonal.now, logit_sums);
       if constexpr (kOverlap) {
         wgmma_wait<0>();
         if (has_before) barriers.release(stage.before());
         has_before = true;
       }
-      pack_factors<T, kPairs>(s, x, bits, weights, products);
+      pack_left<T, kStep / 8>(x, weights);
+      pack_left<Half, kStep / 8>(s, products);
       if constexpr (!kOverlap) {
         begin_sums(stage.index);
         wgmma_wait<0>();
@@ -231,7 +225,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 4. Rows of the results. The block is found anew: no register holds it over the tiles. The
     // products that read the own tokens are over.
-    const KeyBlock again(params, kWarpgroupRows, is_causal_call<kPairs>(params),
+    const KeyBlock again(params, kWarpgroupRows, kPairs == Pairs::kCausal,
                          int{numbers[item.index * kItemNumbers]});
     barriers.release_item(item.index);
     if (has_before) {
@@ -245,7 +239,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                         value_sums);
   }
 #else
-  trap_without_warpgroups(params, tokens, rows, logits, gradients, mask, items, maps);
+  trap_without_warpgroups(params, tokens, rows, logits, gradients, items, maps);
 #endif
 }
 
@@ -253,7 +247,7 @@ template <typename T, int F, int V, bool kInt8>
 const char* queue_key_gradients(const AttentionBackwardParams& params,
                                 const DeviceExecutor& executor, const FoldedTokens& tokens,
                                 const FoldedRows& rows, const float* logits,
-                                const FoldedGradients& gradients, const PairMask& mask) {
+                                const FoldedGradients& gradients) {
   constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
   const Items items(tokens.items_taken + 1,
@@ -274,7 +268,7 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
   return launch_pairs(params, [&]<Pairs kPairs>() {
     return launch(warpgroup_key_kernel<T, F, V, kInt8, kPairs>, items.blocks(),
                   dim3(kWarpgroupThreads), KeyLayout<F, V, kInt8>::kBytes, executor.stream, params,
-                  tokens, rows, logits, gradients, mask, items, maps);
+                  tokens, rows, logits, gradients, items, maps);
   });
 }
 
@@ -284,17 +278,14 @@ const char* warpgroup_key_gradients(const AttentionBackwardParams& params,
                                     const DeviceExecutor& executor, const FoldedTokens& tokens,
                                     const FoldedRows& rows, const float* logits,
                                     const FoldedGradients& gradients) {
-  PairMask mask;
-  if (const char* error = make_pair_mask(params, executor, true, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     if constexpr (std::is_same_v<T, BFloat16> && F == Int8Features::kColumns) {
       if (tokens.int8.phi_k != nullptr) {
-        return queue_key_gradients<T, F, V, true>(params, executor, tokens, rows, logits, gradients,
-                                                  mask);
+        return queue_key_gradients<T, F, V, true>(params, executor, tokens, rows, logits,
+                                                  gradients);
       }
     }
-    return queue_key_gradients<T, F, V, false>(params, executor, tokens, rows, logits, gradients,
-                                               mask);
+    return queue_key_gradients<T, F, V, false>(params, executor, tokens, rows, logits, gradients);
   });
 }
 

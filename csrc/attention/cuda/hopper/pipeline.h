@@ -243,6 +243,13 @@ __device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_
   return j0 < params.S;
 }
 
+// Calls launch.operator()<Pairs>() for what a call needs.
+template <typename Launch>
+const char* launch_pairs(const AttentionParams& params, const Launch& launch) {
+  return params.is_causal ? launch.template operator()<Pairs::kCausal>()
+                          : launch.template operator()<Pairs::kAll>();
+}
+
 // Features, or gradients, of all batches' heads, [heads, N, F], by boxes of kRows rows.
 template <int F, int kRows>
 const char* map_features(RowMap& map, const void* features, int64_t heads, int64_t N) {

@@ -11,17 +11,16 @@ namespace ikattn::cuda {
 namespace {
 
 // Scores of a thread's two rows become factors of grad_phi_q; those of pairs that are not seen: 0.
-//   sees, drops: of c of tile n of 8 columns
-template <typename Sees, typename Drops>
+//   sees: of c of tile n of 8 columns
+template <typename Sees>
 __device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (&x)[kStep / 2],
                                             const float (&fit)[2], const float (&fitting_delta)[2],
-                                            const Sees& sees, const Drops& drops) {
+                                            const Sees& sees) {
 #pragma unroll
   for (int i = 0; i < kStep / 2; ++i) {
     const int half = i % 4 / 2;
-    const float product = drops(i / 4, i % 4) ? 0.0f : x[i];
     // A hidden key's score is 0, and its value may be anything.
-    s[i] = s[i] == 0 ? 0 : s[i] * (product * fit[half] - fitting_delta[half]);
+    s[i] = s[i] == 0 ? 0 : s[i] * (x[i] * fit[half] - fitting_delta[half]);
     if (!sees(i / 4, i % 4)) s[i] = 0;
   }
 }
@@ -88,38 +87,29 @@ struct RowNumbers {
   }
 };
 
-// Scores s and products x of a tile become factors; bits: of kAny alone.
+// Scores s and products x of a tile become factors.
 template <Pairs kPairs>
-__device__ __forceinline__ void make_products(const AttentionParams& params, const PairMask& mask,
-                                              int tile, const RowNumbers& rows,
-                                              const PairBits (&bits)[1], float (&s)[kStep / 2],
+__device__ __forceinline__ void make_products(const AttentionParams& params, int tile,
+                                              const RowNumbers& rows, float (&s)[kStep / 2],
                                               float (&x)[kStep / 2]) {
   sums_are_there(s);
   sums_are_there(x);
   const int diagonal = rows.row0 - tile * kStep, lane = threadIdx.x % 32;
   const auto always = [](int, int) { return true; };
-  const auto never = [](int, int) { return false; };
-  if constexpr (kPairs == Pairs::kAny) {
-    if (is_passing(params, tile * int64_t{kStep})) {
-      const float kept[2] = {rows.fit[0] * mask.kept, rows.fit[1] * mask.kept};
-      to_products(
-          s, x, kept, rows.fitting_delta, [&](int n, int c) { return bits[0].sees(n, c); },
-          [&](int n, int c) { return bits[0].drops(n, c); });
-    }
-  } else if (kPairs == Pairs::kCausal && diagonal - lane / 4 < kStep - 1) {
+  if (kPairs == Pairs::kCausal && diagonal - lane / 4 < kStep - 1) {
     const auto sees = [&](int n, int c) {
       return n * 8 + lane % 4 * 2 + c % 2 - 8 * (c / 2) <= diagonal;
     };
-    to_products(s, x, rows.fit, rows.fitting_delta, sees, never);
+    to_products(s, x, rows.fit, rows.fitting_delta, sees);
   } else if (is_passing(params, tile * int64_t{kStep})) {
-    to_products(s, x, rows.fit, rows.fitting_delta, always, never);
+    to_products(s, x, rows.fit, rows.fitting_delta, always);
   }
 }
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                           PairMask mask, Items items, FeatureGradients grad_phi_q,
+                           Items items, FeatureGradients grad_phi_q,
                            const __grid_constant__ QueryMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = QueryLayout<T, F, V>;
@@ -157,11 +147,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     float s[kStep / 2], x[kStep / 2];
     uint32_t products[kStep / 16][4];  // of the tile before
     float sums[F / kBoxColumns][32] = {};
-    [[maybe_unused]] PairBits bits[1];
-    const auto begin = [&](int tile, int index_of_stage) {
+    const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * Tiles::kStage;
-      // Before there are products, which leave no registers for it.
-      find_tile_pairs<kPairs>(params, mask, at, tile, bits);
       clean_tile<Tiles>(state, shared + place, barriers, meeting);
       wgmma_fence();
       begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
@@ -173,11 +160,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       begin_by_rows<Half, kStep, F>(sums, products, base + index_of_stage * Tiles::kStage);
       wgmma_commit();
     };
-    const auto make = [&](int tile, int) {
-      make_products<kPairs>(params, mask, tile, own, bits, s, x);
-    };
-    pass_tiles(barriers, stage, tiles_met<kStep>(params, is_causal_call<kPairs>(params), at.i0),
-               begin, begin_sums, make, [&] { pack_left<Half, kStep / 8>(s, products); });
+    const auto make = [&](int tile, int) { make_products<kPairs>(params, tile, own, s, x); };
+    pass_tiles(barriers, stage, tiles_met<kStep>(params, kPairs == Pairs::kCausal, at.i0), begin,
+               begin_sums, make, [&] { pack_left<Half, kStep / 8>(s, products); });
     sums_are_there(sums);
 
     // 4. Rows of the result.
@@ -191,7 +176,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
   }
 #else
-  trap_without_warpgroups(params, tokens, rows, mask, items, grad_phi_q, maps);
+  trap_without_warpgroups(params, tokens, rows, items, grad_phi_q, maps);
 #endif
 }
 
@@ -200,8 +185,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                                       const DeviceExecutor& executor, const FoldedTokens& tokens,
                                       const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
-  PairMask mask;
-  if (const char* error = make_pair_mask(params, executor, false, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     QueryMaps maps = {};
@@ -216,7 +199,7 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
     return launch_pairs(params, [&]<Pairs kPairs>() {
       return launch(warpgroup_query_kernel<T, F, V, kPairs>, items.blocks(),
                     dim3(kWarpgroupThreads), QueryLayout<T, F, V>::kBytes, executor.stream, params,
-                    tokens, rows, mask, items, grad_phi_q, maps);
+                    tokens, rows, items, grad_phi_q, maps);
     });
   });
 }

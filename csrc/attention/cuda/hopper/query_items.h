@@ -2,7 +2,7 @@
 // of a tile, and, of both forward kernels, what an item's rows become.
 #pragma once
 
-#include "attention/cuda/hopper/pairs.h"
+#include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
         batch = at.b;
         bk = at.bk;
         value_head = at.value_head;
-        return tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0);
+        return tiles_met<kKeys>(params, kPairs == Pairs::kCausal, at.i0);
       },
       [&](int tile, int stage, uint32_t barrier) {
         L::Tiles::copy(base + stage * L::Tiles::kStage, maps, bk, batch, value_head, tile, barrier);
@@ -45,20 +45,6 @@ __device__ __forceinline__ void clean_tile(uint32_t state, Shared<unsigned char>
   if ((state & kUnclean) == 0) return;
   Tiles::clean(place, barriers.meeting(), parity);
   parity ^= 1;
-}
-
-// Which pairs the thread's rows see of a tile of 64 kBlocks keys, where masks or dropout tell.
-template <Pairs kPairs, int kBlocks>
-__device__ __forceinline__ void find_tile_pairs(const AttentionParams& params, const PairMask& mask,
-                                                const QueryBlock& at, int tile,
-                                                PairBits (&bits)[kBlocks]) {
-  if constexpr (kPairs == Pairs::kAny) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      bits[i] = find_pairs<false>(params, mask, at.b, at.h, at.i0 + threadIdx.x / 32 * 16,
-                                  (tile * kBlocks + i) * 64);
-    }
-  }
 }
 
 // From where a forward copies.
