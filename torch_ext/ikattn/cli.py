@@ -1,4 +1,4 @@
-"""The command line: python -m ikattn info | analyze | attribute | cmake-prefix-path."""
+"""The command line: python -m ikattn info | selftest | analyze | attribute | cmake-prefix-path."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ikattn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, instruction set and threads")
+    _add_selftest(commands)
     analyze = _add_analyze(commands)
     _add_attribute(commands)
     commands.add_parser("cmake-prefix-path", help="print where CMake finds ikattn and its torch")
@@ -27,12 +28,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command == "info":
         print(info())
         return 0
+    if parsed.command == "selftest":
+        return _selftest(parsed)
     if parsed.command == "cmake-prefix-path":
         print(cmake_prefix_path(), torch.utils.cmake_prefix_path, sep=";")
         return 0
     if parsed.command == "attribute":
         return _attribute(parsed)
     return _analyze(analyze, parsed)
+
+
+def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "selftest",
+        help="run every family of kernels of this machine and compare it with the reference",
+        description="Runs small calls of every family of kernels, each in a process of its own "
+        "with a time limit, against the reference in float64. The exit status is 1 where a family "
+        "fails.",
+    )
+    add = parser.add_argument
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
+    add("--unproven", action="store_true", help="families that no GPU has proven, too")
+    add("--json", type=Path, metavar="FILE", help="also write what is printed, for an issue")
+    add(
+        "--enable",
+        action="store_true",
+        help="time the unproven families, too; those that pass and are faster than what they "
+        "replace are on by default from now on, for this build, GPU and driver",
+    )
+    add("--forget", action="store_true", help="take back what --enable has turned on")
+
+
+def _selftest(parsed: argparse.Namespace) -> int:
+    from ikattn._command import selftest
+
+    return selftest.main(
+        parsed.device,
+        unproven=parsed.unproven,
+        asks_enable=parsed.enable,
+        asks_forget=parsed.forget,
+        file=parsed.json,
+    )
 
 
 def _add_analyze(
