@@ -84,7 +84,7 @@ suite() {
     "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" "$tests/gpu/test_cuda_short.py" \
     "$tests/operators/test_which_kernels.py" "$tests/operators/test_key_masks.py" "${of_all_devices[@]}" &&
     IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "$tests/gpu/test_cuda_int8.py" \
-      "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_decoding.py"
+      "$tests/gpu/test_cuda_contributions.py"
 }
 suite_linear() {
   IKATTN_KERNELS=+causal_linear IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
