@@ -188,8 +188,8 @@ def _streamed(**given: Any) -> tuple[Any, ...]:
 
 def _decoded(query: Tensor, key: Tensor, value: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     features = ikattn.KeyFeatures(w1, w2)
-    features.append(key)
     with torch.no_grad():
+        features.append(key)
         return features.attend(query, value)
 
 
@@ -379,14 +379,15 @@ def _run_cpu_family(family: str) -> dict[str, Any]:
 
 
 def child(family: str, device: str, is_timed: bool) -> None:
-    """Runs a family's checks in this process and prints what it found, as JSON."""
+    """Runs a family's checks in this process, prints what it found, as JSON, and ends it."""
     torch.manual_seed(0)
     if device == "cpu":
         torch.set_num_threads(1)
         found = _run_cpu_family(family)
     else:
         found = _run_gpu_family(family, device, is_timed)
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # without what a device's threads have to say at the end
 
 
 def child_program(family: str, device: str, is_timed: bool) -> str:
