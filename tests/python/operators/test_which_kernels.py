@@ -92,12 +92,14 @@ def test_a_library_with_cuda_kernels_and_no_gpu_says_so() -> None:
 
 
 @needs_kernels_and_gpu
-def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
+def test_what_keeps_a_call_from_the_tensor_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = ikattn.why_not_fast(*(x.double() for x in inputs()), device="cuda")
+    assert reason == "not on tensor cores: float64"
+    monkeypatch.setenv("IKATTN_KERNELS", "-split")
+    reason = ikattn.why_not_fast(*inputs(), device="cuda")
     assert reason is not None
-    assert reason.startswith(
-        "not on tensor cores: query, key and value must be float16 or bfloat16"
-    )
+    assert "IKATTN_KERNELS=+split" in reason
+    monkeypatch.setenv("IKATTN_KERNELS", "+split")
     assert ikattn.why_not_fast(*inputs(), device="cuda") is None
     wide = ikattn.why_not_fast(*inputs()[:3], inputs()[3].repeat(1, 1, 20), device="cuda")
     assert wide is not None
