@@ -69,8 +69,8 @@ def measure_llama(length: int, rounds: int) -> str:
             model(ids)
 
     times = []
-    for call, setting in ((lambda: model(ids), "1"), (recorded, "1"), (recorded, "0")):
-        os.environ["IKATTN_STREAMED_MAPS"] = setting
+    for call, setting in ((lambda: model(ids), "+"), (recorded, "+"), (recorded, "-")):
+        os.environ["IKATTN_KERNELS"] = f"{setting}streamed_maps"
         call()
         times.append(seconds(call, rounds))
     forward, kernels, blocks = times

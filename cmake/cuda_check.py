@@ -153,12 +153,12 @@ def allowed_local_memory() -> list[str]:
 
 
 def exchanges_registers(kernel: Kernel) -> bool:
-    """Whether its warpgroups take registers from each other: Hopper's of the package."""
-    return (
-        kernel.arch == "sm_90a"
-        and kernel.source.startswith("csrc/")
-        and "::warpgroup_" in kernel.name
-    )
+    """Whether its warpgroups take registers from each other: its source does, or a header's
+    copies give some.
+    """
+    if kernel.arch != "sm_90a" or not kernel.source.startswith("csrc/"):
+        return False
+    return "take_registers<" in (ROOT / kernel.source).read_text()
 
 
 def with_includes(source: Path) -> set[Path]:

@@ -3,7 +3,7 @@
 #
 #   tests/gpu.sh suite calls table              # some parts
 #   tests/gpu.sh --wheel ikattn-*.whl build     # installs a wheel that was built elsewhere
-#   tests/gpu.sh                                # all parts, in at most eight minutes with a wheel
+#   tests/gpu.sh                                # all parts, in at most sixteen minutes with a wheel
 #   tests/gpu.sh --list                         # the parts, and how many seconds each may take
 #
 # A part that takes longer than it may is ended and has failed; the others run. What each printed is
@@ -13,10 +13,12 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(build programs suite suite_linear suite_mma float32 calls replay memcheck racecheck table compare maps)
+parts=(build selftest programs suite suite_linear suite_mma float32 calls replay memcheck racecheck initcheck
+  synccheck table compare maps)
 # Seconds; of `build` with a wheel.
-declare -A limits=([build]=25 [programs]=25 [suite]=40 [suite_linear]=30 [suite_mma]=30 [float32]=30 [calls]=30
-  [replay]=30 [memcheck]=50 [racecheck]=30 [table]=80 [compare]=50 [maps]=30)
+declare -A limits=([build]=25 [selftest]=90 [programs]=25 [suite]=150 [suite_linear]=60 [suite_mma]=60
+  [float32]=45 [calls]=60 [replay]=30 [memcheck]=60 [racecheck]=45 [initcheck]=60 [synccheck]=60 [table]=80
+  [compare]=50 [maps]=30)
 without_wheel=600
 
 wheel=""
@@ -69,33 +71,35 @@ build() {
     python -m pip install --no-build-isolation --no-deps .
   fi && python -m ikattn info
 }
+# Every family of kernels, those that no GPU has proven, too: a hang has a name.
+selftest() { python -m ikattn selftest --device cuda --unproven --json "$logs/selftest.json"; }
 # Hopper's products, each form alone; copies by TMA and a ring of stages.
 programs() {
   sm90a tests/cpp/hardware/wgmma.cu && sm90a tests/cpp/hardware/copies.cu tests/cpp/interpreter/sample_copies.cu
 }
+# All families; then those that calls take by default.
 suite() {
-  IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
+  IKATTN_KERNELS=+unproven IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
     "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" "$tests/gpu/test_cuda_record.py" \
     "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" "$tests/gpu/test_cuda_short.py" \
     "$tests/operators/test_which_kernels.py" "$tests/operators/test_key_masks.py" "${of_all_devices[@]}" &&
-    IKATTN_SHORT=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
-      "$tests/gpu/test_cuda_int8.py" -k "float16 or int8"
+    IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "$tests/gpu/test_cuda_int8.py" \
+      "$tests/gpu/test_cuda_contributions.py"
 }
 suite_linear() {
-  IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
+  IKATTN_KERNELS=+causal_linear IKATTN_LINEAR_TIME=always IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
     "${of_all_devices[@]}" -k "float16 or attention_nan"
 }
 # What other GPUs than Hopper's run.
 suite_mma() {
-  IKATTN_HOPPER=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
-    "$tests/gpu/test_cuda_int8.py" "${of_all_devices[@]}"
+  IKATTN_KERNELS=-hopper IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
+    "${of_all_devices[@]}"
 }
-# Float32 without TF32: the suite has it in split products, here it is on CUDA cores; then both timed.
+# Float32 without TF32 on CUDA cores and in split products, timed; the suite has the tests of both.
 float32() {
-  local failed=0 splits
-  IKATTN_SPLIT=0 IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" -k float32 || failed=1
-  for splits in 1 0; do
-    IKATTN_SPLIT=$splits python benchmarks/gpu.py --dtype float32 --no-flex --lengths 512 2048 \
+  local failed=0 families
+  for families in +split -split; do
+    IKATTN_KERNELS=$families python benchmarks/gpu.py --dtype float32 --no-flex --lengths 512 2048 \
       --rounds 3 || failed=1
   done
   return $failed
@@ -103,16 +107,21 @@ float32() {
 # Streams, graphs, bits, sizes beyond 2^31; and first, in a process of its own, missing memory.
 calls() {
   local failed=0
+  export IKATTN_KERNELS=+unproven
   python_tests "$tests/gpu/test_cuda_calls.py" -k memory_that_is_not_there || failed=1
   python_tests "$tests/gpu/test_cuda_calls.py" -k "not memory_that_is_not_there" || failed=1
   return $failed
 }
 replay() { python_tests "$tests/operators/test_compilers.py" -k replay; }
-memcheck() { sanitized memcheck "$tests/gpu/test_cuda_calls.py" -k same_bits; }
+memcheck() { IKATTN_KERNELS=+unproven sanitized memcheck "$tests/gpu/test_cuda_calls.py" -k same_bits; }
+# Memory that kernels read before anybody has written it, and barriers that not all threads reach: what
+# the interpreter cannot see between blocks, or in a warpgroup.
+initcheck() { IKATTN_KERNELS=+unproven sanitized initcheck "$tests/gpu/test_cuda_calls.py" -k same_bits; }
+synccheck() { IKATTN_KERNELS=+unproven sanitized synccheck "$tests/gpu/test_cuda_calls.py" -k same_bits; }
 # mma.sync's kernels: of Hopper's it reports what the smallest ring of stages shows, too
 # (docs/guide/cuda.md, "With a GPU").
 racecheck() {
-  IKATTN_HOPPER=0 sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
+  IKATTN_KERNELS=+unproven,-hopper sanitized racecheck "$tests/gpu/test_cuda_calls.py" \
     -k "same_bits and (folded or causal or float32)"
 }
 # Attention beside torch's, in quadratic and in linear time.
@@ -121,18 +130,15 @@ table() {
     --lengths 256 512 1024 2048 4096 16384 --rounds 5 &&
     IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5
 }
-# What is beside the table: without the kernels of short calls, forward and backward; by mma.sync,
-# scores in int8 or not, and sums of linear time; steps of decoding.
+# What is beside the table: the kernels of short calls, forward and backward; mma.sync; steps of decoding
+# by kernels.
 compare() {
-  IKATTN_SHORT=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
+  IKATTN_KERNELS=+short IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
     --lengths 256 512 1024 --rounds 3 &&
-    IKATTN_HOPPER=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex --lengths 4096 --rounds 3 &&
-    IKATTN_HOPPER=0 IKATTN_INT8=0 IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
-      --lengths 4096 --rounds 3 &&
-    IKATTN_HOPPER=0 IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 16384 --rounds 3 &&
-    python benchmarks/gpu.py --decoding --rounds 3
+    IKATTN_KERNELS=-hopper IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex --lengths 4096 --rounds 3 &&
+    IKATTN_KERNELS=+decoding python benchmarks/gpu.py --decoding --rounds 3
 }
-maps() { python benchmarks/gpu.py --contributions --rounds 5; }
+maps() { IKATTN_KERNELS=+given_maps,+streamed_maps python benchmarks/gpu.py --contributions --rounds 5; }
 
 [[ $# -gt 0 ]] || set -- "${parts[@]}"
 for part; do

@@ -4,31 +4,26 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <string>
+
+#include "support/settings.h"
 
 namespace ikattn {
 namespace {
 
-bool means_batch(const char* what, const std::string& level) {
-  TORCH_CHECK(level == "run" || level == "batch", what, " must be run or batch, got ", level);
-  return level == "batch";
-}
-
 // One for all threads: those of autograd run the backward of calls of others.
 std::atomic<bool>& batch_invariance() {
-  static std::atomic<bool> setting = [] {
-    const char* variable = std::getenv("IKATTN_DETERMINISTIC");
-    return means_batch("the environment variable IKATTN_DETERMINISTIC",
-                       variable && *variable ? variable : "run");
-  }();
+  static std::atomic<bool> setting =
+      choice_of("IKATTN_DETERMINISTIC", "run", {"run", "batch"}) == "batch";
   return setting;
 }
 
 std::string deterministic() { return is_batch_invariant() ? "batch" : "run"; }
 
 void set_deterministic(const std::string& level) {
-  batch_invariance() = means_batch("set_deterministic: level", level);
+  TORCH_CHECK(level == "run" || level == "batch",
+              "set_deterministic: level must be run or batch, got ", level);
+  batch_invariance() = level == "batch";
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

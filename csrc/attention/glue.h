@@ -385,6 +385,11 @@ struct AttentionOperators {
 
   static at::Tensor from_features(const at::Tensor& query_features, const at::Tensor& key_features,
                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
+    if constexpr (requires { Device::has_decoding(); }) {
+      if (!Device::has_decoding()) {
+        return composed_from_features(query_features, key_features, logits, value, eps);
+      }
+    }
     const FromFeaturesSizes sizes =
         check_from_features(query_features, key_features, logits, value, eps);
     const at::Tensor output = with_memory_for("attention_from_features", "the output", [&] {

@@ -89,19 +89,8 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"attention_from_features_reference", from_features_reference_op>(m);
 }
 
-// Where no kernel is.
-at::Tensor from_features_anywhere(const at::Tensor& query_features, const at::Tensor& key_features,
-                                  const at::Tensor& logits, const at::Tensor& value, double eps) {
-  check_from_features(query_features, key_features, logits, value, eps);
-  // laid out as the kernel's, which the projection after it reads
-  return reference_from_features(query_features, key_features, logits, value, eps)
-      .transpose(1, 2)
-      .contiguous()
-      .transpose(1, 2);
-}
-
 TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
-  implement<"attention_from_features", from_features_anywhere>(m);
+  implement<"attention_from_features", composed_from_features>(m);
 }
 
 // vmap: the reference instead of a loop over the batch.

@@ -219,4 +219,13 @@ at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, con
   return (average_heads ? weights.mean(1) : weights).to(query.scalar_type());
 }
 
+at::Tensor composed_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value, double eps) {
+  check_from_features(query_features, key_features, logits, value, eps);
+  return reference_from_features(query_features, key_features, logits, value, eps)
+      .transpose(1, 2)
+      .contiguous()
+      .transpose(1, 2);
+}
+
 }  // namespace ikattn

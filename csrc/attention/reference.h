@@ -28,6 +28,10 @@ std::tuple<at::Tensor, at::Tensor> reference_attention(
 // attention_from_features of ikattn/attention.h.
 at::Tensor reference_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
                                    const at::Tensor& logits, const at::Tensor& value, double eps);
+// The same where no kernel takes the call: checked, and laid out as a kernel's, which the
+// projection after it reads.
+at::Tensor composed_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
+                                  const at::Tensor& logits, const at::Tensor& value, double eps);
 
 // keep: what dropout keeps, computed from options.dropout_seed where undefined. first_query: the
 // number of the first query in its sequence, for causal calls.

@@ -4,7 +4,6 @@
 #include "attention/determinism.h"
 #include "attention/glue.h"
 #include "attention/linear_time_setting.h"
-#include "attention/split_calls.h"
 #include "support/devices.h"
 #include "support/instruction_set.h"
 
@@ -36,21 +35,12 @@ struct Asked {
 
 constexpr const char* kMaskGradient = "the gradient of attn_mask is computed on CUDA cores";
 
-std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const at::Tensor& w1, const std::optional<at::Tensor>& w2,
-                         IKATTN_OPTION_PARAMETERS, const std::string& device) {
-  const AttentionOptions options{IKATTN_OPTION_VALUES};
-  const Asked asked("why_not_fast", query, key, value, w1, w2, options, device);
-  if (asked.where.is_cpu()) return why_no_vectors();
-  if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) return reason;
-  const char* reason = why_cuda_cores(asked.params);
-  if (reason != nullptr) return std::string("not on tensor cores: ") + reason;
-  if (asked.wants_mask_gradient) return kMaskGradient;
-  return "";
-}
-
 KernelChoice kernels_of(const Asked& asked, bool backward) {
-  if (asked.where.is_cpu()) return cpu_kernels(asked.params, asked.type, backward);
+  if (asked.where.is_cpu()) {
+    KernelChoice choice = cpu_kernels(asked.params, asked.type, backward);
+    choice.proven = "the CPU";
+    return choice;
+  }
   if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) {
     return {"none", "none", reason, ""};
   }
@@ -65,7 +55,20 @@ KernelChoice kernels_of(const Asked& asked, bool backward) {
 #endif
 }
 
-// Algorithm, unit, reason and scores of the forward, then of the backward.
+std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const at::Tensor& w1, const std::optional<at::Tensor>& w2,
+                         IKATTN_OPTION_PARAMETERS, const std::string& device) {
+  const AttentionOptions options{IKATTN_OPTION_VALUES};
+  const Asked asked("why_not_fast", query, key, value, w1, w2, options, device);
+  if (asked.where.is_cpu()) return why_no_vectors();
+  if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) return reason;
+  const KernelChoice choice = kernels_of(asked, false);
+  if (choice.unit == "cuda_cores") return "not on tensor cores: " + choice.reason;
+  return asked.wants_mask_gradient ? kMaskGradient : "";
+}
+
+// Algorithm, unit, reason and scores of the forward, then of the backward; then what has proven
+// both.
 std::vector<std::string> which_kernels(const at::Tensor& query, const at::Tensor& key,
                                        const at::Tensor& value, const at::Tensor& w1,
                                        const std::optional<at::Tensor>& w2,
@@ -73,8 +76,8 @@ std::vector<std::string> which_kernels(const at::Tensor& query, const at::Tensor
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const Asked asked("which_kernels", query, key, value, w1, w2, options, device);
   const KernelChoice forward = kernels_of(asked, false), backward = kernels_of(asked, true);
-  return {forward.algorithm,  forward.unit,  forward.reason,  forward.scores,
-          backward.algorithm, backward.unit, backward.reason, backward.scores};
+  return {forward.algorithm, forward.unit,    forward.reason,  forward.scores, backward.algorithm,
+          backward.unit,     backward.reason, backward.scores, forward.proven, backward.proven};
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {

@@ -17,6 +17,9 @@ struct KernelChoice {
   // "int8": scores are products of integers of 8 bits; "float16x2": all products are of float32 as
   // the sum of two numbers of float16; "": of the unit's own
   std::string scores;
+  // On which GPU, and at which commit, all of these kernels last passed their tests, or that this
+  // machine has proven them; "the CPU"; "": nobody has.
+  std::string proven = "";
 };
 
 // `type` is that of query, key and value.

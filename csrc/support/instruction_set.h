@@ -5,8 +5,9 @@
 #include <ATen/cpu/Utils.h>
 #include <c10/util/Exception.h>
 
-#include <cstdlib>
 #include <string>
+
+#include "support/settings.h"
 
 namespace ikattn {
 
@@ -114,13 +115,8 @@ inline InstructionSet instruction_set() {
 inline SixteenBits sixteen_bits() {
   static const SixteenBits chosen = [] {
 #if IKATTN_HAVE_AVX512
-    const char* variable = std::getenv("IKATTN_SIXTEEN_BITS");
-    const std::string allowed = variable && *variable ? variable : "amx";
-    TORCH_CHECK(allowed == "none" || allowed == "avx512_vnni" || allowed == "avx512_bf16" ||
-                    allowed == "amx",
-                "the environment variable IKATTN_SIXTEEN_BITS must be none, avx512_vnni, "
-                "avx512_bf16 or amx, got ",
-                allowed);
+    const std::string allowed =
+        choice_of("IKATTN_SIXTEEN_BITS", "amx", {"none", "avx512_vnni", "avx512_bf16", "amx"});
     if (instruction_set() != InstructionSet::kAvx512 || allowed == "none" ||
         !__builtin_cpu_supports("avx512vnni")) {
       return SixteenBits::kNone;

@@ -24,13 +24,38 @@ def cuda_kernels(build: dict[str, Any]) -> str:
         return f"no: {build['no_cuda_reason']}"
     if not build["warpgroups"]:
         state = "not built"
-    elif os.environ.get("IKATTN_HOPPER") == "0":
-        state = "off (IKATTN_HOPPER=0)"
+    elif "-hopper" in os.environ.get("IKATTN_KERNELS", ""):
+        state = "off (IKATTN_KERNELS)"
     elif torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         state = "on, but this GPU is another"
     else:
         state = "on"
     return f"for {build['cuda_architectures']}; those for Hopper alone: {state}"
+
+
+def families() -> list[dict[str, Any]]:
+    """The ledger of CUDA kernels, of csrc/support/proven.h, and which of them are on here.
+
+    Raises:
+        RuntimeError: IKATTN_KERNELS names a family that there is not.
+    """
+    found: list[dict[str, Any]] = json.loads(torch.ops.ikattn.kernel_families())
+    return found
+
+
+def kernel_families() -> str:
+    """Which families of CUDA kernels are on, and what turns on those that are off."""
+
+    def named(family: dict[str, Any]) -> str:
+        here = family["here"]
+        return f"{family['name']} (this machine, on {here})" if here else str(family["name"])
+
+    on, off = (
+        ", ".join(named(family) for family in families() if family["on"] == is_on) or "none"
+        for is_on in (True, False)
+    )
+    asked = os.environ.get("IKATTN_KERNELS")
+    return f"on: {on}; off: {off} (IKATTN_KERNELS{f'={asked}' if asked else ' is not set'})"
 
 
 def gpu() -> str:
@@ -64,6 +89,7 @@ def info() -> str:
         "linear time": torch.ops.ikattn.linear_time(),
         "deterministic": torch.ops.ikattn.deterministic(),
         "CUDA kernels": cuda_kernels(build),
+        "CUDA families": kernel_families(),
         "GPU": gpu(),
         "threads": str(torch.get_num_threads()),
         "C++ package": _library.cmake_prefix_path(),

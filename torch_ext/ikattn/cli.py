@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ikattn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add(commands, "info", _info, help="print versions, instruction set and threads")
+    _add_selftest(commands)
     _add_analyze(commands)
     _add_attribute(commands)
     help_ = "print where CMake finds ikattn and its torch"
@@ -107,6 +108,46 @@ def _info(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
 def _cmake_prefix_path(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
     _print(f"{cmake_prefix_path()};{torch.utils.cmake_prefix_path}")
     return 0
+
+
+def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(
+        commands,
+        "selftest",
+        _selftest,
+        help="run every family of kernels of this machine and compare it with the reference",
+        description="Runs small calls of every family of kernels, each in a process of its own "
+        "with a time limit, against the reference in float64. The exit status is 1 where a family "
+        "fails.",
+    )
+    add = parser.add_argument
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
+    add("--unproven", action="store_true", help="families that no GPU has proven, too")
+    add("--json", type=Path, metavar="FILE", help="also write what is printed, for an issue")
+    add(
+        "--enable",
+        action="store_true",
+        help="time the unproven families, too; those that pass and are faster than what they "
+        "replace are on by default from now on, for this build, GPU and driver",
+    )
+    add("--forget", action="store_true", help="take back what --enable has turned on")
+
+
+def _selftest(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from ikattn._command import selftest
+
+    return selftest.main(
+        parsed.device,
+        unproven=parsed.unproven,
+        asks_enable=parsed.enable,
+        asks_forget=parsed.forget,
+        file=parsed.json,
+    )
 
 
 def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

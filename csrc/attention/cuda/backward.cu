@@ -1,7 +1,6 @@
 // The backward pass: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
-#include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
@@ -19,41 +18,31 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
                                   const FoldedRows& rows, const FoldedGradients& gradients) {
   const Stream stream = executor.stream;
   const float* logits = keys.high;
-  const bool is_linear = route.algorithm == Algorithm::kLinear;
-  const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
+  const bool on_hopper = route.unit == Unit::kHopper;
   const bool in_one = route.is_short && wants_queries(params) && wants_keys(params);
   GradientBegins begins;
   const char* error = nullptr;
-  if (is_linear) {
+  if (route.algorithm == Algorithm::kLinear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
   }
   if (in_one) error = warpgroup_short_backward(params, executor, tokens, rows, logits, gradients);
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
-    if (on_hopper) {
-      error = warpgroup_query_gradients(params, executor, tokens, rows, to, in_one);
-    } else if (route.is_wide) {
-      error = wide_query_gradients(params, stream, tokens, rows, to);
-    } else {
-      if (route.int8_scores) error = int8_query_gradients(params, stream, tokens, rows, to);
-      if (error == nullptr) {
-        error = folded_query_gradients(params, stream, tokens, rows, to, begins, route.int8_scores);
-      }
+    if (on_hopper && !in_one) error = warpgroup_query_gradients(params, executor, tokens, rows, to);
+    if (error == nullptr) {
+      error = route.is_wide
+                  ? wide_query_gradients(params, stream, tokens, rows, to)
+                  : folded_query_gradients(params, stream, tokens, rows, to, begins, on_hopper);
     }
   }
   if (error == nullptr && wants_keys(params)) {
-    if (on_hopper) {
-      error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients, in_one);
-    } else if (route.is_wide) {
-      error = wide_key_gradients(params, stream, tokens, rows, logits, gradients);
-    } else {
-      if (route.int8_scores) {
-        error = int8_key_gradients(params, stream, tokens, rows, logits, gradients);
-      }
-      if (error == nullptr) {
-        error = folded_key_gradients(params, stream, tokens, rows, logits, gradients, begins,
-                                     route.int8_scores);
-      }
+    if (on_hopper && !in_one) {
+      error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients);
+    }
+    if (error == nullptr) {
+      error = route.is_wide ? wide_key_gradients(params, stream, tokens, rows, logits, gradients)
+                            : folded_key_gradients(params, stream, tokens, rows, logits, gradients,
+                                                   begins, on_hopper);
     }
   }
   return error;
@@ -69,9 +58,7 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   AngleOperands operands;
   FoldedTokens tokens;
   FoldedRows rows;
-  if (const char* error = prepare_turns(params, executor, NumberReaders::kBackward, operands)) {
-    return error;
-  }
+  if (const char* error = prepare_turns(params, executor, true, operands)) return error;
   if (const char* error = fold_tokens(params, executor, operands, keys, route, true, tokens)) {
     return error;
   }
@@ -99,19 +86,13 @@ const char* float_pairs(const AttentionBackwardParams& params, const DeviceExecu
 }  // namespace
 
 template <typename T>
-const char* attention_backward(const AttentionBackwardParams& call,
+const char* attention_backward(const AttentionBackwardParams& params,
                                const DeviceExecutor& executor) {
-  const Route route = route_of(call, sizeof(T) == sizeof(double), Pass::kBackward);
-  AttentionBackwardParams params = call;
-  if (const char* error = round_values(route, executor, params)) return error;
+  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kBackward);
   const bool folds = route.unit != Unit::kCudaCores && !route.split_products;
   const int64_t F = 2 * params.M, keys = params.B * params.key_heads * params.S;
   PreparedTokens<T> tokens;
-  if (folds && features_make_logits(params, route, true)) {
-    tokens.keys = take_logits<T>(params, executor, true);
-  } else if (const char* error = prepare_logits(params, executor, folds, tokens.keys)) {
-    return error;
-  }
+  if (const char* error = prepare_logits(params, executor, folds, tokens.keys)) return error;
   T* grad_logits = executor.take<T>(keys);
   if constexpr (sizeof(T) == sizeof(float)) {
     if (folds) {

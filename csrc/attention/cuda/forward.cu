@@ -1,7 +1,6 @@
 // The forward pass, and the weights: the kernels of a route, one after the other.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
-#include "attention/cuda/features/key_logits.h"
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
@@ -12,15 +11,9 @@
 namespace ikattn::cuda {
 namespace {
 
-// The keys' logits, or memory for them, where the kernel of the features makes them.
 const char* prepare_folded_logits(const AttentionParams& params, const DeviceExecutor& executor,
                                   const Route& route, SplitLogits<float>& logits) {
-  const bool wants_norms = needs_value_norms(params, route, false);
-  if (!features_make_logits(params, route, false)) {
-    return prepare_logits(params, executor, wants_norms, logits);
-  }
-  logits = take_logits<float>(params, executor, wants_norms);
-  return nullptr;
+  return prepare_logits(params, executor, needs_value_norms(params, route, false), logits);
 }
 
 const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceExecutor& executor,
@@ -28,8 +21,7 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
                                     FoldedTokens& tokens) {
   const Stream stream = executor.stream;
   AngleOperands operands;
-  const NumberReaders readers = route.is_short ? NumberReaders::kForward : NumberReaders::kFeatures;
-  if (const char* error = prepare_turns(params, executor, readers, operands)) return error;
+  if (const char* error = prepare_turns(params, executor, false, operands)) return error;
   if (const char* error = fold_tokens(params, executor, operands, logits, route, false, tokens)) {
     return error;
   }
@@ -39,23 +31,17 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
   if (route.is_wide) {
     error = wide_forward(params, stream, tokens, parts);
   } else {
-    const bool is_linear = route.algorithm == Algorithm::kLinear;
-    const bool on_hopper = route.unit == Unit::kHopper && !is_linear;  // of pairs
-    if (is_linear) {
+    const bool on_hopper = route.unit == Unit::kHopper;
+    if (route.algorithm == Algorithm::kLinear) {
       error = linear_forward(params, executor, tokens, begins);
-    }
-    if (route.is_short) {
+    } else if (route.is_short) {
       error = warpgroup_short_forward(params, stream, operands, tokens, route.int8_scores);
-    } else if (on_hopper && !is_general_alone(params)) {
+    } else if (on_hopper) {
       error = route.int8_scores ? warpgroup_int8_forward(params, executor, tokens)
                                 : warpgroup_forward(params, executor, tokens);
-    } else if (route.int8_scores) {
-      error = int8_forward(params, stream, tokens, parts);
     }
-    if (error == nullptr && !on_hopper) {
-      error = folded_forward(params, stream, tokens, parts, begins, route.int8_scores);
-    } else if (error == nullptr && !every_row_sees_all(params)) {
-      error = warpgroup_general_forward(params, executor, tokens);
+    if (error == nullptr) {
+      error = folded_forward(params, stream, tokens, parts, begins, on_hopper);
     }
   }
   return error != nullptr ? error : combine_parts(params, stream, tokens, parts);
@@ -64,11 +50,9 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
 }  // namespace
 
 template <typename T>
-const char* attention_forward(const AttentionParams& call, const DeviceExecutor& executor) {
+const char* attention_forward(const AttentionParams& params, const DeviceExecutor& executor) {
   PreparedTokens<T> tokens;
-  const Route route = route_of(call, sizeof(T) == sizeof(double), Pass::kForward);
-  AttentionParams params = call;
-  if (const char* error = round_values(route, executor, params)) return error;
+  const Route route = route_of(params, sizeof(T) == sizeof(double), Pass::kForward);
   if constexpr (sizeof(T) == sizeof(float)) {
     if (route.unit != Unit::kCudaCores && !route.split_products) {
       FoldedTokens folded;

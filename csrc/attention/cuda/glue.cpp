@@ -25,6 +25,15 @@ struct Cuda {
     call.check(
         cuda::attention_kernels.features[compute_index(x)](params, backward, executor_of(call)));
   }
+  // Products of torch would give a row other bits among others.
+  static bool has_decoding() {
+    const bool is_on = cuda::is_on(Family::kDecoding);
+    TORCH_CHECK(is_on || !is_batch_invariant(),
+                "attention_from_features: on a GPU deterministic = \"batch\" needs the kernels of "
+                "the family decoding, which no GPU has proven; IKATTN_KERNELS=+decoding turns them "
+                "on");
+    return is_on;
+  }
   static void from_features(const FromFeaturesParams& params, const at::Tensor& features, double) {
     cuda::Call call("attention_from_features", features);
     const auto kernel = compute_index(features) == 1 ? cuda::attention_from_features<double>

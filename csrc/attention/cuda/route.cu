@@ -1,22 +1,58 @@
 // The choice of kernels; see route.h.
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
+#include <array>
+#include <string>
 
-#include "attention/cuda/hopper/offsets.h"
+#include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
 #include "attention/determinism.h"
-#include "attention/split_calls.h"
 #include "attention/tensor_core_calls.h"
-#include "support/cuda/integer_products.h"
+#include "support/cuda/families.h"
 
 namespace ikattn::cuda {
 namespace {
 
+// Why a family is off.
+const char* why_off(Family family) {
+  static const auto reasons = [] {
+    std::array<std::string, kFamilies> said;
+    for (size_t i = 0; i < kFamilies; ++i) {
+      const std::string name = kLedger[i].name;
+      said[i] = is_proven(static_cast<Family>(i))
+                    ? "IKATTN_KERNELS turns the family " + name + " off"
+                    : "no GPU has proven the family " + name + ", which IKATTN_KERNELS=+" + name +
+                          " turns on";
+    }
+    return said;
+  }();
+  return reasons[static_cast<size_t>(family)].c_str();
+}
+
+// nullptr, or why a call in float32 cannot take products of two numbers of Half.
+const char* why_no_split_products(const AttentionParams& params) {
+  if (params.M > 64 || params.d_v > 128) {
+    return "without TF32 (torch.backends.cuda.matmul.fp32_precision = 'tf32') float32 takes at "
+           "most 64 frequencies and 128 columns of value on tensor cores";
+  }
+  if (params.d_v < 1) return "the head size of value must be at least 1";
+  return is_on(Family::kSplit) ? nullptr : why_off(Family::kSplit);
+}
+
+// nullptr, or why a call goes to CUDA cores: not to the tensor cores as it is, nor by split
+// products.
+const char* why_cuda_cores(const AttentionParams& params) {
+  const char* const reason = why_no_tensor_cores(params);
+  if (reason == nullptr || params.value.type != ElementType::kFloat32) return reason;
+  const char* const of_split = why_no_split_products(params);
+  return of_split == nullptr || !params.allow_tf32 ? of_split : reason;
+}
+
 // nullptr, or why a pass cannot take linear time.
 const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
+  if (!is_on(Family::kLinear)) return why_off(Family::kLinear);
+  if (params.is_causal && !is_on(Family::kCausalLinear)) return why_off(Family::kCausalLinear);
   if (params.mask.type != ElementType::kNone) {
     return "linear time takes no attn_mask that differs between queries";
   }
@@ -33,17 +69,10 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   return nullptr;
 }
 
-// Whether a type may have scores of integers: bfloat16, unless the environment says IKATTN_INT8=0;
-// float32 where torch allows TF32 and the environment says IKATTN_INT8=float32.
+// Whether a call may have scores of integers.
 bool allows_int8(const AttentionParams& params) {
-  const char* variable = std::getenv("IKATTN_INT8");
-  const auto says = [&](const char* word) {
-    return variable != nullptr && std::strcmp(variable, word) == 0;
-  };
-  if (params.query.type != params.value.type) return false;
-  return params.value.type == ElementType::kFloat32
-             ? params.allow_tf32 && says("float32")
-             : params.value.type == ElementType::kBFloat16 && !says("0");
+  return params.query.type == params.value.type && params.value.type == ElementType::kBFloat16 &&
+         is_on(Family::kInt8);
 }
 
 // Whether features of 8 bits serve: they err about as much as weights and values in bfloat16 do,
@@ -52,12 +81,6 @@ bool allows_int8(const AttentionParams& params) {
 bool serves_int8(const AttentionParams& params) {
   return params.S > kFewKeys && padded_columns(2 * params.M) == Int8Features::kColumns &&
          params.eps <= 0.9 && allows_int8(params);
-}
-
-// Whether IKATTN_SHORT=0 in the environment does not forbid the kernels of short calls.
-bool allows_short() {
-  const char* variable = std::getenv("IKATTN_SHORT");
-  return variable == nullptr || std::strcmp(variable, "0") != 0;
 }
 
 bool linear_time_pays(const AttentionParams& params, Pass pass);
@@ -74,7 +97,7 @@ bool forward_may_take_int8(const AttentionParams& params) {
 // Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
 // more of them done in a time, and what surrounds the sums of a token counts like so many of them.
 // These numbers are where the two algorithms took the same time on an H100, with scores of integers
-// on an H200; 1.3, of other GPUs, is not measured, nor is what scores of integers save there.
+// on an H200; 1.3, of other GPUs, is not measured.
 bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
   const FeatureChunks chunks(params);
@@ -89,12 +112,10 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
                                   : (queries + keys) * entries;
   const double seen = params.is_causal ? std::min(keys, L) * (1 - std::min(keys, L) / L / 2) : keys;
   const double pair = is_backward ? 4 * F + 3 * columns : F + columns;
-  const bool has_int8 = is_backward ? serves_int8(params) : forward_may_take_int8(params);
-  const bool halves_scores = !has_warpgroups() && has_int8 && has_integer_products();
-  const double saved = halves_scores ? (is_backward ? F : F / 2) : 0;
-  const double pairs = queries * seen * (pair - saved);
+  const bool has_int8 = !is_backward && forward_may_take_int8(params);
+  const double pairs = queries * seen * pair;
   const double around = (queries + keys) * (is_backward ? 232e3 : 118e3);
-  const double rate_of_pairs = !has_warpgroups() ? 1.3 : !is_backward && has_int8 ? 2.7 : 2;
+  const double rate_of_pairs = !has_warpgroups() ? 1.3 : has_int8 ? 2.7 : 2;
   if (!params.is_causal) return rate_of_pairs * (sums + around) < pairs;
   // Counted, not measured: the pairs of chunks by mma.sync, tables of prefixes, and what pairs
   // begin with, through memory. In the backward there are tables of both sides, of all pairs of
@@ -107,23 +128,19 @@ bool linear_time_pays(const AttentionParams& params, Pass pass) {
 }
 
 // nullptr, or why Hopper's own kernels cannot take a pass.
-const char* why_not_hopper(const AttentionParams& params, Pass pass) {
-  if (has_offsets(params)) {
-    const bool fits = padded_columns(2 * params.M) + padded_columns(params.d_v) <= 192;
-    if (pass == Pass::kBackward && !fits) {
-      return "Hopper's own backward takes a floating-point attn_mask that differs between queries "
-             "with at most 32 frequencies, or 64 columns of value";
-    }
-    if (const char* reason = why_no_offsets(params)) return reason;
+const char* why_not_hopper(const AttentionParams& params) {
+  if (params.mask.type != ElementType::kNone) {
+    return "Hopper's own kernels take no attn_mask that differs between queries";
   }
+  if (params.dropout_threshold != 0) return "Hopper's own kernels take no dropout";
   if (is_wide(params)) {
     return "Hopper's own kernels take at most 64 frequencies and 128 columns of value";
   }
   const bool is_empty = params.B == 0 || params.H == 0 || params.L == 0 || params.S == 0;
   return is_empty || params.d_v == 0 ? "there are no pairs" : nullptr;
 }
-bool can_take_hopper(const AttentionParams& params, Pass pass) {
-  return has_warpgroups() && why_not_hopper(params, pass) == nullptr;
+bool can_take_hopper(const AttentionParams& params) {
+  return has_warpgroups() && why_not_hopper(params) == nullptr;
 }
 
 // Blocks of queries that the forward on tensor cores has.
@@ -138,7 +155,7 @@ int64_t blocks_of(const AttentionParams& params) {
 // take whole rows, and a multiprocessor has one of their blocks; where the general form may be
 // needed, it decides.
 int parts_of(const AttentionParams& params) {
-  if (every_row_sees_all(params) && can_take_hopper(params, Pass::kForward) &&
+  if (every_row_sees_all(params) && can_take_hopper(params) &&
       params.B * params.H * ceil_div(params.L, kWarpgroupRows) >= multiprocessors()) {
     return 1;
   }
@@ -162,6 +179,10 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
     }
     return route;
   }
+  if (!is_on(Family::kMma)) {
+    route.reason = why_off(Family::kMma);
+    return route;
+  }
   route.unit = Unit::kTensorCores;
   route.is_wide = is_wide(params);
   if (params.batch_invariant) {
@@ -177,32 +198,18 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
       route.reason = reason;
       if (reason == nullptr) {
         route.algorithm = Algorithm::kLinear;
-        if (has_warpgroups()) route.unit = Unit::kHopper;
         return route;
       }
     }
   }
   if (pass == Pass::kForward) route.parts = parts_of(params);
-  if (can_take_hopper(params, pass) && route.parts == 1) {
+  if (can_take_hopper(params) && route.parts == 1) {
     route.unit = Unit::kHopper;
   } else if (has_warpgroups() && route.reason == nullptr) {
-    route.reason = why_not_hopper(params, pass);
+    route.reason = why_not_hopper(params);
     if (route.reason == nullptr) route.reason = "so few queries share out their keys over blocks";
   }
   return route;
-}
-
-// Whether a pass has pairs by Hopper's own kernels; sums of linear time are another thing.
-bool has_hopper_pairs(const Route& route) {
-  return route.unit == Unit::kHopper && route.algorithm == Algorithm::kQuadratic;
-}
-
-// Whether a pass has kernels of pairs with scores of integers, which are of the folded form.
-bool has_int8_pairs(const AttentionParams& params, const Route& route) {
-  if (has_hopper_pairs(route)) return !is_general_alone(params);
-  return route.unit == Unit::kTensorCores && route.algorithm == Algorithm::kQuadratic &&
-         !route.is_wide && !route.split_products && !is_general_alone(params) &&
-         has_integer_products();
 }
 
 // Whether scores are products of integers, of the pass that takes this route otherwise.
@@ -214,8 +221,8 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
   const bool is_forward = pass == Pass::kForward;
   const Route other =
       route_without_int8(params, in_double, is_forward ? Pass::kBackward : Pass::kForward);
-  return has_int8_pairs(params, route) &&
-         (has_int8_pairs(params, other) ||
+  return route.unit == Unit::kHopper &&
+         (other.unit == Unit::kHopper ||
           (is_forward && other.algorithm == Algorithm::kLinear && !params.is_causal));
 }
 
@@ -224,10 +231,31 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route = route_without_int8(params, in_double, pass);
   route.int8_scores = takes_int8(params, in_double, pass, route);
-  route.is_short = has_hopper_pairs(route) && !is_general_alone(params) && allows_short() &&
+  route.int8_gradients =
+      route.int8_scores && pass == Pass::kBackward && is_on(Family::kInt8Gradients);
+  route.is_short = route.unit == Unit::kHopper && is_on(Family::kShort) &&
                    (pass == Pass::kForward ? fits_short_forward(params, route.int8_scores)
                                            : fits_short_backward(params));
   return route;
+}
+
+std::vector<Family> families_of(const AttentionParams& params, const Route& route) {
+  if (route.split_products) return {Family::kSplit};
+  if (route.unit == Unit::kCudaCores) return {};
+  std::vector<Family> found;
+  const auto add = [&](bool is_taken, Family family) {
+    if (is_taken) found.push_back(family);
+  };
+  const bool is_linear = route.algorithm == Algorithm::kLinear;
+  const bool on_hopper = route.unit == Unit::kHopper;
+  add(!on_hopper || !every_row_sees_all(params), Family::kMma);  // heads that others leave
+  add(is_linear, Family::kLinear);
+  add(is_linear && params.is_causal, Family::kCausalLinear);
+  add(on_hopper, Family::kHopper);
+  add(route.int8_scores, Family::kInt8);
+  add(route.int8_gradients, Family::kInt8Gradients);
+  add(route.is_short, Family::kShort);
+  return found;
 }
 
 }  // namespace ikattn::cuda

@@ -4,8 +4,24 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "attention/cuda/operands/route.h"
+#include "support/cuda/families.h"
 
 namespace ikattn::cuda {
+namespace {
+
+// Of all families that a pass takes: "" where one of them is not proven.
+std::string proven_by_all(const std::vector<Family>& families) {
+  if (families.empty()) return "H200 at c2071f5";  // CUDA cores
+  std::string all;
+  for (const Family family : families) {
+    const std::string one = proven_by(family);
+    if (one.empty()) return "";
+    if (all.find(one) == std::string::npos) all += (all.empty() ? "" : "; ") + one;
+  }
+  return all;
+}
+
+}  // namespace
 
 KernelChoice kernels(const AttentionParams& params, at::ScalarType type, c10::DeviceIndex index,
                      bool backward) {
@@ -17,7 +33,8 @@ KernelChoice kernels(const AttentionParams& params, at::ScalarType type, c10::De
   const char* units[] = {"cuda_cores", "tensor_cores", "hopper"};
   return {route.algorithm == Algorithm::kLinear ? "linear" : "quadratic",
           route.is_short ? "hopper_short" : units[static_cast<int>(route.unit)],
-          route.reason == nullptr ? "" : route.reason, scores};
+          route.reason == nullptr ? "" : route.reason, scores,
+          proven_by_all(families_of(params, route))};
 }
 
 }  // namespace ikattn::cuda

@@ -318,7 +318,7 @@ const char* launch_heads(const PairParams& params, Stream stream) {
 }  // namespace
 
 bool takes_given_pairs(const PairParams& params, bool in_float64) {
-  return !in_float64 && params.H <= kMostGivenHeads && params.weights.type != ElementType::kFloat64;
+  return takes_gram_matrices(params.H, in_float64) && params.weights.type != ElementType::kFloat64;
 }
 
 int64_t factor_fragment_words(int64_t B, int64_t H, int64_t S) {

@@ -7,9 +7,6 @@
 
 namespace ikattn::cuda {
 
-// Beyond them CUDA cores take the call, whose factors come of no Gram matrix either.
-constexpr int64_t kMostGivenHeads = 64;
-
 // The fragments of a variant: those of all keys as factor_fragments() makes them of two parts,
 // [keys, 2, tiles, 32, 2], and behind them the units, [keys].
 template <typename Word>

@@ -51,7 +51,9 @@ struct ContributionKernels {
 extern const ContributionKernels contribution_kernels;
 
 // Whether factors come of Gram matrices: in float32, of so many heads as have room beside others.
-inline bool takes_gram_matrices(int64_t H, bool in_float64) { return !in_float64 && H <= 64; }
+inline bool takes_gram_matrices(int64_t H, bool in_float64) {
+  return !in_float64 && H <= 64 && is_on(Family::kGivenMaps);
+}
 
 // Words of the fragments of one variant.
 int64_t factor_fragment_words(int64_t B, int64_t H, int64_t S);

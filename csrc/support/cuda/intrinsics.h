@@ -1,5 +1,5 @@
-// The instructions that C++ has no words for: all inline PTX is in this file, integer_products.h
-// and, of Hopper's own, warpgroups.h and bulk_copies.h.
+// The instructions that C++ has no words for: all inline PTX is in this file and, of Hopper's own,
+// in warpgroups.h and bulk_copies.h.
 //
 // Fragments, by lane: g = lane / 4, t = lane % 4. A register of 16-bit elements holds two, the
 // first in its low half.

@@ -42,11 +42,12 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
+
+#include "support/cuda/families.h"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "ikattn's kernels need compute capability 8.0"
@@ -107,25 +108,41 @@ inline int64_t most_shared_memory() {
   return bytes;
 }
 
-// Whether the current device runs kernels compiled for sm_90a, and this library has them;
-// IKATTN_HOPPER=0 in the environment says no.
+// The current device; 0 where it cannot be told.
+inline int current_device() {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) return device;
+  (void)cudaGetLastError();
+  return 0;
+}
+
+// The name of the current device and the version of its driver, apart by a tab.
+inline std::string gpu_and_driver() {
+  cudaDeviceProp properties;
+  int driver = 0;
+  if (cudaGetDeviceProperties(&properties, current_device()) != cudaSuccess ||
+      cudaDriverGetVersion(&driver) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return "unknown\t0";
+  }
+  return std::string(properties.name) + "\t" + std::to_string(driver);
+}
+
+// Whether the current device runs kernels compiled for sm_90a, this library has them, and they are
+// on.
 inline bool has_warpgroups() {
 #if IKATTN_HAVE_WARPGROUPS
-  static const bool wanted = [] {
-    const char* variable = std::getenv("IKATTN_HOPPER");
-    return variable == nullptr || std::strcmp(variable, "0") != 0;
-  }();
-#else
-  constexpr bool wanted = false;
-#endif
-  int device = 0, major = 0;
-  if (!wanted) return false;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+  int major = 0;
+  if (!cuda::is_on(Family::kHopper)) return false;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current_device()) !=
+      cudaSuccess) {
     (void)cudaGetLastError();
     return false;
   }
   return major == 9;
+#else
+  return false;
+#endif
 }
 
 // nullptr, or why the current device does not run `kernel`: it has no code for its architecture.

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "support/cuda/families.h"
 #include "support/interpreter/interpreter.h"
 #include "support/interpreter/shared.h"
 
@@ -244,7 +245,11 @@ namespace ikattn {
 using Stream = CUstream_st*;
 
 inline int multiprocessors() { return interpreter::multiprocessors(); }
-inline bool has_warpgroups() { return interpreter::has_warpgroups(); }
+inline int current_device() { return 0; }
+inline std::string gpu_and_driver() { return "interpreter\t0"; }
+inline bool has_warpgroups() {
+  return interpreter::has_warpgroups() && cuda::is_on(Family::kHopper);
+}
 inline int64_t most_shared_memory() { return static_cast<int64_t>(interpreter::shared_limit()); }
 
 template <typename... Parameters>

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                         Right::by_rows(wgmma_operand(right), box, k), true);
       }
     }
-  } else if constexpr (kForm == Form::kByColumns && N < 64) {
+  } else if constexpr (kForm == Form::kByColumns && N < 64 && N > 8) {
 #pragma unroll
     for (int k = 0; k < K / 16; ++k) {
       wgmma_narrow<T>(sums, held[k], Right::by_columns(wgmma_operand(right), k), k > 0);
@@ -135,6 +135,84 @@ bool is_right(const char* name) {
   return error == nullptr && wrong == 0;
 }
 
+// The same of integers of 8 bits, K of them on the inner axis: by columns alone, N = 128 of a in
+// registers, N = 64 of both in shared memory. Two integers are a column of 16 bits.
+template <int N, int K>
+__global__ void __launch_bounds__(kProductThreads, 1)
+    int8_kernel(int32_t* out, const __grid_constant__ RowMap left_rows,
+                const __grid_constant__ RowMap right_rows) {
+#if IKATTN_WARPGROUP_CODE
+  using Left = Boxes<kWarpgroupRows, K / 2>;
+  using Right = Boxes<N, K / 2>;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint32_t left = shared_address(dynamic_shared<unsigned char>());
+  const uint32_t right = left + Left::kBytes;
+  const TileBarriers<1> barriers(right + Right::kBytes);
+  const uint32_t copied = barriers.item_full(0);
+  if (threadIdx.x == 0) {
+    barrier_arrive(copied, Left::kBytes + Right::kBytes);
+    Left::copy(left, left_rows, 0, 0, 0, copied);
+    Right::copy(right, right_rows, 0, 0, 0, copied);
+  }
+  barrier_wait(copied, 0);
+  [[maybe_unused]] uint32_t held[K / 32][4];
+  if constexpr (N == 128) load_left<K / 2>(held, left);
+  int32_t sums[N / 2];
+  wgmma_fence();
+  if constexpr (N == 128) {
+    begin_int8<N, K / 2>(sums, held, right);
+  } else {
+    const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
+    begin_int8<Left, Right>(sums, left + warpgroup * (64 * 128), right);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    out[(warp * 16 + g + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2] = sums[i];
+  }
+#else
+  (void)out;
+  (void)left_rows;
+  (void)right_rows;
+  __trap();
+#endif
+}
+
+template <int N, int K>
+bool is_right_in_int8(const char* name) {
+  constexpr int kRows = kWarpgroupRows;
+  int8_t *a = take_managed<int8_t>(kRows * K), *b = take_managed<int8_t>(N * K);
+  int32_t* out = take_managed<int32_t>(kRows * N);
+  uint32_t seed = 1;
+  const auto draw = [&] {
+    seed = seed * 1664525 + 1013904223;
+    return static_cast<int8_t>(seed >> 24);
+  };
+  for (int i = 0; i < kRows * K; ++i) a[i] = draw();
+  for (int i = 0; i < N * K; ++i) b[i] = draw();
+  RowMap left, right;
+  const char* error = map_rows(left, a, {1, 1, kRows, K / 2}, {0, 0, K / 2, 1}, kRows);
+  if (error == nullptr) error = map_rows(right, b, {1, 1, N, K / 2}, {0, 0, K / 2, 1}, N);
+  if (error == nullptr) {
+    error = launch(int8_kernel<N, K>, dim3(1), dim3(kProductThreads),
+                   (kRows + N) * K + TileBarriers<1>::kBytes, Stream{}, out, left, right);
+  }
+  if (error == nullptr) {
+    const cudaError_t status = cudaDeviceSynchronize();
+    if (status != cudaSuccess) error = cudaGetErrorString(status);
+  }
+  int wrong = 0;
+  for (int i = 0; error == nullptr && i < kRows * N; ++i) {
+    int32_t sum = 0;
+    for (int k = 0; k < K; ++k) sum += int32_t{a[i / N * K + k]} * b[i % N * K + k];
+    wrong += sum != out[i];
+  }
+  std::printf("%-23s N %3d, K %3d: %d of %d wrong%s%s\n", name, N, K, wrong, kRows * N,
+              error == nullptr ? "" : "; ", error == nullptr ? "" : error);
+  return error == nullptr && wrong == 0;
+}
+
 template <typename T>
 bool are_right() {
   return is_right<T, Form::kByColumns, 128, 64>("by columns") &
@@ -160,5 +238,11 @@ int main() {
   std::puts("float16");
   const bool half = ikattn::cuda::are_right<ikattn::Half>();
   std::puts("bfloat16");
-  return half & ikattn::cuda::are_right<ikattn::BFloat16>() ? 0 : 1;
+  const bool bfloat16 =
+      ikattn::cuda::are_right<ikattn::BFloat16>() &
+      ikattn::cuda::is_right<ikattn::BFloat16, ikattn::cuda::Form::kByColumns, 8, 64>("by columns");
+  std::puts("int8");
+  const bool int8 = ikattn::cuda::is_right_in_int8<128, 128>("a in registers") &
+                    ikattn::cuda::is_right_in_int8<64, 128>("both shared");
+  return half & bfloat16 & int8 ? 0 : 1;
 }

@@ -15,6 +15,7 @@
 
 #include "attention/cpu/kernel.h"
 #include "attention/cuda/kernels.h"
+#include "kernels/families.h"
 #include "kernels/memory.h"
 #include "support/interpreter/interpreter.h"
 #include "support/philox.h"
@@ -62,10 +63,8 @@ struct Case {
 };
 
 // Whether float32 takes split products or CUDA cores, as long as it lives.
-class SplitSetting {
- public:
-  explicit SplitSetting(bool allows) { setenv("IKATTN_SPLIT", allows ? "1" : "0", 1); }
-  ~SplitSetting() { unsetenv("IKATTN_SPLIT"); }
+struct SplitSetting : Families {
+  explicit SplitSetting(bool allows) : Families(allows ? "+split" : "-split") {}
 };
 
 // All cases where everything runs, otherwise those named, which stand for the others.

@@ -47,11 +47,8 @@ void expect_within(const Tensor& got, const Tensor& expected, const std::vector<
 void expect_forward_within(Call& call, const Case& c, const Results& got, const Results& truth,
                            FeatureRoundoff of_features = kFeatureRoundoff);
 
-// Launches of Hopper's own kernels of pairs, forward and backward: where a row may not see every
-// key, one for each form.
-inline int warpgroup_launches(const Case& c) {
-  return c.causal || c.masking == Masking::kBool ? 6 : 3;
-}
+// Launches of Hopper's own kernels of pairs, forward and backward.
+constexpr int kWarpgroupLaunches = 3;
 
 // Where few keys dominate, rows follow from few scores, and those may be small: the gradient of a
 // score s errs by its rounding over s.

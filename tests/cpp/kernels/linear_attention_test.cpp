@@ -366,7 +366,7 @@ TEST(RouteOnDevice, IsDecidedBeforehand) {
   EXPECT_GT(route(cuda::Pass::kForward).parts, 1);
   params.L = 4096;
   params.dropout_threshold = 1;
-  EXPECT_EQ(units(), std::pair(Unit::kHopper, Unit::kHopper));
+  EXPECT_EQ(units(), std::pair(Unit::kTensorCores, Unit::kTensorCores));
   interpreter::set_warpgroups(false);
   params.dropout_threshold = 0;
   params.L = params.S = 16384;

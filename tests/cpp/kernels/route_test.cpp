@@ -2,13 +2,17 @@
 #include "attention/cuda/operands/route.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <string>
 
 #include "attention/determinism.h"
-#include "support/interpreter/integer_products.h"
+#include "kernels/families.h"
+#include "support/cuda/families.h"
 #include "support/interpreter/interpreter.h"
+#include "support/settings.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -38,7 +42,6 @@ TEST(Route, TheFastestHasNoReason) {
     EXPECT_EQ(usual.reason, nullptr);
     const Route linear = route_of(call_of(65536), false, pass);
     EXPECT_EQ(linear.algorithm, Algorithm::kLinear);
-    EXPECT_EQ(linear.unit, Unit::kHopper);
     EXPECT_EQ(reason_of(call_of(65536), pass), "");
   }
   interpreter::set_warpgroups(false);
@@ -70,9 +73,9 @@ TEST(Route, ScoresInInt8) {
   other = params;
   other.value.type = ElementType::kFloat16;
   EXPECT_FALSE(is_int8(other));
-  setenv("IKATTN_INT8", "0", 1);
+  set_families("+unproven,-int8");
   EXPECT_FALSE(is_int8(params));
-  unsetenv("IKATTN_INT8");
+  set_families("+unproven");
   // A backward in linear time has scores of its own.
   params = call_of(16384, 64);
   params.query.type = params.key.type = ElementType::kBFloat16;
@@ -80,52 +83,6 @@ TEST(Route, ScoresInInt8) {
   EXPECT_EQ(route_of(params, false, Pass::kBackward).algorithm, Algorithm::kLinear);
   EXPECT_FALSE(is_int8(params, Pass::kBackward));
   interpreter::set_warpgroups(false);
-}
-
-// Of mma.sync, where a GPU gains by them: masks and dropout, too.
-TEST(Route, ScoresInInt8WithoutWarpgroups) {
-  const auto scores = [](const AttentionParams& params) {
-    std::string found;
-    for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
-      const Route route = route_of(params, false, pass);
-      EXPECT_EQ(route.unit, Unit::kTensorCores);
-      found += route.int8_scores ? "8" : "-";
-    }
-    return found;
-  };
-  AttentionParams params = call_of(512, 64);
-  params.query.type = params.key.type = ElementType::kBFloat16;
-  EXPECT_EQ(scores(params), "--");
-  interpreter::set_integer_products(true);
-  EXPECT_EQ(scores(params), "88");
-  AttentionParams other = params;
-  other.mask.type = ElementType::kBool;
-  other.dropout_threshold = 10;
-  other.is_causal = true;
-  EXPECT_EQ(scores(other), "88");
-  other.mask.type = ElementType::kFloat32;  // no head is in the folded form
-  EXPECT_EQ(scores(other), "--");
-  other = params;
-  other.d_v = 129;
-  EXPECT_EQ(scores(other), "--");
-  other = params;
-  other.linear_time = LinearTime::kAlways;  // as the backward of a causal call is not
-  other.is_causal = true;
-  EXPECT_EQ(scores(other), "--");
-  setenv("IKATTN_INT8", "0", 1);
-  EXPECT_EQ(scores(params), "--");
-  other = params;
-  other.query.type = other.value.type = ElementType::kFloat32;
-  other.allow_tf32 = true;
-  for (const char* word : {"1", "float32"}) {
-    setenv("IKATTN_INT8", word, 1);
-    EXPECT_EQ(scores(params), "88");
-    EXPECT_EQ(scores(other), std::string(word) == "1" ? "--" : "88");
-  }
-  other.allow_tf32 = false;  // split products
-  EXPECT_EQ(scores(other), "--");
-  unsetenv("IKATTN_INT8");
-  interpreter::set_integer_products(false);
 }
 
 TEST(Route, OfABatchInvariantCallFollowsNoSize) {
@@ -185,10 +142,10 @@ TEST(Route, Float32WithoutTf32TakesSplitProducts) {
     other = params;
     other.value.type = ElementType::kFloat16;
     EXPECT_FALSE(takes(other));
-    setenv("IKATTN_SPLIT", "0", 1);
+    set_families("");  // no GPU has run it
     EXPECT_FALSE(takes(params));
-    EXPECT_NE(reason_of(params, pass).find("IKATTN_SPLIT"), std::string::npos);
-    unsetenv("IKATTN_SPLIT");
+    EXPECT_NE(reason_of(params, pass).find("IKATTN_KERNELS=+split"), std::string::npos);
+    set_families("+unproven");
   }
 }
 
@@ -196,24 +153,12 @@ TEST(Route, SaysWhatHoldsACallBack) {
   interpreter::set_warpgroups(true);
   AttentionParams params = call_of(512);
   params.dropout_threshold = 10;
-  params.mask.type = ElementType::kBool;
-  EXPECT_EQ(route_of(params, false, Pass::kForward).unit, Unit::kHopper);
-  EXPECT_EQ(reason_of(params), "");
-  params.mask.type = ElementType::kFloat32;
-  EXPECT_NE(reason_of(params).find("its rows lie apart"), std::string::npos);
-  params.mask.stride[2] = params.S;
-  params.mask.stride[3] = 1;
   for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
-    EXPECT_EQ(reason_of(params, pass), "");
-    EXPECT_EQ(route_of(params, false, pass).unit, Unit::kHopper);
+    EXPECT_EQ(route_of(params, false, pass).unit, Unit::kTensorCores);
+    EXPECT_EQ(reason_of(params, pass), "Hopper's own kernels take no dropout");
   }
-  AttentionParams wide = params;
-  wide.M = 64;
-  wide.d_v = 65;
-  EXPECT_EQ(route_of(wide, false, Pass::kForward).unit, Unit::kHopper);
-  EXPECT_NE(reason_of(wide, Pass::kBackward).find("or 64 columns of value"), std::string::npos);
-  params.mask.stride[2] = params.S + 2;
-  EXPECT_NE(reason_of(params).find("multiple of 16 bytes"), std::string::npos);
+  params.mask.type = ElementType::kBool;
+  EXPECT_NE(reason_of(params).find("take no attn_mask"), std::string::npos);
   params = call_of(65536);
   params.dropout_threshold = 10;
   EXPECT_EQ(reason_of(params), "linear time takes no dropout");
@@ -222,7 +167,6 @@ TEST(Route, SaysWhatHoldsACallBack) {
   EXPECT_EQ(route_of(params, false, Pass::kForward).algorithm, Algorithm::kLinear);
   const Route backward = route_of(params, false, Pass::kBackward);
   EXPECT_EQ(backward.algorithm, Algorithm::kLinear);
-  EXPECT_EQ(backward.unit, Unit::kHopper);
   EXPECT_FALSE(backward.int8_scores);
   EXPECT_FALSE(route_of(params, false, Pass::kForward).is_short);
   // With a backward in linear time there are no scores in int8, which would hold the forward back.
@@ -242,6 +186,108 @@ TEST(Route, SaysWhatHoldsACallBack) {
             "Hopper's own kernels take at most 64 frequencies and 128 columns of value");
   interpreter::set_warpgroups(false);
   EXPECT_EQ(std::string(route_of(call_of(512), true, Pass::kForward).reason), "float64");
+}
+
+// What a pass takes, family by family.
+std::string taken(const AttentionParams& params, Pass pass) {
+  std::string names;
+  for (const Family family : families_of(params, route_of(params, false, pass))) {
+    names += (names.empty() ? "" : " ") + std::string(proof_of(family).name);
+  }
+  return names;
+}
+
+TEST(Route, TakesProvenFamiliesAlone) {
+  set_families("");
+  interpreter::set_warpgroups(true);
+  std::vector<AttentionParams> calls;
+  for (const int64_t length : {100, 512, 4096, 65536}) {
+    for (const int64_t M : {16, 64, 100}) {
+      for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat32}) {
+        for (const bool causal : {false, true}) {
+          for (const ElementType mask : {ElementType::kNone, ElementType::kBool}) {
+            AttentionParams params = call_of(length, M);
+            params.query.type = params.key.type = params.value.type = type;
+            params.is_causal = causal;
+            params.mask.type = mask;
+            params.dropout_threshold = mask == ElementType::kBool && causal ? 10 : 0;
+            calls.push_back(params);
+          }
+        }
+      }
+    }
+  }
+  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+    for (const AttentionParams& params : calls) {
+      for (const Family family : families_of(params, route_of(params, false, pass))) {
+        EXPECT_TRUE(is_proven(family)) << proof_of(family).name;
+      }
+    }
+    AttentionParams params = call_of(512, 64);
+    params.query.type = params.key.type = ElementType::kBFloat16;
+    EXPECT_EQ(taken(params, pass), "hopper int8");
+    params.is_causal = true;
+    EXPECT_EQ(taken(params, pass), "mma hopper int8");
+    params.dropout_threshold = 10;
+    EXPECT_EQ(taken(params, pass), "mma");
+    EXPECT_EQ(taken(call_of(65536), pass), "mma linear");
+    params = call_of(65536);
+    params.is_causal = true;
+    EXPECT_EQ(taken(params, pass), "mma hopper");
+  }
+  set_families("-hopper");
+  EXPECT_EQ(taken(call_of(512), Pass::kForward), "mma");
+  set_families("-mma");
+  EXPECT_EQ(reason_of(call_of(512)), "IKATTN_KERNELS turns the family mma off");
+  set_families("+unproven");
+  AttentionParams params = call_of(300, 64);
+  params.query.type = params.key.type = ElementType::kBFloat16;
+  EXPECT_EQ(taken(params, Pass::kBackward), "hopper int8 int8_gradients short");
+  interpreter::set_warpgroups(false);
+}
+
+TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {
+  const auto wish = [](const char* text, Family family) {
+    return KernelList::parsed(text).of(family);
+  };
+  using enum KernelList::Wish;
+  EXPECT_EQ(wish("", Family::kShort), kNone);
+  EXPECT_EQ(wish("short", Family::kShort), kOn);
+  EXPECT_EQ(wish("+unproven,-short", Family::kShort), kOff);
+  EXPECT_EQ(wish("-short, +unproven", Family::kShort), kOn);
+  EXPECT_EQ(wish("+unproven", Family::kHopper), kNone);
+  EXPECT_EQ(wish("-hopper -int8", Family::kInt8), kOff);
+  try {
+    KernelList::parsed("+shrot");
+    ADD_FAILURE();
+  } catch (const std::runtime_error& error) {
+    const std::string said = error.what();
+    EXPECT_NE(said.find("\"shrot\""), std::string::npos) << said;
+    for (const Proof& proof : kLedger) EXPECT_NE(said.find(proof.name), std::string::npos) << said;
+  }
+}
+
+// What `python -m ikattn selftest --enable` writes holds for this build, GPU and driver alone.
+TEST(Route, AMachineMayProveFamilies) {
+  const std::string folder = testing::TempDir() + "ikattn_cache";
+  mkdir(folder.c_str(), 0700);
+  mkdir((folder + "/ikattn").c_str(), 0700);
+  std::ofstream(folder + "/ikattn/proven")
+      << machine_key() << "\tshort\t2026-11-28\nanother build\tGPU\t0\tsplit\t2026-11-28\n";
+  setenv("XDG_CACHE_HOME", folder.c_str(), 1);
+  set_families("");
+  forget_proofs();
+  EXPECT_EQ(proven_here(Family::kShort), "2026-11-28");
+  EXPECT_TRUE(is_on(Family::kShort));
+  EXPECT_EQ(proven_by(Family::kShort), "this machine, on 2026-11-28");
+  EXPECT_FALSE(is_on(Family::kSplit));
+  EXPECT_EQ(proven_by(Family::kSplit), "");
+  set_families("-short");
+  EXPECT_FALSE(is_on(Family::kShort));
+  set_families("+unproven");
+  unsetenv("XDG_CACHE_HOME");
+  forget_proofs();
+  EXPECT_EQ(proven_here(Family::kShort), "");
 }
 
 }  // namespace

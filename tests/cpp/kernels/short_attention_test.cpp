@@ -13,7 +13,6 @@ class ShortAttentionOnDevice : public ::testing::Test {
   void TearDown() override {
     interpreter::set_multiprocessors(1);
     interpreter::set_warpgroups(false);
-    unsetenv("IKATTN_SHORT");
   }
 };
 
@@ -250,7 +249,7 @@ TEST_F(ShortAttentionOnDevice, IsTakenAsFarAsSharedMemoryGoes) {
   other.value.type = other.query.type = other.key.type = ElementType::kFloat32;
   other.allow_tf32 = true;
   EXPECT_FALSE(takes(other));
-  setenv("IKATTN_SHORT", "0", 1);
+  const Families others("-short");
   EXPECT_FALSE(takes(params));
 }
 

@@ -14,7 +14,6 @@ class ShortBackwardOnDevice : public ::testing::Test {
     interpreter::set_order(interpreter::Order::kForward);
     interpreter::set_multiprocessors(1);
     interpreter::set_warpgroups(false);
-    unsetenv("IKATTN_SHORT");
   }
 };
 
@@ -73,9 +72,8 @@ TEST_F(ShortBackwardOnDevice, AgreesWithTheOtherKernels) {
     c.causal = c.bias = M == 20;
     Call call(c = of_type(c, ElementType::kBFloat16));
     const Results truth = truth_of(call, c), got = gradients_of(call, c, truth);
-    setenv("IKATTN_SHORT", "0", 1);
+    const Families others("-short");
     const Results other = device_gradients(call, c, truth);
-    unsetenv("IKATTN_SHORT");
     compare_gradients(got, other, c, 2 * roundoff_of(c.type) + (M == 64 ? 0x1p-8 : 0x1p-10));
   }
 }
@@ -188,7 +186,7 @@ TEST_F(ShortBackwardOnDevice, IsTakenWhereHeadsAreMany) {
   other = params;
   other.dropout_threshold = 10;
   EXPECT_FALSE(takes(other));
-  setenv("IKATTN_SHORT", "0", 1);
+  const Families others("-short");
   EXPECT_FALSE(takes(params));
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +19,11 @@ from gpu import (
     DEVICE,
     IN_THE_INTERPRETER,
     drawn_on_gpu,
+    is_on,
     large,
     memory_limited_to,
     needs_a_gpu,
+    turn,
 )
 from samples import DTYPES, Arguments, name_of
 
@@ -45,7 +46,7 @@ def emptied() -> None:
 def test_hoppers_own_kernels_are_in_use_where_they_can_be() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this GPU is no Hopper")
-    state = "off (IKATTN_HOPPER=0)" if os.environ.get("IKATTN_HOPPER") == "0" else "on"
+    state = "on" if is_on("hopper") else "off (IKATTN_KERNELS)"
     assert f"those for Hopper alone: {state}\n" in ikattn.info(), ikattn.info()
 
 
@@ -257,8 +258,9 @@ def test_a_call_runs_on_the_device_of_its_tensors() -> None:
 
 @large
 @pytest.mark.parametrize("dtype", DTYPES[1:3], ids=name_of)
-def test_many_heads(dtype: torch.dtype) -> None:
+def test_many_heads(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """More than a grid has along its other axes, on CUDA cores and on tensor cores."""
+    turn(monkeypatch, "-short")  # which is for many heads alone, and adds up in another order
     call = drawn_on_gpu(1, 70_000, 3, 2, 8, 4, dtype)
     for name in GRADIENTS:
         call[name].requires_grad_()

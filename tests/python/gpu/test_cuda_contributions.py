@@ -11,8 +11,15 @@ from torch import Tensor
 import ikattn
 from agreement import assert_close, error
 from contribution_samples import SAMPLES, Sample, definition, differentiable, named, replaced
-from gpu import DEVICE, on_gpu
+from gpu import DEVICE, on_gpu, turn
 from samples import name_of
+
+
+@pytest.fixture(autouse=True)
+def streamed_maps_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the ledger says; maps in blocks of rows are what they are compared with."""
+    turn(monkeypatch, "+streamed_maps")
+
 
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 
@@ -231,7 +238,7 @@ def summed(call: dict[str, Any], **options: Any) -> Tensor:
 def in_blocks(call: dict[str, Any]) -> Tensor:
     """The same map by torch's operators, whose bits differ from those of the kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("IKATTN_STREAMED_MAPS", "0")
+        turn(patch, "-streamed_maps")
         return summed(call)
 
 
@@ -391,7 +398,7 @@ def kernel_gradients(call: dict[str, Any]) -> dict[str, Tensor]:
 
 def block_gradients(call: dict[str, Any]) -> dict[str, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("IKATTN_STREAMED_MAPS", "0")
+        turn(patch, "-streamed_maps")
         return kernel_gradients(call)
 
 
@@ -462,16 +469,16 @@ def test_gradients_of_all_maps_of_a_block_by_kernels(heads: int) -> None:
         inputs = {name: x for name, x in leaves.items() if name not in others}
         maps = ["value_norms", "summed", "with_residual", "with_norm", "encoder"]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("IKATTN_STREAMED_MAPS", setting)
+            turn(patch, f"{setting}streamed_maps")
             made = ikattn.streamed_contributions(
                 **inputs, **others, enable_gqa=True, is_causal=True, maps=maps
             )
             flat = torch.cat([x.flatten() for x in named(made).values()])
             return gradients_of(flat, list(leaves.values()))
 
-    kernels, blocks = results(DEVICE, "1"), results(DEVICE, "0")
+    kernels, blocks = results(DEVICE, "+"), results(DEVICE, "-")
     assert not torch.equal(kernels[0], blocks[0])
-    for got, expected in zip(kernels, results("cpu", "1"), strict=True):
+    for got, expected in zip(kernels, results("cpu", "+"), strict=True):
         assert_close(got, expected, 2e-5)
 
 
@@ -511,7 +518,7 @@ def test_gradients_that_kernels_do_not_make_are_made_in_blocks() -> None:
         norm = ikattn.analysis.NormStats(torch.ones(24, device=DEVICE), scale, True)
         options = {"residual": torch.ones(2, 50, 24, device=DEVICE), "norm": norm}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("IKATTN_STREAMED_MAPS", setting)
+            turn(patch, f"{setting}streamed_maps")
             map_ = ikattn.streamed_contributions(
                 **on_gpu(call), **options, maps=["with_norm"]
             ).with_norm
@@ -519,6 +526,6 @@ def test_gradients_that_kernels_do_not_make_are_made_in_blocks() -> None:
             return torch.autograd.grad(map_.sum(), scale)[0].cpu()
 
     torch.manual_seed(1)
-    kernels = gradient("1")
+    kernels = gradient("+")
     torch.manual_seed(1)
-    assert_close(kernels, gradient("0"), 2e-6)
+    assert_close(kernels, gradient("-"), 2e-6)

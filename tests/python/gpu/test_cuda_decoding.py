@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 import ikattn
-from gpu import DEVICE
+from gpu import DEVICE, is_on
+
+if not is_on("decoding"):
+    pytest.skip("the family decoding is off", allow_module_level=True)
 
 B, H, G, S, SIZE, M = 2, 4, 2, 150, 16, 9
 ROUNDING = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

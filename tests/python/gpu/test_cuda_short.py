@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import ikattn
-from gpu import IN_THE_INTERPRETER, needs_a_gpu, on_gpu
+from gpu import IN_THE_INTERPRETER, is_on, needs_a_gpu, on_gpu, turn
 
 if IN_THE_INTERPRETER:
     has_hopper = os.environ.get("IKATTN_INTERPRETER_HOPPER") == "1"
 else:
     has_hopper = torch.cuda.get_device_capability()[0] == 9
-if not has_hopper or "0" in (os.environ.get("IKATTN_HOPPER"), os.environ.get("IKATTN_SHORT")):
+if not (has_hopper and is_on("hopper") and is_on("short")):
     pytest.skip("no GPU here takes short calls in one kernel", allow_module_level=True)
 
 
@@ -45,7 +45,7 @@ def test_a_short_call_errs_as_the_other_kernels_do(
     expected = ikattn.reference.implicit_kernel_attention(**exact, **options)
     there = on_gpu(given)
     short = ikattn.implicit_kernel_attention(**there, **options)  # type: ignore[arg-type]
-    monkeypatch.setenv("IKATTN_SHORT", "0")
+    turn(monkeypatch, "-short")
     other = ikattn.implicit_kernel_attention(**there, **options)  # type: ignore[arg-type]
     assert relative(short, expected) < 1.1 * relative(other, expected)
 
@@ -83,7 +83,7 @@ def test_gradients_of_a_short_call_err_as_those_of_the_other_kernels(
     expected = torch.autograd.grad(output, list(exact.values()), upstream.double())
     there, upstream = on_gpu(given), on_gpu({"upstream": upstream})["upstream"]
     short = gradients(there, upstream, **options)
-    monkeypatch.setenv("IKATTN_SHORT", "0")
+    turn(monkeypatch, "-short")
     other = gradients(there, upstream, **options)
     for (name, x), truth in zip(short.items(), expected, strict=True):
         assert relative(x, truth) < 1.1 * relative(other[name], truth), name
@@ -97,6 +97,6 @@ def test_which_kernels_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # As many key heads as multiprocessors, or more.
     many = {name: x[:1].expand(300, -1, -1, -1) if x.dim() == 4 else x for name, x in given.items()}
     assert ikattn.which_kernels(**many).backward.unit == "hopper_short"
-    monkeypatch.setenv("IKATTN_SHORT", "0")
+    turn(monkeypatch, "-short")
     assert ikattn.which_kernels(**given).forward.unit == "hopper"
     assert ikattn.which_kernels(**many).backward.unit == "hopper"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import ikattn
-from ikattn._info import cuda_kernels, gpu
+from ikattn._info import cuda_kernels, families, gpu
 from ikattn.ops.kernels import KernelChoice
 
 HAS_CUDA_KERNELS = "CUDA kernels     no" not in ikattn.info()
@@ -93,12 +92,14 @@ def test_a_library_with_cuda_kernels_and_no_gpu_says_so() -> None:
 
 
 @needs_kernels_and_gpu
-def test_what_keeps_a_call_from_the_tensor_cores_is_named() -> None:
+def test_what_keeps_a_call_from_the_tensor_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = ikattn.why_not_fast(*(x.double() for x in inputs()), device="cuda")
+    assert reason == "not on tensor cores: float64"
+    monkeypatch.setenv("IKATTN_KERNELS", "-split")
+    reason = ikattn.why_not_fast(*inputs(), device="cuda")
     assert reason is not None
-    assert reason.startswith(
-        "not on tensor cores: query, key and value must be float16 or bfloat16"
-    )
+    assert "IKATTN_KERNELS=+split" in reason
+    monkeypatch.setenv("IKATTN_KERNELS", "+split")
     assert ikattn.why_not_fast(*inputs(), device="cuda") is None
     wide = ikattn.why_not_fast(*inputs()[:3], inputs()[3].repeat(1, 1, 20), device="cuda")
     assert wide is not None
@@ -122,15 +123,15 @@ def test_bad_arguments_are_errors_as_in_the_call() -> None:
 def test_info_names_the_architectures_and_whether_hopper_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("IKATTN_HOPPER", "0")
+    monkeypatch.setenv("IKATTN_KERNELS", "-hopper")
 
     def said(architectures: str, warpgroups: bool) -> str:
         return cuda_kernels({"cuda_architectures": architectures, "warpgroups": warpgroups})
 
     assert cuda_kernels({"no_cuda_reason": "WITH_CUDA=0"}) == "no: WITH_CUDA=0"
     assert said("80", False) == "for 80; those for Hopper alone: not built"
-    assert "off (IKATTN_HOPPER=0)" in said("80-real 90", True)
-    monkeypatch.delenv("IKATTN_HOPPER")
+    assert "off (IKATTN_KERNELS)" in said("80-real 90", True)
+    monkeypatch.delenv("IKATTN_KERNELS")
     for capability, state in (((9, 0), "on"), ((10, 0), "on, but this GPU is another")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(
@@ -228,42 +229,80 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     def said(*tensors: torch.Tensor, **options: object) -> ikattn.ops.kernels.Kernels:
         return ikattn.which_kernels(*tensors, device="cuda", **options)  # type: ignore[arg-type]
 
+    for slow in said(*inputs()):
+        assert slow[:2] == ("quadratic", "cuda_cores")
+        assert slow.scores is None
+        assert "IKATTN_KERNELS=+split" in str(slow.reason)
+        assert slow.proven == "H200 at c2071f5"
+    monkeypatch.setenv("IKATTN_KERNELS", "+split")
     for split in said(*inputs()):
         assert split[:2] == ("quadratic", "tensor_cores")
         assert split.scores == "float16x2"
         assert str(split.reason).startswith("query, key and value must be float16")
-    monkeypatch.setenv("IKATTN_SPLIT", "0")
-    slow = said(*inputs()).backward
-    assert slow[:2] == ("quadratic", "cuda_cores")
-    assert slow.scores is None
-    assert "IKATTN_SPLIT=0" in str(slow.reason)
-    expected = KernelChoice("quadratic", "cuda_cores", "float64")
-    assert said(*(x.double() for x in inputs())) == (expected, expected)
+        assert split.proven is None or split.proven.startswith("this machine")
+    monkeypatch.delenv("IKATTN_KERNELS")
+    cores = KernelChoice("quadratic", "cuda_cores", "float64", None, "H200 at c2071f5")
+    assert said(*(x.double() for x in inputs())) == (cores, cores)
     half = [*(x.half() for x in inputs()[:3]), inputs()[3]]
-    is_hopper = (
-        torch.cuda.get_device_capability()[0] == 9 and os.environ.get("IKATTN_HOPPER") != "0"
-    )
-    tensor_cores = KernelChoice("quadratic", "tensor_cores", None)
-    without_mask = KernelChoice("quadratic", "hopper", None) if is_hopper else tensor_cores
-    forward_alone = without_mask._replace(unit="hopper_short") if is_hopper else without_mask
-    assert said(*half) == (forward_alone, without_mask)
-    linear = KernelChoice("linear", "hopper" if is_hopper else "tensor_cores", None)
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    by_mma = KernelChoice("quadratic", "tensor_cores", None, None, "H100 at 167924f")
+    without_mask = by_mma._replace(unit="hopper", proven="H200 at c2071f5") if is_hopper else by_mma
+    monkeypatch.setenv("IKATTN_KERNELS", "-short")
+    assert said(*half) == (without_mask, without_mask)
+    linear = by_mma._replace(algorithm="linear")
     assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
     forward, backward = said(*half, attn_mask=mask)
-    unaligned = (
-        "Hopper's own kernels take a floating-point attn_mask that differs between queries where "
-        "its rows lie apart, each at a multiple of 16 bytes"
-    )
-    assert forward == tensor_cores._replace(reason=unaligned if is_hopper else None)
-    aligned = torch.zeros(10, 16, dtype=torch.float16)[:, :10]
-    assert said(*half, attn_mask=aligned) == (without_mask, without_mask)
+    reason = "Hopper's own kernels take no attn_mask that differs between queries"
+    assert forward == by_mma._replace(reason=reason if is_hopper else None)
     of_keys = torch.zeros(2, 1, 1, 10, requires_grad=True)
-    assert said(*half, attn_mask=of_keys) == (forward_alone, without_mask)
-    monkeypatch.setenv("IKATTN_SHORT", "0")
-    assert said(*half) == (without_mask, without_mask)
+    assert said(*half, attn_mask=of_keys) == (without_mask, without_mask)
+    if is_hopper:
+        monkeypatch.setenv("IKATTN_KERNELS", "+short")
+        assert said(*half).forward.unit == "hopper_short"
     reason = "the gradient of attn_mask is computed on CUDA cores"
-    assert backward == tensor_cores._replace(reason=reason)
+    assert backward == by_mma._replace(reason=reason)
+
+
+UNPROVEN = [
+    "int8_gradients",
+    "short",
+    "causal_linear",
+    "split",
+    "weights",
+    "decoding",
+    "given_maps",
+    "streamed_maps",
+]
+
+
+def test_no_family_is_on_that_no_gpu_has_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("IKATTN_KERNELS", raising=False)
+    ledger = {family["name"]: family for family in families()}
+    unproven = [name for name, family in ledger.items() if family["gpu"] is None]
+    assert unproven == UNPROVEN
+    for family in ledger.values():
+        assert family["on"] == (family["gpu"] is not None or family["here"] is not None)
+        assert (family["gpu"] is None) == (family["commit"] is None)
+    monkeypatch.setenv("IKATTN_KERNELS", "+unproven,-short,-int8")
+    on = {family["name"]: family["on"] for family in families()}
+    assert not on["short"]
+    assert not on["int8"]
+    assert all(on[name] for name in UNPROVEN if name != "short")
+    assert "off: int8, short" in ikattn.info()
+
+
+def test_an_unknown_family_is_an_error_that_lists_the_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IKATTN_KERNELS", "+shrot")
+    with pytest.raises(RuntimeError, match='names "shrot"') as caught:
+        ikattn.info()
+    assert all(name in str(caught.value) for name in (*UNPROVEN, "hopper", "unproven"))
+
+
+def test_kernels_of_the_cpu_are_proven() -> None:
+    assert ikattn.which_kernels(*inputs()).forward.proven == "the CPU"
 
 
 def test_info_names_versions_and_kernels() -> None:

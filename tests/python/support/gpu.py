@@ -6,6 +6,7 @@ IKATTN_TEST_DEVICE=interpreter: without a GPU, in the interpreter (devices.py).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import ikattn
 from devices import IN_THE_INTERPRETER
+from ikattn._info import families
 from samples import LAYOUTS, Arguments
 
 DEVICE = "interpreter" if IN_THE_INTERPRETER else "cuda"
@@ -81,3 +83,13 @@ def assert_on_tensor_cores(call: Arguments) -> None:
     if not IN_THE_INTERPRETER:
         tensors = [call[name] for name in ("query", "key", "value", "w1", "w2")]
         assert ikattn.why_not_fast(*tensors, is_causal=call.get("is_causal", False)) is None
+
+
+def turn(patch: pytest.MonkeyPatch, setting: str) -> None:
+    """Turns families of kernels on and off, beside what the environment says: ``"-short"``."""
+    patch.setenv("IKATTN_KERNELS", f"{os.environ.get('IKATTN_KERNELS', '')},{setting}")
+
+
+def is_on(family: str) -> bool:
+    """Whether calls take a family of kernels, as the environment and the ledger have it."""
+    return any(found["on"] for found in families() if found["name"] == family)

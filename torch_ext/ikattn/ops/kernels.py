@@ -95,16 +95,17 @@ class KernelChoice(NamedTuple):
             of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
             ``"tensor_cores"`` (mma.sync), ``"hopper"`` (its wgmma), or ``"hopper_short"``: for
             short calls one kernel makes features and pairs of the forward, another one the
-            gradients of both sides (``IKATTN_SHORT=0`` forbids both).
-            ``"none"``, likewise.
+            gradients of both sides. ``"none"``, likewise.
         reason: Why nothing faster computes the pass, or why nothing does: why not linear time where
             that would take less, not Hopper's own kernels on a Hopper, not tensor cores, not AVX2.
             None: this is the fastest.
         scores: ``"int8"`` where features are rounded to integers of 8 bits, which are multiplied at
-            twice the rate (``IKATTN_INT8=0`` forbids it, ``IKATTN_INT8=float32`` has it for float32
-            where torch allows TF32, too); ``"float16x2"`` where tensor cores
-            multiply float32, in full precision, as sums of two numbers of float16 each
-            (``IKATTN_SPLIT=0`` forbids it); None: in the precision of the unit.
+            twice the rate; ``"float16x2"`` where tensor cores multiply float32, in full precision,
+            as sums of two numbers of float16 each; None: in the precision of the unit.
+        proven: The GPU that has run all these kernels' tests, and at which commit: ``"H200 at
+            c2071f5"``; ``"this machine, on 2026-11-28"``, where ``python -m ikattn selftest
+            --enable`` has proven them; ``"the CPU"``. None: no GPU has run some of them, which
+            ``IKATTN_KERNELS`` has turned on.
 
     Example:
         >>> from ikattn.ops.kernels import KernelChoice
@@ -118,6 +119,7 @@ class KernelChoice(NamedTuple):
     unit: str
     reason: str | None
     scores: str | None = None
+    proven: str | None = None
 
     def __str__(self) -> str:
         unit = {
@@ -178,7 +180,8 @@ def which_kernels(
         device: Answer for this device; None: that of query.
 
     Returns:
-        Of each pass the algorithm, the unit and a reason (``KernelChoice``).
+        Of each pass the algorithm, the unit, a reason, and what has proven the kernels
+        (``KernelChoice``).
         :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, is always
         quadratic; on CUDA in 16 bits on tensor cores, else on CUDA cores.
 
@@ -208,7 +211,9 @@ def which_kernels(
         dropout_seed=dropout_seed,
     )
     forward, backward = (
-        KernelChoice(algorithm, unit, reason or None, scores or None)
-        for algorithm, unit, reason, scores in (answer[:4], answer[4:])
+        KernelChoice(algorithm, unit, reason or None, scores or None, proven or None)
+        for (algorithm, unit, reason, scores), proven in zip(
+            (answer[:4], answer[4:8]), answer[8:], strict=True
+        )
     )
     return Kernels(forward, backward)

@@ -25,7 +25,7 @@ struct FrequencyRows {
 // The first planes are numbers of the tokens' type that add up to the frequency, the largest first;
 // beside those of bfloat16 there is one of Half, which gradients are multiplied with.
 struct SplitFrequencies {
-  const void* data;  // nullptr: the kernel of features splits them itself
+  const void* data;
   // [frequency_batches, frequency_heads, 2]  powers of two that products with the numbers, and with
   // Half, are multiplied with
   const float* units;
@@ -40,26 +40,13 @@ constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kPartsOfFrequency<T>
 template <typename T>
 constexpr int kHalfPlane = std::is_same_v<T, BFloat16> ? 2 : 0;
 
-struct HeadProgress;
-
 // What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
 struct AngleOperands {
   FeatureSource queries, keys;
   FrequencyRows frequencies;  // for tokens of float32, and the backward
   SplitFrequencies split;     // for tokens of 16 bits
-  // [B * key_heads], and behind them a counter: of blocks that make the keys' logits and features;
-  // zeros. For tokens of 16 bits
-  HeadProgress* progress;
-
-  unsigned* shares_taken() const;
 };
-// Whether the features of a call are made by warpgroup_features.cu: tokens of 16 bits, at most 64
-// frequencies and 128 dimensions, on Hopper.
-bool goes_to_warpgroups(const AngleOperands& operands);
-// Who reads the numbers of frequencies: the kernel of features alone, which on Hopper splits them
-// itself; other kernels of a forward; those of a backward.
-enum class NumberReaders { kFeatures, kForward, kBackward };
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          NumberReaders readers, AngleOperands& operands);
+                          bool for_backward, AngleOperands& operands);
 
 }  // namespace ikattn::cuda

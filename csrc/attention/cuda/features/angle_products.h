@@ -13,23 +13,21 @@
 
 namespace ikattn::cuda {
 
-struct KeyForms;
-
 // Where the features go, as rows of Half, and what those of keys are multiplied with.
 struct FeatureDestination {
   Half* phi_q = nullptr;           // [B, H, L, padded F]  what is not finite becomes zero
   float* poison = nullptr;         // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
   Half* phi_k = nullptr;           // [B, key_heads, S, padded F]
   SplitLogits<float> logits = {};  // [B, key_heads, S]  where it is NaN or -inf, features are zero
-  // Where the logits, and the forms of heads, are to be made, too (features_make_logits()), of
-  // which `logits`, `scales` and `state` are. nullptr: they are there
-  const KeyForms* forms = nullptr;
   // [B, key_heads]  nullptr: of integers alone
   const float* scales = nullptr;
   // [B, key_heads]  where heads in the folded form have integers of 8 bits (Int8Features), and the
   // same in Half, or where another kernel makes their features; nullptr: all heads have the same
   const uint32_t* state = nullptr;
-  int8_t* int8_q = nullptr;  // without phi_q and phi_k: integers alone
+  // The features of heads in the folded form are multiples of what an integer of 8 bits counts,
+  // and lie here as integers, too. Without phi_q and phi_k there are integers alone.
+  bool are_integers = false;
+  int8_t* int8_q = nullptr;  // nullptr, of both: not wanted
   int8_t* int8_k = nullptr;
 };
 const char* write_features_on_tensor_cores(const AttentionParams& params,

@@ -46,15 +46,26 @@ __device__ __forceinline__ void sine_and_cosine(float angle, float unit, float& 
 }
 
 // Half of cos a + cos b and of sin a + sin b, of angles in units of `unit` of a cycle: as products
-// of the half sum and the half difference, three sines in the place of four.
+// of the half sum and the half difference, three sines in the place of four, which short calls need
+// the registers for.
 template <FeatureForm kForm>
-__device__ __forceinline__ void half_sums(float a, float b, float unit, float& sine,
-                                          float& cosine) {
+__device__ __forceinline__ void half_sums_of_products(float a, float b, float unit, float& sine,
+                                                      float& cosine) {
   float unused, common;
   sine_and_cosine<kForm>(a + b, 0.5f * unit, sine, cosine);
   sine_and_cosine<kForm>(a - b, 0.5f * unit, unused, common);
   sine *= common;
   cosine *= common;
+}
+// The same as they are.
+template <FeatureForm kForm>
+__device__ __forceinline__ void half_sums(float a, float b, float unit, float& sine,
+                                          float& cosine) {
+  float other_sine, other_cosine;
+  sine_and_cosine<kForm>(a, unit, sine, cosine);
+  sine_and_cosine<kForm>(b, unit, other_sine, other_cosine);
+  sine = 0.5f * (sine + other_sine);
+  cosine = 0.5f * (cosine + other_cosine);
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
-// Which form a key head takes, and what that form needs of each of its keys: by a kernel of their
-// own (tensor_cores/choose_form.cu), or by the kernel of the features, block by block, which then
-// leaves in memory how far the keys of every head are.
+// Which form a key head takes, and what that form needs of each of its keys
+// (tensor_cores/choose_form.cu).
 #pragma once
 
 #include "attention/cuda/operands/math.h"
@@ -24,22 +23,12 @@ struct FoldedKeys {
   unsigned* items_taken;
 };
 
-// What blocks have left of a key head; zeros at first. Sums and maxima of integers: their order is
-// of no account.
-struct HeadProgress {
-  unsigned long long most, negated_least;  // logits, as ordered_bits(); 0: there is none
-  unsigned logits_made, keys_folded;       // ranges of keys
-  unsigned keys_that_count, is_unclean;
-  uint32_t norm, weighted_norm;  // bits of the largest norms of values
-};
-
 // What the form of heads follows from, and where it goes.
 struct KeyForms {
   SplitLogits<float> logits;
   FoldScales scales;
   FoldedKeys keys;
   ValueBounds bounds;
-  HeadProgress* heads;  // [B, key_heads]
 };
 
 namespace {
@@ -110,107 +99,6 @@ __device__ __forceinline__ void store_head(const KeyForms& forms, const HeadForm
   if (bounds.of_weight != nullptr) {
     bounds.of_weight[bh] = __float_as_uint(fminf(weighted_norm, kLargest));
   }
-}
-
-// --- Block by block
-
-// Numbers of which the order is that of these bits. None is 0.
-__device__ __forceinline__ unsigned long long ordered_bits(double x) {
-  const auto bits = static_cast<unsigned long long>(__double_as_longlong(x));
-  return (bits >> 63) != 0 ? ~bits : bits | 1ull << 63;
-}
-__device__ __forceinline__ double of_ordered_bits(unsigned long long bits) {
-  if (bits == 0) return -INFINITY;
-  return __longlong_as_double(
-      static_cast<long long>((bits >> 63) != 0 ? bits & ~(1ull << 63) : ~bits));
-}
-
-// Adds the logits of a warp's 32 keys from `first` on, which it has stored, to their head's.
-__device__ __forceinline__ void add_logits_of_warp(const AttentionParams& params,
-                                                   const KeyForms& forms, unsigned bh,
-                                                   int64_t first) {
-  const int64_t j = first + threadIdx.x % 32, index = int64_t{bh} * params.S + j;
-  double most = -INFINITY, negated_least = -INFINITY;
-  bool is_unclean = false;
-  if (j < params.S) {
-    const float high = forms.logits.high[index], low = forms.logits.low[index];
-    const float sum = high + low;
-    is_unclean = sum != sum;
-    if (is_finite(sum)) {
-      most = static_cast<double>(high) + static_cast<double>(low);
-      negated_least = -most;
-    }
-  }
-  most = max_of_lanes(most);
-  negated_least = max_of_lanes(negated_least);
-  is_unclean = __any_sync(0xffffffffu, is_unclean) != 0;
-  HeadProgress& head = forms.heads[bh];
-  if (threadIdx.x % 32 != 0) return;
-  if (is_unclean) atomicOr(&head.is_unclean, 1u);
-  if (most == -INFINITY) return;
-  atomicMax(&head.most, ordered_bits(most));
-  atomicMax(&head.negated_least, ordered_bits(negated_least));
-}
-
-// By the whole block, which has added the logits of a range of keys.
-__device__ __forceinline__ void report_logits(const KeyForms& forms, unsigned bh) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();  // what the block has stored, before that it has
-  atomicAdd(&forms.heads[bh].logits_made, 1u);
-}
-
-// Until all ranges of a head's keys have been reported: by the whole block. Blocks that report wait
-// for nobody, and were there before.
-__device__ __forceinline__ void wait_for_logits(const KeyForms& forms, unsigned bh,
-                                                unsigned ranges) {
-  if (threadIdx.x == 0) {
-    while (atomicAdd(&forms.heads[bh].logits_made, 0u) < ranges) {
-    }
-    __threadfence();
-  }
-  __syncthreads();
-}
-
-// After wait_for_logits().
-__device__ __forceinline__ HeadForm form_that_was_found(const KeyForms& forms, unsigned bh) {
-  const HeadProgress& head = forms.heads[bh];
-  return form_of_spread(of_ordered_bits(head.most), -of_ordered_bits(head.negated_least),
-                        head.is_unclean != 0, forms.scales.most_spread);
-}
-
-// Of a warp's 32 keys from `first` on, and what rows are padded with there.
-__device__ __forceinline__ void fold_keys_of_warp(const AttentionParams& params,
-                                                  const KeyForms& forms, unsigned bh,
-                                                  int64_t first) {
-  if (first >= padded_tokens(params.S)) return;  // the whole warp
-  const int64_t j = first + threadIdx.x % 32;
-  const FoldedKey key = fold_key(params, forms, form_that_was_found(forms, bh), bh, j);
-  const float norm = norm_that_counts(params, forms, bh, j, key);
-  const unsigned counts = __ballot_sync(0xffffffffu, key.logit >= -kNatsThatCount);
-  HeadProgress& head = forms.heads[bh];
-  if (forms.bounds.of_all != nullptr) raise_by_warp(&head.norm, norm);
-  if (forms.bounds.of_weight != nullptr) {
-    raise_by_warp(&head.weighted_norm, has_weight(key) ? norm : 0.0f);
-  }
-  if (threadIdx.x % 32 == 0 && counts != 0) {
-    atomicAdd(&head.keys_that_count, static_cast<unsigned>(__popc(counts)));
-  }
-  __syncwarp();  // scales, which the features are multiplied with
-}
-
-// By the whole block, which has folded a range of keys: whoever is the last of a head leaves what
-// all have found.
-__device__ __forceinline__ void finish_keys(const KeyForms& forms, unsigned bh, unsigned ranges) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();  // what the block has added, before that it has
-  HeadProgress& head = forms.heads[bh];
-  if (atomicAdd(&head.keys_folded, 1u) + 1 < ranges) return;
-  __threadfence();
-  store_head(forms, form_that_was_found(forms, bh), bh, atomicAdd(&head.keys_that_count, 0u),
-             __uint_as_float(atomicMax(&head.norm, 0u)),
-             __uint_as_float(atomicMax(&head.weighted_norm, 0u)));
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// The logits of keys, and the norms of their values: by a kernel of their own, or by that which
-// makes the keys' features.
+// The logits of keys, and the norms of their values.
 #pragma once
 
 #include "attention/cuda/mma/row_lanes.h"
@@ -18,18 +17,6 @@ SplitLogits<T> take_logits(const AttentionParams& params, const DeviceExecutor& 
   logits.norms = params.p > 0 && params.p != 2 ? executor.take<T>(keys) : nullptr;
   logits.value_norms = wants_value_norms ? executor.take<float>(keys) : nullptr;
   return logits;
-}
-
-// Whether the kernel that makes the features of a pass makes the logits, too, and chooses the form
-// of heads (key_forms.h). The forward of short calls has its features made by another one.
-inline bool features_make_logits(const AttentionParams& params, const Route& route,
-                                 bool for_backward) {
-  const ElementType type = params.query.type, of_value = params.value.type;
-  const bool is_narrow = type == ElementType::kBFloat16 || type == ElementType::kFloat16;
-  return is_narrow && params.key.type == type &&
-         (of_value == type || of_value == ElementType::kNone) &&
-         (!route.is_short || for_backward) && (params.p == 0 || params.p == 2) &&
-         lies_in_eights(params.key, params.d) && lies_in_eights(params.value, params.d_v);
 }
 
 namespace {

@@ -117,13 +117,12 @@ AttentionParams queries_of(const FeaturesParams& params) {
 bool goes_to_tensor_cores(const FeaturesParams& params) {
   const ElementType type = params.x.type;
   return (type == ElementType::kBFloat16 || type == ElementType::kFloat16) &&
-         params.features.stride[3] == 1;
+         params.features.stride[3] == 1 && is_on(Family::kWeights);
 }
 
 const char* features_on_tensor_cores(const FeaturesParams& params, const DeviceExecutor& executor) {
   AngleOperands operands;
-  if (const char* error =
-          prepare_turns(queries_of(params), executor, NumberReaders::kForward, operands)) {
+  if (const char* error = prepare_turns(queries_of(params), executor, false, operands)) {
     return error;
   }
   const FeatureSource& source = operands.queries;

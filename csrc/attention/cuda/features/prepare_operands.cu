@@ -1,8 +1,6 @@
 // Tokens and frequencies as the products on tensor cores read them.
 #include "attention/cuda/features/angle_products.h"
-#include "attention/cuda/features/key_forms.h"
 #include "attention/cuda/features/split_weights.h"
-#include "support/cuda/zeros.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -24,28 +22,17 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
   data[index] = c < source.d && m < source.M ? load_element<float>(w, from) : 0.0f;
 }
 
-// Where the blocks of the next kernel leave how far they are (HeadProgress), as words.
-struct ProgressWords {
-  uint32_t* words;
-  int64_t count;
-};
-
 // A block makes the numbers of 32 frequencies and 64 dimensions of w1 or w2; see SplitFrequencies.
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads, 2)
     frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices,
-                            bool for_backward, uint16_t* data, float* units,
-                            ProgressWords progress) {
+                            bool for_backward, uint16_t* data, float* units) {
   IKATTN_SHARED(float, maxima, kCopyThreads / 32);
   constexpr int kTileSize = kAngleFrequencies * kSliceColumns;
   static_assert(kTileSize == kCopyThreads * 8);
   const int tiles = pieces * slices * sets, tile = static_cast<int>(blockIdx.x) % tiles;
   const int set = tile % sets, slice = tile / sets % slices, piece = tile / sets / slices;
   const int64_t which = blockIdx.x / static_cast<unsigned>(tiles);
-  for (int64_t word = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; word < progress.count;
-       word += int64_t{gridDim.x} * kCopyThreads) {
-    progress.words[word] = 0;
-  }
   const HeadFrequencies head(source, which);
   const bool is_scaled = std::is_same_v<T, Half> || for_backward;
   const float fit =
@@ -109,10 +96,9 @@ const char* prepare_tokens(const DeviceExecutor& executor, FeatureSource& source
   });
 }
 
-// Leaves numbers for whoever reads them, and clears operands.progress, of so many bytes.
 template <typename T>
 const char* split_frequencies(const DeviceExecutor& executor, bool for_backward,
-                              int64_t progress_bytes, AngleOperands& operands) {
+                              AngleOperands& operands) {
   const FeatureSource& source = operands.queries;
   SplitFrequencies& split = operands.split;
   const int sets = source.stationary() ? 1 : 2;
@@ -123,21 +109,15 @@ const char* split_frequencies(const DeviceExecutor& executor, bool for_backward,
       executor.take<uint16_t>(tiles * kPlanesOf<T> * kAngleFrequencies * int64_t{kSliceColumns});
   split.units = units;
   split.data = data;
-  const ProgressWords progress = {reinterpret_cast<uint32_t*>(operands.progress),
-                                  progress_bytes / int64_t{sizeof(uint32_t)}};
   return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)), dim3(kCopyThreads),
                 0, executor.stream, source, sets, split.pieces, split.slices, for_backward, data,
-                units, progress);
+                units);
 }
 
 }  // namespace
 
-unsigned* AngleOperands::shares_taken() const {
-  return &progress[queries.B * keys.heads].logits_made;
-}
-
 const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          NumberReaders readers, AngleOperands& operands) {
+                          bool for_backward, AngleOperands& operands) {
   operands = {};
   operands.queries = source_of(params, false);
   operands.keys = source_of(params, true);
@@ -146,22 +126,12 @@ const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& e
   if (const char* error = prepare_tokens(executor, operands.keys)) return error;
   const int sets = params.w2 ? 2 : 1;
   const bool is_float = source.x.type == ElementType::kFloat32;
-  const bool for_backward = readers == NumberReaders::kBackward;
   if (!is_float) {
     operands.split.pieces = static_cast<int>(padded_columns(2 * params.M) / 2 / kAngleFrequencies);
     operands.split.slices = static_cast<int>(ceil_div(params.d, kSliceColumns));
-    const int64_t places = params.B * params.key_heads + 1;
-    const int64_t bytes = places * int64_t{sizeof(HeadProgress)};
-    operands.progress = executor.take<HeadProgress>(places);
-    const char* error = nullptr;
-    if (readers == NumberReaders::kFeatures && goes_to_warpgroups(operands)) {
-      error = queue_zeros(operands.progress, bytes, executor.stream);
-    } else if (source.x.type == ElementType::kBFloat16) {
-      error = split_frequencies<BFloat16>(executor, for_backward, bytes, operands);
-    } else {
-      error = split_frequencies<Half>(executor, for_backward, bytes, operands);
-    }
-    if (error != nullptr) return error;
+    const auto split = source.x.type == ElementType::kBFloat16 ? split_frequencies<BFloat16>
+                                                               : split_frequencies<Half>;
+    if (const char* error = split(executor, for_backward, operands)) return error;
   }
   if (!is_float && (!for_backward || goes_in_one_pass(source))) return nullptr;
   FrequencyRows& rows = operands.frequencies;

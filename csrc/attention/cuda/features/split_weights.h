@@ -1,5 +1,4 @@
-// How frequencies become numbers of 16 bits (SplitFrequencies): for the kernel that leaves them to
-// others, and for that of features on Hopper, which keeps its own.
+// How frequencies become numbers of 16 bits (SplitFrequencies).
 #pragma once
 
 #include "attention/cuda/features/angle_operands.h"

@@ -20,18 +20,15 @@ struct FeatureRows {
   // Where heads in the folded form have integers: what tells the form, of every `group` heads.
   const uint32_t* state;
   int group;
-  int8_t* int8;  // [B, heads, N, Int8Features::kColumns]
+  int8_t* int8;  // [B, heads, N, Int8Features::kColumns]; nullptr: not wanted beside Half
 
-  // Whether another kernel makes the features of a head; or where its form is known.
+  // Whether another kernel makes the features of a head.
   template <FeatureForm kForm>
   __device__ __forceinline__ bool leaves(int64_t bh) const {
     if (state == nullptr) return false;
-    return leaves<kForm>(
-        (state[static_cast<unsigned>(bh) / static_cast<unsigned>(group)] & kGeneral) != 0);
-  }
-  template <FeatureForm kForm>
-  __device__ __forceinline__ bool leaves(bool is_general) const {
-    return state != nullptr && is_general != (kForm == FeatureForm::kHalf);
+    const bool is_general =
+        (state[static_cast<unsigned>(bh) / static_cast<unsigned>(group)] & kGeneral) != 0;
+    return is_general != (kForm == FeatureForm::kHalf);
   }
 
   // Of a token's sums of two cosines, or sines.
@@ -47,7 +44,7 @@ struct FeatureRows {
 struct FeatureSide {
   FeatureSource source;
   FeatureRows rows;
-  unsigned blocks;  // of float32
+  unsigned blocks;
 };
 // What a launch makes: features of the keys, and of the queries, whose blocks come behind.
 struct FeatureSides {
@@ -56,13 +53,14 @@ struct FeatureSides {
 
 namespace {
 
-// The features of a warp's tokens, 16 frequencies at a time, of their angles as products leave
-// them: rows g and g + 8 of kTiles tiles of 16. kNumbers: of SplitFrequencies, where a lane has
-// four neighbours. kWidth: of a row, or 0.
-template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm, int kTiles = 2>
+// The features of a warp's 32 tokens, 16 frequencies at a time, of their angles as products leave
+// them: rows g and g + 8 of two tiles of 16. kNumbers: of SplitFrequencies, where a lane has four
+// neighbours. kWidth: of a row, or 0.
+template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm>
 class WarpFeatures {
   static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
-  static constexpr int kRows = 2 * kTiles;  // of a thread
+  static_assert(!kInt8 || kNumbers);
+  static constexpr int kRows = 4;  // of a thread
 
  public:
   // Of the tokens from `first` of the head `bh`, of N.
@@ -70,10 +68,11 @@ class WarpFeatures {
                                           int64_t N)
       : rows_(rows),
         first_row_(bh * N + first),
-        tokens_(static_cast<int>(min(N - first, int64_t{16 * kTiles}))) {
+        tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
     phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
-    if constexpr (kInt8)
+    if (kInt8 && rows_.int8 != nullptr) {
       int8_ = rows_.int8 + (first_row_ + row(0)) * Int8Features::kColumns + threadIdx.x % 4 * 8;
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       scales_[i] = 0;
@@ -129,8 +128,8 @@ class WarpFeatures {
       }
       Half* to = phi + 8 * i * width();
       if constexpr (kInt8) {
-        const uint32_t mask = counts & four_present(M - m0);
-        if (row(i) < tokens_) {
+        const uint32_t mask = counts & int8_present(M - m0 - 4 * t);
+        if (row(i) < tokens_ && int8_ != nullptr) {
           store_vector(int8_ + 8 * i * Int8Features::kColumns + 2 * m0,
                        make_uint2(pack_int8(four_cosines, 2 * kInt8OfOne) & mask,
                                   pack_int8(four_sines, 2 * kInt8OfOne) & mask));
@@ -162,7 +161,7 @@ class WarpFeatures {
       if (row(i) >= tokens_) continue;
       if (rows_.poison != nullptr && t == 0) rows_.poison[first_row_ + row(i)] = poison;
       if (poison == poison) continue;
-      if constexpr (kInt8) {
+      if (kInt8 && int8_ != nullptr) {
         int8_t* to = rows_.int8 + (first_row_ + row(i)) * Int8Features::kColumns;
 #pragma unroll
         for (int column = 0; column < Int8Features::kColumns; column += 64) {
@@ -180,13 +179,6 @@ class WarpFeatures {
   }
 
  private:
-  // Ones where there is a frequency, of the thread's four of so many.
-  __device__ __forceinline__ static uint32_t four_present(int remaining) {
-    const int t = static_cast<int>(threadIdx.x) % 4;
-    if constexpr (kNumbers) return int8_present(remaining - 4 * t);
-    return int8_present(min(remaining - 2 * t, 2)) | int8_present(min(remaining - 8 - 2 * t, 2))
-                                                         << 16;
-  }
   // Of a thread's, eight apart.
   __device__ __forceinline__ static int row(int i) {
     return 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;

@@ -1,6 +1,5 @@
-// Angles of tokens of 16 bits by wgmma: what the kernel of features on Hopper, and that of short
-// calls, share. A warp has 16 of the 64 tokens of its warpgroup, in registers as A; frequencies lie
-// in shared memory as B, where they stay.
+// Angles of tokens of 16 bits by wgmma, for short calls on Hopper. A warp has 16 of the 64 tokens
+// of its warpgroup, in registers as A; frequencies lie in shared memory as B, where they stay.
 #pragma once
 
 #include "attention/cuda/features/angle_operands.h"

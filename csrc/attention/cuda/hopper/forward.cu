@@ -26,37 +26,30 @@ struct ForwardLayout {
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 
-// Scores of the thread's two rows, the first of them row0, become weights; bits: of kAny alone.
+// Scores of the thread's two rows, the first of them row0, become weights.
 //   terms: of the tile's keys; state: of the head
 //   sums, roundings: as in ForwardRows
 template <typename T, Pairs kPairs>
 __device__ __forceinline__ void make_weights(const AttentionParams& params, int tile, int row0,
                                              uint32_t state, Shared<const float> terms,
-                                             const PairBits (&bits)[kKeys / 64],
                                              float (&s)[kKeys / 2], float (&sums)[2],
                                              Roundings& roundings) {
   sums_are_there(s);
   const int diagonal = row0 - tile * kKeys, g = static_cast<int>(threadIdx.x) % 32 / 4;
-  if constexpr (kPairs == Pairs::kAny) {
-    if (is_passing(params, tile * int64_t{kKeys})) {
-      to_weights<T, true>(
-          s, terms, [&](int n, int c) { return bits[n / 8].sees(n % 8, c); },
-          [&](int n, int c) { return bits[n / 8].drops(n % 8, c); }, sums, roundings);
-    }
-  } else if (kPairs == Pairs::kCausal && diagonal - g < kKeys - 1) {
-    to_weights<T, true>(s, terms, PairsUpTo{diagonal}, NoPairs(), sums, roundings);
+  if (kPairs == Pairs::kCausal && diagonal - g < kKeys - 1) {
+    to_weights<T, true>(s, terms, PairsUpTo{diagonal}, sums, roundings);
   } else if ((state & kFew) != 0) {
-    to_weights<T, true>(s, terms, AllPairs(), NoPairs(), sums, roundings);
+    to_weights<T, true>(s, terms, AllPairs(), sums, roundings);
   } else if (is_passing(params, tile * int64_t{kKeys})) {
-    to_weights<T, false>(s, terms, AllPairs(), NoPairs(), sums, roundings);
+    to_weights<T, false>(s, terms, AllPairs(), sums, roundings);
   }
   fence_async();
 }
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
-    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens, PairMask mask,
-                             Items items, const __grid_constant__ ForwardMaps maps) {
+    warpgroup_forward_kernel(AttentionParams params, FoldedTokens tokens, Items items,
+                             const __grid_constant__ ForwardMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = ForwardLayout<T, F, V>;
   static_assert(kLiesInSharedMemory<L, L::Tiles::kStage, L::Tiles::kValues, L::kQueries>);
@@ -93,10 +86,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
     Roundings roundings;
-    [[maybe_unused]] PairBits bits[kKeys / 64];
-    const auto begin = [&](int tile, int index_of_stage) {
+    const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * L::Tiles::kStage;
-      find_tile_pairs<kPairs>(params, mask, at, tile, bits);
       clean_tile<typename L::Tiles>(state, shared + place, barriers, meeting);
       wgmma_fence();
       begin_by_columns<Half, kKeys, F>(s, phi_q, base + place);
@@ -111,15 +102,14 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const auto make = [&](int tile, int index_of_stage) {
       Shared<const float> terms =
           shared_cast<float>(shared + (L::kTerms + index_of_stage * kKeys * 4));
-      make_weights<T, kPairs>(params, tile, rows.row0, state, terms, bits, s, sums, roundings);
+      make_weights<T, kPairs>(params, tile, rows.row0, state, terms, s, sums, roundings);
     };
-    pass_tiles(barriers, stage, tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0),
-               begin, begin_output, make, [&] { pack_left<T, kKeys / 8>(s, weights); });
+    pass_tiles(barriers, stage, tiles_met<kKeys>(params, kPairs == Pairs::kCausal, at.i0), begin,
+               begin_output, make, [&] { pack_left<T, kKeys / 8>(s, weights); });
     sums_are_there(output);
 
     // 4. Rows of the result.
-    const float kept = (kPairs == Pairs::kAny ? mask.kept : 1) /
-                       value_scale_of(tokens, at.b * params.G + at.value_head);
+    const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
     const double reference = rows.largest - static_cast<double>(tokens.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -129,7 +119,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     }
   }
 #else
-  trap_without_warpgroups(params, tokens, mask, items, maps);
+  trap_without_warpgroups(params, tokens, items, maps);
 #endif
 }
 
@@ -137,8 +127,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens) {
-  PairMask mask;
-  if (const char* error = make_pair_mask(params, executor, false, mask)) return error;
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     ForwardMaps maps;
@@ -147,7 +135,7 @@ const char* warpgroup_forward(const AttentionParams& params, const DeviceExecuto
     return launch_pairs(params, [&]<Pairs kPairs>() {
       return launch(warpgroup_forward_kernel<T, F, V, kPairs>, items.blocks(),
                     dim3(kWarpgroupThreads), ForwardLayout<T, F, V>::kBytes, executor.stream,
-                    params, tokens, mask, items, maps);
+                    params, tokens, items, maps);
     });
   });
 }

@@ -72,12 +72,10 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
 //   magnitudes: of the tile's keys, by pairs
 //   diagonal: of a tile that crosses it, how many keys a row sees less the thread's first row and
 //     one
-//   bits, sums: where masks or dropout tell which pairs there are; the thread's own sums
-template <Pairs kPairs, bool kCrosses>
+template <bool kCrosses>
 __device__ __forceinline__ void make_weights(const uint32_t (&rounded)[kKeys / 16][4],
                                              Shared<const uint32_t> magnitudes, uint32_t eps,
-                                             int diagonal, const PairBits (&bits)[kKeys / 64],
-                                             uint32_t (&weights)[kKeys / 16][4], float (&sums)[4]) {
+                                             int diagonal, uint32_t (&weights)[kKeys / 16][4]) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -88,27 +86,20 @@ __device__ __forceinline__ void make_weights(const uint32_t (&rounded)[kKeys / 1
       uint32_t& weight = weights[n / 2][n % 2 * 2 + half];
       weight = int8_weights(pair, of_keys, eps);
       if constexpr (kCrosses) weight &= seen_of_two(diagonal, n, half);
-      if constexpr (kPairs == Pairs::kAny) {
-        weight &= ones_where(bits[n / 8].seen, n % 8, half);
-        const float2 two = unpack<BFloat16>(weight);
-        sums[2 * half] += two.x + two.y;
-        weight &= ~ones_where(bits[n / 8].dropped, n % 8, half);
-      }
     }
   }
   fence_async();
 }
 
 // What those who multiply do along the tiles of an item: begin_scores() waits for a tile and begins
-// its scores, round() frees them, find(tile) finds which pairs there are of a tile, make(stage)
-// makes its weights, and begin_output(stage) begins to multiply these with its values.
+// its scores, round() frees them, make(stage) makes its weights, and begin_output(stage) begins to
+// multiply these with its values.
 //   kCrosses: of the last tile, whether make must hide pairs beyond the diagonal
-template <bool kCrosses, typename Begin, typename Round, typename Find, typename Make,
-          typename BeginOutput>
+template <bool kCrosses, typename Begin, typename Round, typename Make, typename BeginOutput>
 __device__ __forceinline__ void pass_rounded_tiles(const TileBarriers<1, kInt8Tiles>& barriers,
                                                    TileStageOf<kInt8Tiles>& stage, int tiles,
                                                    const Begin& begin_scores, const Round& round,
-                                                   const Find& find, const Make& make,
+                                                   const Make& make,
                                                    const BeginOutput& begin_output) {
   begin_scores();
   wgmma_wait<0>();
@@ -120,14 +111,12 @@ __device__ __forceinline__ void pass_rounded_tiles(const TileBarriers<1, kInt8Ti
     begin_scores();
     wgmma_wait<1>();
     if (tile > 1) barriers.release(before);
-    find(tile - 1);
     make.template operator()<false>(own);
     begin_output(own);
     wgmma_wait<1>();
     round();
     before = own;
   }
-  find(tiles - 1);
   wgmma_wait<0>();
   if (tiles > 1) barriers.release(before);
   make.template operator()<kCrosses>(stage.index);
@@ -139,8 +128,8 @@ __device__ __forceinline__ void pass_rounded_tiles(const TileBarriers<1, kInt8Ti
 
 template <int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
-    warpgroup_int8_forward_kernel(AttentionParams params, FoldedTokens tokens, PairMask mask,
-                                  Items items, const __grid_constant__ ForwardMaps maps) {
+    warpgroup_int8_forward_kernel(AttentionParams params, FoldedTokens tokens, Items items,
+                                  const __grid_constant__ ForwardMaps maps) {
 #if IKATTN_WARPGROUP_CODE
   using L = Int8Layout<V>;
   static_assert(kLiesInSharedMemory<L, L::Tiles::kStage, L::Tiles::kValues, L::kQueries, L::kOnes>);
@@ -177,10 +166,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     int32_t scores[kKeys / 2];
     uint32_t rounded[kKeys / 16][4], weights[kKeys / 16][4];
     float output[V / kBoxColumns][32] = {};
-    // Of the weights of the thread's rows, in [0] and [2]; where some are dropped, of the thread's
-    // own.
-    float sums[4] = {};
-    [[maybe_unused]] PairBits bits[kKeys / 64];
+    float sums[4] = {};  // of the weights of the thread's rows, in [0] and [2]
     const auto begin_scores = [&] {
       const uint32_t place = stage.index * L::Tiles::kStage;
       barriers.wait(stage);
@@ -193,43 +179,38 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       const uint32_t place = base + index_of_stage * L::Tiles::kStage;
       wgmma_fence();
       begin_by_rows<BFloat16, kKeys, V>(output, weights, place + L::Tiles::kValues);
-      if constexpr (kPairs != Pairs::kAny) begin_row_sums(sums, weights, base + L::kOnes);
+      begin_row_sums(sums, weights, base + L::kOnes);
       wgmma_commit();
     };
     const auto finish_scores = [&] { round_scores(scores, rounded); };
-    const int tiles = tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0);
+    const int tiles = tiles_met<kKeys>(params, kPairs == Pairs::kCausal, at.i0);
     const int diagonal = rows.row0 - (tiles - 1) * kKeys;
     pass_rounded_tiles<kPairs == Pairs::kCausal>(
         barriers, stage, tiles, begin_scores, finish_scores,
-        [&](int tile) { find_tile_pairs<kPairs>(params, mask, at, tile, bits); },
         [&]<bool kCrosses>(int index_of_stage) {
           Shared<const uint32_t> magnitudes =
               shared_cast<const uint32_t>(shared + (L::kTerms + index_of_stage * L::kTermBytes));
-          make_weights<kPairs, kCrosses>(rounded, magnitudes, eps, diagonal, bits, weights, sums);
+          make_weights<kCrosses>(rounded, magnitudes, eps, diagonal, weights);
         },
         begin_output);
     sums_are_there(output);
     sums_are_there(sums);
 
     // 4. Rows of the result.
-    const float kept = kPairs == Pairs::kAny ? mask.kept : 1;
     const double reference = rows.largest - static_cast<double>(tokens.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = kPairs == Pairs::kAny ? sum_of_lanes<4>(sums[2 * half]) : sums[2 * half];
-      rows.template store<V>(params, at, half, sum, 0, reference, kept, output);
+      rows.template store<V>(params, at, half, sums[2 * half], 0, reference, 1, output);
     }
   }
 #else
-  trap_without_warpgroups(params, tokens, mask, items, maps);
+  trap_without_warpgroups(params, tokens, items, maps);
 #endif
 }
 
 template <int V>
 const char* queue_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                const FoldedTokens& tokens) {
-  PairMask mask;
-  if (const char* error = make_pair_mask(params, executor, false, mask)) return error;
   const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
   ForwardMaps maps;
   const char* error =
@@ -237,7 +218,7 @@ const char* queue_int8_forward(const AttentionParams& params, const DeviceExecut
   if (error != nullptr) return error;
   return launch_pairs(params, [&]<Pairs kPairs>() {
     return launch(warpgroup_int8_forward_kernel<V, kPairs>, items.blocks(), dim3(kWarpgroupThreads),
-                  Int8Layout<V>::kBytes, executor.stream, params, tokens, mask, items, maps);
+                  Int8Layout<V>::kBytes, executor.stream, params, tokens, items, maps);
   });
 }
 

@@ -1,13 +1,12 @@
-// The key side of the backward on Hopper, of both forms: grad_phi_k, grad_value and the gradients
-// of the logits. An item is 128 keys, two warpgroups of 64, and passes along the queries of all
-// heads that share them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, so
-// that what is made of them is the A of what is summed.
+// The key side of the backward on Hopper: grad_phi_k, grad_value and the gradients of the logits.
+// An item is 128 keys, two warpgroups of 64, and passes along the queries of all heads that share
+// them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, so that what is made
+// of them is the A of what is summed.
 //
 // Where scores are products of integers of 8 bits (Int8Features), a tile has its queries' features
 // twice: as integers, which scores are made of, and in Half, of which grad_phi_k is a sum.
 //
 // Compiled for sm_90a alone.
-#include "attention/cuda/hopper/general_gradients.h"
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/key_items.h"
 
@@ -18,9 +17,8 @@ namespace {
 template <int V>
 constexpr bool kHoldsValues = V <= 64;
 
-template <int F, int V, bool kInt8, Pairs kPairs>
+template <int F, int V, bool kInt8>
 struct KeyLayout {
-  static constexpr bool kIsGeneral = kPairs == Pairs::kGeneral;
   static constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;  // of 16 bits
   using ScoreQueries = Boxes<kStep, kScoreColumns>;
   using Queries = Boxes<kStep, F>;
@@ -32,26 +30,21 @@ struct KeyLayout {
   // which registers hold. Where there is room, those of two items lie there.
   using OwnKeys = Boxes<kWarpgroupRows, kScoreColumns>;
   using OwnValues = Boxes<kWarpgroupRows, V>;
-  static constexpr int kItems = F + V <= 192 && !kIsGeneral ? 2 : 1;
+  static constexpr int kItems = F + V <= 192 ? 2 : 1;
   using Barriers = TileBarriers<kItems>;
   static constexpr uint32_t kOwn = OwnKeys::kBytes + OwnValues::kBytes;
   static constexpr uint32_t kOwnAt = kTilesInFlight * kStage;  // [item]
-  // [stage][2][kStep], deltas behind normalizers; general: [stage][3][kStep], their second parts
-  // behind these
-  static constexpr int kRowNumbers = (kIsGeneral ? 3 : 2) * kStep;
+  static constexpr int kRowNumbers = 2 * kStep;  // [stage][2][kStep], deltas behind normalizers
   static constexpr uint32_t kNormalizers = kOwnAt + kItems * kOwn;
   static constexpr uint32_t kBarriers = kNormalizers + kTilesInFlight * kRowNumbers * 4;
   static constexpr uint32_t kNumbers = (kBarriers + Barriers::kBytes + 15) / 16 * 16;
   static constexpr int64_t kBytes = kNumbers + kItems * kItemNumbers * 4;
-  // General, where a mask adds to logits.
-  static constexpr uint32_t kOffsets = (kBytes + 1023) / 1024 * 1024;  // [stage]
 };
 
 // From where an item's own tokens, and the tiles it passes along, are copied.
 struct PairMaps {
   KeyMaps own;
   RowMap score_queries, queries, gradients;  // the first of integers
-  RowMap offsets;                            // of the general form, where there are some
 };
 
 // What the third warpgroup of a block does.
@@ -62,15 +55,12 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
                                            const typename L::Barriers& barriers,
                                            Shared<int> numbers, uint32_t base) {
   constexpr uint32_t kRowBytes = kStep * 4;
-  const bool is_causal = is_causal_call<kPairs>(params);
-  int bh = 0, first = 0, i0 = 0;     // of the item's tiles
-  [[maybe_unused]] int own_key = 0;  // its first
-  copy_items<kRegistersToCopy<kPairs>>(
-      barriers, items, numbers, L::kOwn,
-      L::kStage + L::kRowNumbers * 4 + (L::kIsGeneral ? offset_bytes(params) : 0),
+  constexpr bool is_causal = kPairs == Pairs::kCausal;
+  int bh = 0, first = 0, i0 = 0;  // of the item's tiles
+  copy_items(
+      barriers, items, numbers, L::kOwn, L::kStage + L::kRowNumbers * 4,
       [&](int index) {
-        return state_for<kPairs>(
-            tokens.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk]);
+        return tokens.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk];
       },
       [&](int index, int place, uint32_t barrier) {
         const KeyBlock at(params, kWarpgroupRows, is_causal, index);
@@ -80,7 +70,6 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
                            barrier);
         bh = at.bk * at.group;
         first = i0 = at.first_tile * kStep;
-        if constexpr (L::kIsGeneral) own_key = at.j0;
         return at.steps;
       },
       [&](int, int stage, uint32_t barrier) {
@@ -94,12 +83,6 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
         L::Gradients::copy(place + L::kGradients, maps.gradients, 0, bh, i0, barrier);
         begin_bytes(of_rows, rows.normalizer + row, kRowBytes, barrier);
         begin_bytes(of_rows + kRowBytes, rows.delta + row, kRowBytes, barrier);
-        if constexpr (L::kIsGeneral) {
-          begin_bytes(of_rows + 2 * kRowBytes, rows.low + row, kRowBytes, barrier);
-          const int heads = static_cast<int>(params.H);
-          copy_offsets<kStep>(params, maps.offsets, base + L::kOffsets + stage * kOffsetBytes,
-                              bh / heads, bh % heads, i0, own_key, barrier);
-        }
         i0 += kStep;
         if (i0 < params.L) return;
         i0 = first;
@@ -131,11 +114,11 @@ __device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&sco
 }
 
 // Rows of the results, of keys at `at`; own: what they bring to their pairs.
-template <typename T, int F, int V, typename Keys>
+template <typename T, int F, int V>
 __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,
                                            const float* logits, const FoldedGradients& gradients,
-                                           const KeyBlock& at, const Keys& own,
+                                           const KeyBlock& at, const KeyNumbers& own,
                                            const float (&logit_sums)[2],
                                            const float (&key_sums)[F / kBoxColumns][32],
                                            const float (&value_sums)[V / kBoxColumns][32]) {
@@ -144,7 +127,7 @@ __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params
   const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
   const int first_key = at.j0 + thread / 32 * 16 + thread % 32 / 4;
   HiddenKeys hidden;
-  if constexpr (kOverlaps<F, V> && std::is_same_v<Keys, KeyNumbers>) {
+  if constexpr (kOverlaps<F, V>) {
     hidden = own.hidden();
   } else {
     hidden = hidden_keys(params, logits, at.bk, first_key);
@@ -158,16 +141,13 @@ __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params
 template <typename T, int F, int V, bool kInt8, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                         const float* logits, FoldedGradients gradients, PairMask mask, Items items,
+                         const float* logits, FoldedGradients gradients, Items items,
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
-  using L = KeyLayout<F, V, kInt8, kPairs>;
+  using L = KeyLayout<F, V, kInt8>;
   static_assert(kLiesInSharedMemory<L, L::kStage, L::kQueries, L::kGradients, L::kOwnAt, L::kOwn,
                                     L::OwnKeys::kBytes>);
-  static_assert(F + V > 192 || !L::kIsGeneral || kHasRoomForOffsets<L>);
-  // Exponents leave no registers for it.
-  constexpr bool kOverlap = kOverlaps<F, V> && !L::kIsGeneral;
-  if (L::kIsGeneral && !has_general_head(params, tokens)) return;  // the whole block
+  constexpr bool kOverlap = kOverlaps<F, V>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   Shared<int> numbers = shared_cast<int>(shared + L::kNumbers);
@@ -177,7 +157,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     copy_pairs<L, kPairs>(params, tokens, rows, items, maps, barriers, numbers, base);
     return;
   }
-  take_registers<kRegistersOfProducts<kPairs>>();
+  take_registers<kProductRegisters>();
 
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the warp's
@@ -188,7 +168,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     barrier_wait(barriers.item_full(item.index), item.parity);
     const int index = numbers[item.index * kItemNumbers];
     if (index < 0) break;
-    const KeyBlock at(params, kWarpgroupRows, is_causal_call<kPairs>(params), index);
+    const KeyBlock at(params, kWarpgroupRows, kPairs == Pairs::kCausal, index);
     const uint32_t own = base + L::kOwnAt + item.index * L::kOwn;
     const uint32_t own_keys = own + warpgroup * (64 * 128);
     const uint32_t own_values = own_keys + L::OwnKeys::kBytes;
@@ -196,8 +176,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     if constexpr (kHoldsValues<V>) load_left<V>(held_values, own + L::OwnKeys::kBytes);
     const float fit_of_head =
         key_scales_of<T>(params, tokens, rows, at.bk, at.b * params.G + at.value_head).fit;
-    const auto keys = load_keys<T, kOverlap, L::kIsGeneral>(params, tokens, logits, at.bk,
-                                                            at.j0 + warp * 16 + g, fit_of_head);
+    const KeyNumbers keys = KeyNumbers::load<T, kOverlap>(params, tokens, logits, at.bk,
+                                                          at.j0 + warp * 16 + g, fit_of_head);
 
     // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
     float s[kStep / 2], x[kStep / 2];
@@ -213,35 +193,28 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       wgmma_commit();
     };
     Diagonal<kPairs> diagonal(params, at);
-    TilePlace<kPairs> next_tile(at);
-    PairBits bits = {};
     bool has_before = false;
     for (int remaining = at.steps; remaining > 0; --remaining, stage.next()) {
-      if constexpr (kDrops<kPairs>) {
-        // Before the tile's own products, which leave no registers for it.
-        if (kOverlap && has_before) begin_sums(stage.before());
-        bits = next_tile.pass(params, mask, at);
-      }
       barriers.wait(stage);
       begin_pairs<T, V, L, kInt8>(s, scores, x, own_keys, own_values, held_values,
                                   base + stage.index * L::kStage);
-      if (!kDrops<kPairs> && kOverlap && has_before) {
+      if (kOverlap && has_before) {
         begin_sums(stage.before());
         wgmma_wait<1>();
       } else {
         wgmma_wait<0>();
       }
       finish_pairs<T, kInt8, kPairs>(
-          params, keys, s, scores, x,
+          keys, s, scores, x,
           shared_cast<float>(shared + (L::kNormalizers + stage.index * L::kRowNumbers * 4)),
-          shared + (L::kOffsets + stage.index * kOffsetBytes), diagonal.now, bits, mask.kept,
-          logit_sums);
+          diagonal.now, logit_sums);
       if constexpr (kOverlap) {
         wgmma_wait<0>();
         if (has_before) barriers.release(stage.before());
         has_before = true;
       }
-      pack_factors<T, kPairs>(s, x, bits, weights, products);
+      pack_left<T, kStep / 8>(x, weights);
+      pack_left<Half, kStep / 8>(s, products);
       if constexpr (!kOverlap) {
         begin_sums(stage.index);
         wgmma_wait<0>();
@@ -252,7 +225,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 4. Rows of the results. The block is found anew: no register holds it over the tiles. The
     // products that read the own tokens are over.
-    const KeyBlock again(params, kWarpgroupRows, is_causal_call<kPairs>(params),
+    const KeyBlock again(params, kWarpgroupRows, kPairs == Pairs::kCausal,
                          int{numbers[item.index * kItemNumbers]});
     barriers.release_item(item.index);
     if (has_before) {
@@ -266,7 +239,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
                         value_sums);
   }
 #else
-  trap_without_warpgroups(params, tokens, rows, logits, gradients, mask, items, maps);
+  trap_without_warpgroups(params, tokens, rows, logits, gradients, items, maps);
 #endif
 }
 
@@ -274,8 +247,7 @@ template <typename T, int F, int V, bool kInt8>
 const char* queue_key_gradients(const AttentionBackwardParams& params,
                                 const DeviceExecutor& executor, const FoldedTokens& tokens,
                                 const FoldedRows& rows, const float* logits,
-                                const FoldedGradients& gradients, const PairMask& mask,
-                                bool general_alone) {
+                                const FoldedGradients& gradients) {
   constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
   const Items items(tokens.items_taken + 1,
@@ -292,30 +264,12 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
   if (error == nullptr) {
     error = map_features<V, kStep>(maps.gradients, rows.gradients, heads, params.L);
   }
-  if (error == nullptr) error = map_offsets<kStep>(maps.offsets, params);
   if (error != nullptr) return error;
-  const auto queue = [&]<bool kHasInt8, Pairs kPairs>(const Items& of_form) {
-    using L = KeyLayout<F, V, kHasInt8, kPairs>;
-    const bool has_more = L::kIsGeneral && has_offsets(params);
-    return launch(warpgroup_key_kernel<T, F, V, kHasInt8, kPairs>, of_form.blocks(),
-                  dim3(kWarpgroupThreads),
-                  has_more ? L::kOffsets + kTilesInFlight * kOffsetBytes : L::kBytes,
-                  executor.stream, params, tokens, rows, logits, gradients, mask, of_form, maps);
-  };
-  if (!general_alone && !is_general_alone(params)) {
-    error = launch_pairs(
-        params, [&]<Pairs kPairs>() { return queue.template operator()<kInt8, kPairs>(items); });
-  }
-  if (error != nullptr || every_row_sees_all(params)) return error;
-  Items general = items;
-  error = count_anew(executor, general);
-  if constexpr (kInt8) {
-    if (error == nullptr) {
-      error = map_features<F, kWarpgroupRows>(maps.own.keys, tokens.phi_k,
-                                              params.B * params.key_heads, params.S);
-    }
-  }
-  return error != nullptr ? error : queue.template operator()<false, Pairs::kGeneral>(general);
+  return launch_pairs(params, [&]<Pairs kPairs>() {
+    return launch(warpgroup_key_kernel<T, F, V, kInt8, kPairs>, items.blocks(),
+                  dim3(kWarpgroupThreads), KeyLayout<F, V, kInt8>::kBytes, executor.stream, params,
+                  tokens, rows, logits, gradients, items, maps);
+  });
 }
 
 }  // namespace
@@ -323,19 +277,15 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
 const char* warpgroup_key_gradients(const AttentionBackwardParams& params,
                                     const DeviceExecutor& executor, const FoldedTokens& tokens,
                                     const FoldedRows& rows, const float* logits,
-                                    const FoldedGradients& gradients, bool general_alone) {
-  if (general_alone && every_row_sees_all(params)) return nullptr;
-  PairMask mask;
-  if (const char* error = make_pair_mask(params, executor, true, mask)) return error;
+                                    const FoldedGradients& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     if constexpr (std::is_same_v<T, BFloat16> && F == Int8Features::kColumns) {
       if (tokens.int8.phi_k != nullptr) {
-        return queue_key_gradients<T, F, V, true>(params, executor, tokens, rows, logits, gradients,
-                                                  mask, general_alone);
+        return queue_key_gradients<T, F, V, true>(params, executor, tokens, rows, logits,
+                                                  gradients);
       }
     }
-    return queue_key_gradients<T, F, V, false>(params, executor, tokens, rows, logits, gradients,
-                                               mask, general_alone);
+    return queue_key_gradients<T, F, V, false>(params, executor, tokens, rows, logits, gradients);
   });
 }
 

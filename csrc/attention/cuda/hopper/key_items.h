@@ -2,7 +2,8 @@
 // of a tile, and the queries of all heads that share the keys come one head after the other.
 #pragma once
 
-#include "attention/cuda/hopper/general_gradients.h"
+#include "attention/cuda/hopper/pipeline.h"
+#include "attention/cuda/tensor_cores/epilogue_backward.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -45,18 +46,6 @@ struct KeyNumbers {
   }
 };
 
-// Those of either form.
-template <typename T, bool kMarks, bool kIsGeneral>
-__device__ __forceinline__ auto load_keys(const AttentionParams& params, const FoldedTokens& tokens,
-                                          const float* logits, int64_t bk, int first,
-                                          float fit_of_head) {
-  if constexpr (kIsGeneral) {
-    return GeneralKeys::load<T>(params, tokens, bk, first, fit_of_head);
-  } else {
-    return KeyNumbers::load<T, kMarks>(params, tokens, logits, bk, first, fit_of_head);
-  }
-}
-
 // Which query of a tile is the first to see the thread's first key: of the first tile, whose
 // queries begin where the keys do, and beyond the last tile of a head.
 template <Pairs kPairs>
@@ -71,27 +60,6 @@ struct Diagonal {
     if constexpr (kPairs != Pairs::kCausal) return;
     now -= kStep;
     if (now <= beyond) now = first;
-  }
-};
-
-// Where masks and dropout tell which pairs there are: the first query of the next tile, its head.
-template <Pairs kPairs>
-struct TilePlace {
-  int i0, head;
-
-  __device__ __forceinline__ explicit TilePlace(const KeyBlock& at)
-      : i0(at.first_tile * kStep), head(at.key_head * at.group) {}
-  // The pairs of that tile; then it is the one behind.
-  __device__ __forceinline__ PairBits pass(const AttentionParams& params, const PairMask& mask,
-                                           const KeyBlock& at) {
-    const int row = at.j0 + static_cast<int>(threadIdx.x) / 32 * 16;
-    const PairBits bits = find_pairs<true>(params, mask, at.b, head, row, i0);
-    i0 += kStep;
-    if (i0 >= params.L) {
-      i0 = at.first_tile * kStep;
-      ++head;
-    }
-    return bits;
   }
 };
 
@@ -112,12 +80,11 @@ __device__ __forceinline__ void take_scores(float (&s)[kStep / 2], int32_t (&sco
 
 // Scores s and x of a tile become factors: s of grad_phi_k, x of grad_value; logit_sums: the
 // gradients of the keys' logits.
-//   normalizers, deltas: of the tile's queries; diagonal: Diagonal::now; kept: dropout's rescale
+//   normalizers, deltas: of the tile's queries; diagonal: Diagonal::now
 template <typename T, Pairs kPairs>
 __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kStep / 2],
                                            Shared<const float> normalizers, const KeyNumbers& keys,
-                                           int diagonal, const PairBits& bits, float kept,
-                                           float (&logit_sums)[2]) {
+                                           int diagonal, float (&logit_sums)[2]) {
   const int t = threadIdx.x % 4;
   Shared<const float> deltas = normalizers + kStep;
 #pragma unroll
@@ -129,13 +96,11 @@ __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kSt
       const int i = 4 * n + c, column = n * 8 + 2 * t + c % 2;
       float inverse = (c % 2 == 0 ? pair.x : pair.y) * kWeightScale<T>;
       if (kPairs == Pairs::kCausal && diagonal + 8 * (c / 2) > column) inverse = 0;
-      if constexpr (kPairs == Pairs::kAny) x[i] = (bits.drops(n, c) ? 0.0f : x[i]) * kept;
       float similarity = s[i] * s[i] + keys.terms[c / 2];
       float scaled = inverse * (x[i] - (c % 2 == 0 ? delta.x : delta.y));
       // A key that no query sees may hold anything. Without masks it is hidden, and what its own
       // sums are does not count.
       if (kPairs != Pairs::kAll && inverse == 0) similarity = scaled = 0;
-      if (kPairs == Pairs::kAny && !bits.sees(n, c)) similarity = scaled = 0;
       logit_sums[c / 2] += similarity * scaled;
       s[i] *= keys.fit[c / 2] * scaled;
       x[i] = similarity * inverse;
@@ -144,43 +109,16 @@ __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kSt
 }
 
 // The products of a tile are over: scores s, or sums of integers, and x become factors.
-//   numbers: of its queries; offsets: of the general form
-template <typename T, bool kInt8, Pairs kPairs, typename Keys>
-__device__ __forceinline__ void finish_pairs(const AttentionParams& params, const Keys& keys,
-                                             float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
-                                             float (&x)[kStep / 2], Shared<const float> numbers,
-                                             [[maybe_unused]] Shared<const unsigned char> offsets,
-                                             [[maybe_unused]] int diagonal, const PairBits& bits,
-                                             float kept, float (&logit_sums)[2]) {
+//   numbers: of its queries
+template <typename T, bool kInt8, Pairs kPairs>
+__device__ __forceinline__ void finish_pairs(const KeyNumbers& keys, float (&s)[kStep / 2],
+                                             int32_t (&scores)[kStep / 2], float (&x)[kStep / 2],
+                                             Shared<const float> numbers, int diagonal,
+                                             float (&logit_sums)[2]) {
   sums_are_there(x);
-  if constexpr (kPairs == Pairs::kGeneral) {
-    sums_are_there(s);
-    keys.template make<T>(s, x, params.mask.type, offsets, {numbers}, bits, kept, logit_sums);
-  } else {
-    take_scores<kInt8>(s, scores, keys);
-    to_factors<T, kPairs>(s, x, numbers, keys, diagonal, bits, kept, logit_sums);
-  }
+  take_scores<kInt8>(s, scores, keys);
+  to_factors<T, kPairs>(s, x, numbers, keys, diagonal, logit_sums);
   fence_async();
-}
-
-// Factors become A: x weights, 0 where a pair is not seen, or dropped, and s products.
-template <typename T, Pairs kPairs>
-__device__ __forceinline__ void pack_factors(const float (&s)[kStep / 2],
-                                             const float (&x)[kStep / 2], const PairBits& bits,
-                                             uint32_t (&weights)[kStep / 16][4],
-                                             uint32_t (&products)[kStep / 16][4]) {
-  pack_left<T, kStep / 8>(x, weights);
-  if constexpr (kDrops<kPairs>) {
-    const uint32_t kept = bits.seen & ~bits.dropped;
-#pragma unroll
-    for (int n = 0; n < kStep / 8; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        weights[n / 2][n % 2 * 2 + half] &= ones_where(kept, n, half);
-      }
-    }
-  }
-  pack_left<Half, kStep / 8>(s, products);
 }
 
 }  // namespace

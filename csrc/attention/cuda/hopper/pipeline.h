@@ -28,10 +28,8 @@ constexpr int kBoxColumns = 64;
 // Of a thread: 168 are there for each, of which those that copy need few.
 constexpr int kProductRegisters = 240, kCopyRegisters = 24;
 // Else those who multiply would wait for registers that nobody gives.
-constexpr bool kHasRegisters(int product, int copy) {
-  return kProductThreads * product + 128 * copy <= kWarpgroupThreads * 168;
-}
-static_assert(kHasRegisters(kProductRegisters, kCopyRegisters));
+static_assert(kProductThreads * kProductRegisters + 128 * kCopyRegisters <=
+              kWarpgroupThreads * 168);
 // Whether a block may have as much shared memory, and kBoxes, where boxes begin, are multiples of
 // 1024.
 template <typename Layout, uint32_t... kBoxes>
@@ -168,13 +166,12 @@ struct ItemPlace {
 // What the third warpgroup does. For each item, state_of(index) is the state of its head;
 // begin(index, place, barrier) begins the copies of its own tokens, `bytes` of them, and returns
 // how many tiles it passes; copy(tile, stage, barrier) begins those of a tile.
-template <int kRegisters = kCopyRegisters, int kItems, int kStages, typename StateOf,
-          typename Begin, typename Copy>
+template <int kItems, int kStages, typename StateOf, typename Begin, typename Copy>
 __device__ __forceinline__ void copy_items(const TileBarriers<kItems, kStages>& barriers,
                                            const Items& items, Shared<int> numbers, uint32_t bytes,
                                            uint32_t tile_bytes, const StateOf& state_of,
                                            const Begin& begin, const Copy& copy) {
-  give_registers<kRegisters>();
+  give_registers<kCopyRegisters>();
   if (threadIdx.x != kProductThreads) return;
   TileStageOf<kStages> stage;
   ItemPlace<kItems> place;
@@ -244,6 +241,13 @@ __device__ __forceinline__ int tiles_met(const AttentionParams& params, bool cau
 // nothing to do.
 __device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_t j0) {
   return j0 < params.S;
+}
+
+// Calls launch.operator()<Pairs>() for what a call needs.
+template <typename Launch>
+const char* launch_pairs(const AttentionParams& params, const Launch& launch) {
+  return params.is_causal ? launch.template operator()<Pairs::kCausal>()
+                          : launch.template operator()<Pairs::kAll>();
 }
 
 // Features, or gradients, of all batches' heads, [heads, N, F], by boxes of kRows rows.

@@ -1,19 +1,16 @@
 // What the kernels share whose items are queries: what the third warpgroup copies, what hides pairs
-// of a tile, and, of both forward kernels of the folded form, what an item's rows become.
+// of a tile, and, of both forward kernels, what an item's rows become.
 #pragma once
 
-#include "attention/cuda/hopper/offsets.h"
-#include "attention/cuda/hopper/pairs.h"
+#include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// What the third warpgroup does: items of queries of heads in the form of kPairs, and tiles of
-// kKeys keys and their values.
+// What the third warpgroup does: items of queries, and tiles of kKeys keys and their values.
 //   copy_rows(at, barrier): begins the copies of an item's own rows, `bytes` of them
-//   copy_numbers(bk, batch, tile, stage, barrier): begins those of what lies beside a tile of an
-//     item's key head, `number_bytes`
+//   copy_numbers(tile, stage, barrier): begins those of what lies beside a tile, `number_bytes`
 template <typename L, int kKeys, Pairs kPairs, typename CopyRows, typename CopyNumbers>
 __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
                                                  const FoldedTokens& tokens, const Items& items,
@@ -23,53 +20,21 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
                                                  uint32_t number_bytes, const CopyRows& copy_rows,
                                                  const CopyNumbers& copy_numbers) {
   int bk = 0, batch = 0, value_head = 0;  // of the item
-  copy_items<kRegistersToCopy<kPairs>>(
+  copy_items(
       barriers, items, numbers, bytes, L::Tiles::kStage + number_bytes,
-      [&](int index) {
-        return state_for<kPairs>(tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]);
-      },
+      [&](int index) { return tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
       [&](int index, int, uint32_t barrier) {
         const QueryBlock at(params, kWarpgroupRows, index);
         copy_rows(at, barrier);
         batch = at.b;
         bk = at.bk;
         value_head = at.value_head;
-        return tiles_met<kKeys>(params, is_causal_call<kPairs>(params), at.i0);
+        return tiles_met<kKeys>(params, kPairs == Pairs::kCausal, at.i0);
       },
       [&](int tile, int stage, uint32_t barrier) {
         L::Tiles::copy(base + stage * L::Tiles::kStage, maps, bk, batch, value_head, tile, barrier);
-        copy_numbers(bk, batch, tile, stage, barrier);
+        copy_numbers(tile, stage, barrier);
       });
-}
-
-// What the third warpgroup copies beside a tile of the general form: the keys' logits, high and
-// low, of which L::kLogits has [stage][2][kStep], and offsets, of which L::kOffsets has [stage].
-template <typename L>
-__device__ __forceinline__ void copy_exponents(const AttentionParams& params,
-                                               const FoldedTokens& tokens, const RowMap& offsets,
-                                               uint32_t base, int bk, int batch, int head, int i0,
-                                               int tile, int stage, uint32_t barrier) {
-  constexpr uint32_t kBytes = kStep * 4;
-  const uint32_t logits = base + L::kLogits + stage * 2 * kBytes;
-  const int64_t key = bk * padded_tokens(params.S) + tile * int64_t{kStep};
-  begin_bytes(logits, tokens.terms + key, kBytes, barrier);
-  begin_bytes(logits + kBytes, tokens.lows + key, kBytes, barrier);
-  copy_offsets<kWarpgroupRows>(params, offsets, base + L::kOffsets + stage * kOffsetBytes, batch,
-                               head, i0, tile * kStep, barrier);
-}
-
-// Scores of a warpgroup's 64 queries and a tile at `place`, of queries that registers hold, or that
-// are read where they lie, at `queries`.
-template <typename Keys, typename Queries, bool kHolds, int kRegisters>
-__device__ __forceinline__ void begin_scores(float (&s)[kStep / 2],
-                                             const uint32_t (&held)[kRegisters][4],
-                                             uint32_t queries, uint32_t place) {
-  if constexpr (kHolds) {
-    begin_by_columns<Half, kStep, 16 * kRegisters>(s, held, place);
-  } else {
-    const uint32_t warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the warp's
-    begin_by_columns<Half, Queries, Keys>(s, queries + warpgroup * (64 * 128), place);
-  }
 }
 
 // Where a head's `state` says that some value may not be finite: those of the tile at `place`
@@ -80,20 +45,6 @@ __device__ __forceinline__ void clean_tile(uint32_t state, Shared<unsigned char>
   if ((state & kUnclean) == 0) return;
   Tiles::clean(place, barriers.meeting(), parity);
   parity ^= 1;
-}
-
-// Which pairs the thread's rows see of a tile of 64 kBlocks keys, where masks or dropout tell.
-template <Pairs kPairs, int kBlocks>
-__device__ __forceinline__ void find_tile_pairs(const AttentionParams& params, const PairMask& mask,
-                                                const QueryBlock& at, int tile,
-                                                PairBits (&bits)[kBlocks]) {
-  if constexpr (kDrops<kPairs>) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      bits[i] = find_pairs<false>(params, mask, at.b, at.h, at.i0 + threadIdx.x / 32 * 16,
-                                  (tile * kBlocks + i) * 64);
-    }
-  }
 }
 
 // From where a forward copies.
@@ -127,7 +78,7 @@ __device__ __forceinline__ void copy_forward(const AttentionParams& params,
         L::Queries::copy(base + L::kQueries, maps.queries, 0, at.bh, at.i0, barrier);
         of_item = terms + at.bk * padded_tokens(params.S);
       },
-      [&](int, int, int tile, int stage, uint32_t barrier) {
+      [&](int tile, int stage, uint32_t barrier) {
         begin_bytes(base + L::kTerms + stage * kTermBytes, of_item + tile * int64_t{kKeys},
                     kTermBytes, barrier);
       });

@@ -113,10 +113,10 @@ struct ShortKeys {
       Shared<const float> terms =
           shared_cast<const float>(shared + (places.columns + tile * kKeys * 4));
       if (crosses || (state & kFew) != 0) {
-        to_weights<T, true>(scores, terms, PairsUpTo{crosses ? own : kKeys + 8}, NoPairs(),
-                            rows.sums, rows.roundings);
+        to_weights<T, true>(scores, terms, PairsUpTo{crosses ? own : kKeys + 8}, rows.sums,
+                            rows.roundings);
       } else {
-        to_weights<T, false>(scores, terms, AllPairs(), NoPairs(), rows.sums, rows.roundings);
+        to_weights<T, false>(scores, terms, AllPairs(), rows.sums, rows.roundings);
       }
       pack_left<T, kKeys / 8>(scores, weights);
     }

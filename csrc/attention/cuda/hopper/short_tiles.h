@@ -109,7 +109,7 @@ __device__ __forceinline__ void make_features(const float (&angles)[F / 2], int 
       for (int i = 0; i < 4; ++i) {
         // Of each 32 frequencies four tiles of w1 stand before those of w2.
         const int first = 4 * (m / 2 * 8 + m % 2 * 2 + i / 2) + 2 * half + i % 2;
-        half_sums<kInt8 ? FeatureForm::kInt8 : FeatureForm::kHalf>(
+        half_sums_of_products<kInt8 ? FeatureForm::kInt8 : FeatureForm::kHalf>(
             angles[first], angles[first + 16], unit, sines[i], cosines[i]);
         not_finite[half] = fmaf(cosines[i], 0.0f, not_finite[half]);
       }

@@ -11,12 +11,9 @@ namespace {
 
 constexpr int kKeys = 128;  // of a tile
 
-// Which pairs a thread's rows see, c of tile n of 8 keys; or which dropout drops.
+// Which pairs a thread's rows see, c of tile n of 8 keys.
 struct AllPairs {
   __device__ __forceinline__ bool operator()(int, int) const { return true; }
-};
-struct NoPairs {
-  __device__ __forceinline__ bool operator()(int, int) const { return false; }
 };
 // Keys up to the `diagonal`-th of a tile, of the thread's first row.
 struct PairsUpTo {
@@ -28,12 +25,12 @@ struct PairsUpTo {
   }
 };
 
-// Scores of a thread's two rows become weights; those of pairs that are not seen, or dropped: 0.
+// Scores of a thread's two rows become weights; those of pairs that are not seen: 0.
 //   terms: of the tile's keys
 //   sums, roundings: as in ForwardRows, kRounds where rows may see few keys
-template <typename T, bool kRounds, typename Sees, typename Drops>
+template <typename T, bool kRounds, typename Sees>
 __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const float> terms,
-                                           const Sees& sees, const Drops& drops, float (&sums)[2],
+                                           const Sees& sees, float (&sums)[2],
                                            Roundings& roundings) {
   const int t = threadIdx.x % 4;
 #pragma unroll
@@ -45,7 +42,7 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
       float weight = score * score + (c % 2 == 0 ? pair.x : pair.y);
       if (!sees(n, c)) weight = 0;
       sums[c / 2] += weight;
-      s[4 * n + c] = drops(n, c) ? 0.0f : weight;
+      s[4 * n + c] = weight;
     }
     if constexpr (kRounds) {
       const float* row = s + 4 * n;

@@ -113,7 +113,6 @@ __global__ void __launch_bounds__(kEntryThreads, 2)
 
 const char* entry_products(const AttentionParams& params, const EntryProducts& products,
                            Stream stream) {
-  if (has_warpgroups()) return warpgroup_entry_products(params, products, stream);
   const FeatureChunks chunks(params);
   const int F = chunks.columns(), slices = moment_slices(params);
   const LinearTokens& tokens = products.tokens;

@@ -8,10 +8,6 @@ namespace ikattn::cuda {
 
 constexpr uint32_t kMomentBytes = 2 * kMomentColumns;  // of a row
 
-// The same by wgmma, on Hopper.
-const char* warpgroup_entry_products(const AttentionParams& params, const EntryProducts& products,
-                                     Stream stream);
-
 namespace {
 
 // One of a register's two numbers, twice.

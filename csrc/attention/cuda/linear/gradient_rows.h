@@ -7,10 +7,6 @@
 
 namespace ikattn::cuda {
 
-// By wgmma, on Hopper.
-const char* warpgroup_feature_gradients(const AttentionParams& params, const GradientSide& side,
-                                        const LinearSums& sums, Stream stream);
-
 namespace {
 
 constexpr uint32_t kSquareBytes = 2 * kMomentColumns;  // of a row of moments

@@ -114,10 +114,6 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
 
 const char* feature_gradients(const AttentionParams& params, const GradientSide& side,
                               const LinearSums& sums, Stream stream) {
-  const bool is_causal = sums.prefixes.tokens > 0;  // Hopper's take one table a head
-  if (has_warpgroups() && !is_causal) {
-    return warpgroup_feature_gradients(params, side, sums, stream);
-  }
   const FeatureChunks chunks(params);
   const int64_t blocks = params.B * side.tokens.heads * ceil_div(side.tokens.N, kEntryTokens);
   const auto launch_sides = [&]<typename T>() {

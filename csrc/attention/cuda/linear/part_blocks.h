@@ -1,4 +1,4 @@
-// Blocks that make the moments of a part of a head's tokens, by mma.sync or by wgmma.
+// Blocks that make the moments of a part of a head's tokens.
 #pragma once
 
 #include "attention/cuda/linear/parts.h"
@@ -9,10 +9,6 @@ namespace ikattn::cuda {
 constexpr int kMomentWarps = 8;
 constexpr int kEntryRows = 4;                                       // a's of a warp
 constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // of chunks, in a block
-
-// By wgmma, on Hopper; so many blocks, with as many pairs each.
-const char* warpgroup_moments(const AttentionParams& params, const LinearTokens& tokens,
-                              const TokenParts& parts, unsigned blocks, Stream stream);
 
 namespace {
 

@@ -341,10 +341,8 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
   }
   if (has_moments) {
     const char* error =
-        has_warpgroups()
-            ? warpgroup_moments(params, tokens, parts, of_moments, stream)
-            : launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
-                     tokens, chunks, parts, twice_half(tokens.entry_scale));
+        launch(moment_kernel, dim3(of_moments), threads, kMomentStages * kMomentStage, stream,
+               tokens, chunks, parts, twice_half(tokens.entry_scale));
     if (error != nullptr) return error;
   }
   return finish_sums(params, tokens, parts, sums, key_centers, stream);

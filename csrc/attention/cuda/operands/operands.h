@@ -171,16 +171,11 @@ struct AngleOperands;
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
-// Float32 with scores of integers: the value in bfloat16, by which all kernels behind take the
-// pairs for those of bfloat16.
-const char* round_values(const Route& route, const DeviceExecutor& executor,
-                         AttentionParams& params);
-
 // Whether the norms of values are asked for, of which bounds are made.
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward);
 
-// Folds logits, or makes them (features_make_logits()); features are made from the tokens again, in
-// float32, and rounded once. for_backward: with the value's bounds, and without `poison`.
+// Folds logits; features are made from the tokens again, in float32, and rounded once.
+// for_backward: with the value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded);

@@ -2,7 +2,10 @@
 // drivers (forward.cu, backward.cu) act by it, and which_kernels tells it.
 #pragma once
 
+#include <vector>
+
 #include "attention/params.h"
+#include "support/proven.h"
 
 namespace ikattn::cuda {
 
@@ -11,7 +14,7 @@ enum class Pass { kForward, kBackward };
 // Time proportional to L S, or to L + S (attention/linear_time.h).
 enum class Algorithm { kQuadratic, kLinear };
 
-// CUDA cores in float32 or float64; tensor cores by mma.sync; Hopper's own wgmma.
+// CUDA cores in float32 or float64; tensor cores by mma.sync; pairs by Hopper's own wgmma.
 enum class Unit { kCudaCores, kTensorCores, kHopper };
 
 struct Route {
@@ -24,6 +27,8 @@ struct Route {
   // Tensor cores and Hopper: the forward's scores are products of integers of 8 bits, and the
   // backward makes the same scores.
   bool int8_scores = false;
+  // The backward: the kernel of keys multiplies these integers, too, and not the same in Half.
+  bool int8_gradients = false;
   // On Hopper (hopper/short.h). The forward: its kernel makes the features, too. The backward: one
   // kernel makes all gradients of pairs, if those of both sides are asked for.
   bool is_short = false;
@@ -33,5 +38,8 @@ struct Route {
 };
 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass);
+
+// The families of kernels that a route takes; none of CUDA cores.
+std::vector<Family> families_of(const AttentionParams& params, const Route& route);
 
 }  // namespace ikattn::cuda

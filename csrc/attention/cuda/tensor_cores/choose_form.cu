@@ -116,27 +116,32 @@ double most_spread_of(const AttentionParams& params, const Route& route) {
   return route.algorithm == Algorithm::kLinear ? 16.0 : 36.0;
 }
 
-// Features in 8 bits of all heads, which wait for nothing: integers have one scale, whatever the
-// form and the largest logit are. made: logits and forms, where nobody else makes them.
-const char* write_integers(const AttentionParams& params, const DeviceExecutor& executor,
-                           const AngleOperands& operands, const SplitLogits<float>& logits,
-                           const KeyForms* made, float* poison, FoldedTokens& folded) {
-  FeatureDestination to;
-  to.poison = poison;
-  to.logits = logits;
-  to.forms = made;
+// Memory for features in 8 bits.
+void take_integers(const AttentionParams& params, const DeviceExecutor& executor,
+                   FeatureDestination& to, FoldedTokens& folded) {
   to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
   to.int8_k =
       executor.take<int8_t>(params.B * params.key_heads * params.S * Int8Features::kColumns);
   folded.int8.phi_q = to.int8_q;
   folded.int8.phi_k = to.int8_k;
+}
+// Features in 8 bits of all heads: integers have one scale, whatever the form and the largest logit
+// are.
+const char* write_integers(const AttentionParams& params, const DeviceExecutor& executor,
+                           const AngleOperands& operands, const SplitLogits<float>& logits,
+                           float* poison, FoldedTokens& folded) {
+  FeatureDestination to;
+  to.poison = poison;
+  to.logits = logits;
+  to.are_integers = true;
+  take_integers(params, executor, to, folded);
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 
 // Memory for the form of each head, and for what follows from it for its keys.
 KeyForms take_forms(const AttentionParams& params, const DeviceExecutor& executor,
                     const SplitLogits<float>& logits, const Route& route, const ValueBounds& bounds,
-                    HeadProgress* progress, bool has_integers, FoldedTokens& folded) {
+                    bool has_integers, FoldedTokens& folded) {
   const int64_t key_heads = params.B * params.key_heads, padded = padded_tokens(params.S);
   const double four_m = 4.0 * static_cast<double>(params.M);
   // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
@@ -171,7 +176,7 @@ KeyForms take_forms(const AttentionParams& params, const DeviceExecutor& executo
   }
   const FoldScales scales = {static_cast<float>(c), static_cast<float>(K * params.eps),
                              most_spread_of(params, route)};
-  return {logits, scales, keys, bounds, progress};
+  return {logits, scales, keys, bounds};
 }
 
 const char* choose_form(const AttentionParams& params, const KeyForms& forms, Stream stream) {
@@ -198,17 +203,12 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (const char* error = prepare_bounds(params, executor, route, for_backward, bounds)) {
     return error;
   }
-  const KeyForms forms =
-      take_forms(params, executor, logits, route, bounds, operands.progress, has_integers, folded);
-  const KeyForms* made = features_make_logits(params, route, for_backward) ? &forms : nullptr;
+  const KeyForms forms = take_forms(params, executor, logits, route, bounds, has_integers, folded);
+  if (const char* error = choose_form(params, forms, executor.stream)) return error;
   if (has_integers && !are_made_later) {
-    if (const char* error =
-            write_integers(params, executor, operands, logits, made, poison, folded)) {
+    if (const char* error = write_integers(params, executor, operands, logits, poison, folded)) {
       return error;
     }
-  }
-  if (made == nullptr) {
-    if (const char* error = choose_form(params, forms, executor.stream)) return error;
   }
   const auto place = [&] { return place_values(params, executor, route, bounds, folded); };
   // Where integers serve all heads, or the kernel of pairs makes features, nothing else is needed.
@@ -220,15 +220,12 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   to.poison = poison;
   to.logits = logits;
   to.scales = folded.scales;
-  to.forms = has_integers ? nullptr : made;
   if (has_others) {
     to.state = folded.state;  // of heads in the general form alone
   } else if (route.int8_scores) {
     to.state = folded.state;
-    to.int8_q = executor.take<int8_t>(queries * Int8Features::kColumns);
-    to.int8_k = executor.take<int8_t>(keys * Int8Features::kColumns);
-    folded.int8.phi_q = to.int8_q;
-    folded.int8.phi_k = to.int8_k;
+    to.are_integers = true;
+    if (route.int8_gradients) take_integers(params, executor, to, folded);
   }
   folded.phi_q = to.phi_q;
   folded.phi_k = to.phi_k;

@@ -38,10 +38,6 @@ const char* folded_forward(const AttentionParams& params, Stream stream, const F
 const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                          const Parts& parts);
 
-// The same of Int8Features, of heads of the folded form.
-const char* int8_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
-                         const Parts& parts);
-
 namespace {
 
 // log x of x > 0, to 1e-7: the exponent's part in float64. A logarithm of float64 takes longer than

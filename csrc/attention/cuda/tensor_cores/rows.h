@@ -68,14 +68,6 @@ const char* folded_key_gradients(const AttentionBackwardParams& params, Stream s
                                  const float* logits, const FoldedGradients& gradients,
                                  const GradientBegins& begins, bool general_alone);
 
-// The same of Int8Features, of heads of the folded form.
-const char* int8_query_gradients(const AttentionBackwardParams& params, Stream stream,
-                                 const FoldedTokens& tokens, const FoldedRows& rows,
-                                 const FeatureGradients& grad_phi_q);
-const char* int8_key_gradients(const AttentionBackwardParams& params, Stream stream,
-                               const FoldedTokens& tokens, const FoldedRows& rows,
-                               const float* logits, const FoldedGradients& gradients);
-
 // The same of wide rows.
 const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,

@@ -108,17 +108,6 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream) {
                 0, stream, bounds, count);
 }
 
-const char* round_values(const Route& route, const DeviceExecutor& executor,
-                         AttentionParams& params) {
-  if (!route.int8_scores || params.value.type != ElementType::kFloat32) return nullptr;
-  Array rounded = params.value;
-  int columns = 0;
-  const float* scales = nullptr;
-  const char* error = copy_values<BFloat16>(params, executor, nullptr, rounded, columns, scales);
-  params.value = rounded;
-  return error;
-}
-
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward) {
   return params.value.type == ElementType::kFloat32 || for_backward ||
          route.algorithm == Algorithm::kLinear;

@@ -147,7 +147,8 @@ bool has_weights_on_tensor_cores(const WeightsParams& params) {
   call.batch_invariant = true;
   const ElementType type = params.query.type;
   const bool is_half = type == ElementType::kBFloat16 || type == ElementType::kFloat16;
-  return is_half && why_no_tensor_cores(call) == nullptr;
+  return is_half && why_no_tensor_cores(call) == nullptr && is_on(Family::kMma) &&
+         is_on(Family::kWeights);
 }
 
 const char* normalizer_call(const WeightsParams& params, const DeviceExecutor& executor,

@@ -4,8 +4,6 @@
 
 #include <ATen/ATen.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 
 #include "attention/reference.h"
@@ -28,8 +26,7 @@ inline int64_t heads_of(const at::Tensor& mask) { return mask.dim() >= 3 ? mask.
 inline const char* why_norms_in_blocks(const ContributionCall& call,
                                        const ContributionSizes& sizes) {
   const WeightsSource& source = call.source;
-  const char* wanted = std::getenv("IKATTN_STREAMED_MAPS");
-  if (wanted != nullptr && std::strcmp(wanted, "0") == 0) return "IKATTN_STREAMED_MAPS=0";
+  if (!is_on(Family::kStreamedMaps)) return "the family streamed_maps is off";
   if (source.attn_weights.defined()) return "the weights are given";
   if (arithmetic_type(call) == at::kDouble) return "it is computed in float64";
   if (sizes.H > kMostNormHeads) return "there are more than 64 heads";

@@ -3,7 +3,6 @@
 // copies.
 //
 // Read from the environment: IKATTN_INTERPRETER_HOPPER, 1: the kernels for Hopper alone;
-// IKATTN_INTERPRETER_INT8, 1: products of integers by mma.sync are fast;
 // IKATTN_INTERPRETER_MULTIPROCESSORS, how many the device says it has, 1 if it is not there.
 //
 // New memory is NaNs, and what is written before or behind it ends the process. There is as much as
@@ -28,7 +27,6 @@
 #include <string>
 
 #include "support/cuda/glue.h"
-#include "support/interpreter/integer_products.h"
 #include "support/interpreter/interpreter.h"
 
 namespace ikattn::interpreter {
@@ -183,7 +181,6 @@ const bool registered = [] {
     return variable != nullptr && std::string(variable) == "1";
   };
   set_warpgroups(is_set("IKATTN_INTERPRETER_HOPPER"));
-  set_integer_products(is_set("IKATTN_INTERPRETER_INT8"));
   const char* count = std::getenv("IKATTN_INTERPRETER_MULTIPROCESSORS");
   set_multiprocessors(count == nullptr ? 1 : std::atoi(count));
   return true;

@@ -119,7 +119,8 @@ def note_ids(
         return isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()
 
     def kept(x: Any) -> Tensor | None:
-        return to_cpu(x.detach()) if isinstance(x, Tensor) and x.dim() == 2 else None
+        # A copy on the caller's stream: he may fill his buffer again before that to the CPU begins.
+        return to_cpu(x.detach().clone()) if isinstance(x, Tensor) and x.dim() == 2 else None
 
     ids = kwargs.get("input_ids", args[0] if args else None)
     # where the targets are known and no source was given, a decoder is called with the targets

@@ -287,6 +287,7 @@ def _metadata(recording: RecordedMaps) -> dict[str, Any]:
                 "tokens": _lists(batch.tokens),
                 "target_tokens": _lists(batch.target_tokens),
                 **{name: _numbers(getattr(batch, name)) for name in _IDS},
+                "begins": batch.begins,
             }
             for batch in recording.batches
         ],
@@ -334,11 +335,11 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
             {name: Contributions() for name in entry["layers"]},
             _lists(entry["tokens"]),
             _lists(entry["target_tokens"]),
-            **{
-                name: torch.tensor(ids, device="cpu")
+            *(
+                None if entry.get(name) is None else torch.tensor(entry[name], device="cpu")
                 for name in _IDS
-                if (ids := entry.get(name)) is not None
-            },
+            ),
+            entry.get("begins"),
         )
         for entry in metadata["batches"]
     ]

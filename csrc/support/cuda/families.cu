@@ -1,0 +1,91 @@
+// Which families of kernels are on; see families.h.
+#include <dlfcn.h>
+#include <sys/stat.h>
+
+#include <fstream>
+#include <map>
+#include <mutex>
+
+#include "support/cuda/families.h"
+#include "support/cuda/launch.h"
+#include "support/settings.h"
+
+namespace ikattn::cuda {
+namespace {
+
+// Changes wherever the library does.
+std::string build_key() {
+  Dl_info library;
+  struct stat file;
+  if (dladdr(reinterpret_cast<const void*>(&build_key), &library) == 0 ||
+      stat(library.dli_fname, &file) != 0) {
+    return "unknown";
+  }
+  return std::to_string(file.st_size) + "-" + std::to_string(file.st_mtim.tv_sec) + "." +
+         std::to_string(file.st_mtim.tv_nsec);
+}
+
+// $XDG_CACHE_HOME/ikattn/proven, or ~/.cache/ikattn/proven.
+std::string proofs_file() {
+  std::string cache = environment("XDG_CACHE_HOME");
+  if (cache.empty()) cache = environment("HOME") + "/.cache";
+  return cache + "/ikattn/proven";
+}
+
+// The days of the families that a machine has proven, by name. A line of the file is a machine's
+// key, the family's name and the day, apart by tabs.
+std::map<std::string, std::string> proofs_of(const std::string& key) {
+  std::map<std::string, std::string> days;
+  std::ifstream file(proofs_file());
+  for (std::string line; std::getline(file, line);) {
+    if (line.compare(0, key.size() + 1, key + "\t") != 0) continue;
+    const size_t tab = line.find('\t', key.size() + 1);
+    if (tab == std::string::npos) continue;
+    days[line.substr(key.size() + 1, tab - key.size() - 1)] = line.substr(tab + 1);
+  }
+  return days;
+}
+
+std::mutex proofs_mutex;
+std::map<int, std::map<std::string, std::string>> proofs;  // by device, each read once
+
+}  // namespace
+
+std::string machine_key() {
+  static const std::string build = build_key();
+  return build + "\t" + gpu_and_driver();
+}
+
+std::string proven_here(Family family) {
+  const int device = current_device();
+  const std::lock_guard<std::mutex> lock(proofs_mutex);
+  if (proofs.count(device) == 0) proofs[device] = proofs_of(machine_key());
+  const auto& here = proofs[device];
+  const auto found = here.find(proof_of(family).name);
+  return found == here.end() ? "" : found->second;
+}
+
+void forget_proofs() {
+  const std::lock_guard<std::mutex> lock(proofs_mutex);
+  proofs.clear();
+}
+
+bool is_on(Family family) {
+  switch (kernel_list().of(family)) {
+    case KernelList::Wish::kOn:
+      return true;
+    case KernelList::Wish::kOff:
+      return false;
+    default:
+      return is_proven(family) || !proven_here(family).empty();
+  }
+}
+
+std::string proven_by(Family family) {
+  const Proof& proof = proof_of(family);
+  if (proof.gpu != nullptr) return std::string(proof.gpu) + " at " + proof.commit;
+  const std::string day = proven_here(family);
+  return day.empty() ? "" : "this machine, on " + day;
+}
+
+}  // namespace ikattn::cuda
