@@ -184,7 +184,7 @@ class MapWriter:
             known.layers.setdefault(name, layer)
         for index, batch in enumerate(recording.batches):
             self.name_tokens(index, batch.tokens, batch.target_tokens)
-            for name in _IDS:
+            for name in (*_IDS, "begins"):
                 setattr(known.batches[index], name, getattr(batch, name))
 
 
@@ -330,19 +330,21 @@ def _checked_metadata(
 def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedMaps:
     """The recording of a file; ValueError and the like where its parts do not fit."""
     layers = {entry["name"]: Layer(**entry) for entry in metadata["layers"]}
-    batches = [
-        Batch(
-            {name: Contributions() for name in entry["layers"]},
-            _lists(entry["tokens"]),
-            _lists(entry["target_tokens"]),
-            *(
-                None if entry.get(name) is None else torch.tensor(entry[name], device="cpu")
-                for name in _IDS
-            ),
-            entry.get("begins"),
+    batches = []
+    for entry in metadata["batches"]:
+        of_call: dict[str, Any] = {
+            name: None if entry.get(name) is None else torch.tensor(entry[name], device="cpu")
+            for name in _IDS
+        }
+        batches.append(
+            Batch(
+                {name: Contributions() for name in entry["layers"]},
+                _lists(entry["tokens"]),
+                _lists(entry["target_tokens"]),
+                begins=entry.get("begins"),
+                **of_call,
+            )
         )
-        for entry in metadata["batches"]
-    ]
     left_out = tuple(metadata.get("left_out", ()))
     model, names = str(metadata["model"]), tuple(metadata["maps"])
     recording = RecordedMaps(model, names, layers, batches, left_out)
