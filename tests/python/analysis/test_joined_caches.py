@@ -52,13 +52,16 @@ def test_joined_steps_are_the_maps_of_the_whole_text(kind: str, options: dict[st
     with ikattn.record(model, MAPS) as at_once:
         model(whole, attention_mask=torch.ones_like(whole))
     (joined,) = steps.joined().batches
+    n = whole.size(1)  # the last call may have guessed more tokens
     for name, maps in joined.items():
-        expected = at_once[name]
-        torch.testing.assert_close(maps.summed, expected.summed, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(maps.value_norms, expected.value_norms, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            maps.mixing_ratio["summed"], expected.mixing_ratio["summed"], rtol=1e-4, atol=1e-5
-        )
+        for found, expected in (
+            (maps.summed, at_once[name].summed),
+            (maps.value_norms, at_once[name].value_norms),
+            (maps.mixing_ratio["summed"], at_once[name].mixing_ratio["summed"]),
+        ):
+            assert found is not None
+            own = found[..., :n] if found is not maps.summed else found[:, :n, :n]
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
     if "prompt_lookup_num_tokens" in options:
         return  # calls of tokens that were taken back
     own = tiny_tokenizer().convert_ids_to_tokens(whole[0].tolist())
