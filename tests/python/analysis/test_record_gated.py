@@ -178,8 +178,23 @@ def reordered(m: Any, y: Tensor, x: Tensor) -> Tensor:
     return m.o(y[:, torch.tensor([1, 0, 2, 3, 4])])
 
 
+def twice(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    return m.o(y) + m.to_gate(y)
+
+
+def gated_by_heads(m: Any, y: Tensor, x: Tensor) -> Tensor:
+    return m.o(y * m.to_gate(y).sigmoid())
+
+
 @pytest.mark.parametrize(
-    ("gate", "reason"), [(added, "'add'"), (by_einsum, "'einsum'"), (reordered, "another order")]
+    ("gate", "reason"),
+    [
+        (added, "'add'"),
+        (by_einsum, "'einsum'"),
+        (reordered, "another order"),
+        (twice, "no one out-projection"),
+        (gated_by_heads, "no one out-projection"),
+    ],
 )
 def test_what_is_no_multiple_of_heads_is_named(gate: Any, reason: str) -> None:
     block = Block(gate).eval()

@@ -175,3 +175,18 @@ def test_compiled_code_is_off_until_the_last_of_overlapping_recordings_ends() ->
     over.set()
     thread.join()
     assert compiled(X)
+
+
+def test_an_interrupt_leaves_no_mode_behind() -> None:
+    model = blocks()
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[1].attn.proj.register_forward_pre_hook(interrupt)
+    with contextlib.suppress(KeyboardInterrupt), ikattn.record(model):
+        model(X)
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert torch.is_grad_enabled()
+    handle.remove()
+    summed(model, lambda: model(X))

@@ -65,6 +65,8 @@ class Follower:
 
     def flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
         """A module is called with ``x``."""
+        if run.stage not in ("heads", "projection"):
+            self._check_is_alone(run, module, x)
         if run.stage == "heads" and module is not run.plan.module:
             if run.out_proj is module:
                 run.join()
@@ -98,6 +100,18 @@ class Follower:
             run.norm_input = x
         elif run.stage == "reading norm":
             self._is_read(run, module, x)
+
+    @staticmethod
+    def _check_is_alone(run: Run, module: nn.Module, x: Tensor) -> None:
+        """Raises RuntimeError where a second module is called with heads that are projected."""
+        following = run.following
+        if following is None or run.plan.parts.out_proj is not None or not following.is_of_heads(x):
+            return
+        raise RuntimeError(
+            f"record: {run.plan.name} cannot be recorded: its heads go into a "
+            f"{describe(run.out_proj or run.plan.module)} and into a {describe(module)}, and it "
+            "has no one out-projection. layers=... leaves it out"
+        )
 
     def _is_fed(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> bool:
         """Whether ``x`` is the heads of a run, or a multiple of them."""

@@ -237,6 +237,10 @@ class FollowedHeads(TorchFunctionMode):
         factors = [part.factor for part in parts if part.factor is not None]
         return [_Term(torch.cat([part.places for part in parts], axis), torch.cat(factors, axis))]
 
+    def is_of_heads(self, x: Tensor) -> bool:
+        """Whether a tensor is heads, or a multiple of them."""
+        return id(x) in self._known
+
     def gate(self, x: Tensor, sizes: tuple[int, int, int]) -> Gate | str | None:
         """What ``x`` is of the heads.
 

@@ -137,6 +137,8 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._call is not None:
+            self._abandon(self._call)
         self._follower.forget()
         if self._silent:
             is_told_not_to = any(
@@ -188,7 +190,8 @@ class Recorder:
                     "all weights of a query; record without it"
                 )
             if call is not None and not call.is_alive:
-                call = self._thread.call = None
+                self._abandon(call)
+                call = None
             if call is None:
                 if x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
@@ -317,6 +320,13 @@ class Recorder:
         if not call.running:
             call.frame = None
             self._thread.call = None
+
+    def _abandon(self, call: Call) -> None:
+        """Lets go of a call that hooks were not told the end of, such as by Ctrl-C."""
+        for entered in reversed(call.running):
+            if entered.following is not None:
+                entered.following.leave()
+        self._thread.call = None
 
     def _check_report(self, call: Call, plan: Plan) -> None:
         """Raises RuntimeError where a module ran whose attention has not been seen."""
