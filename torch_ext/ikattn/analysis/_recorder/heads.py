@@ -9,8 +9,9 @@ merged heads, ``[R, H d_v]``; X columns of what the out-projection is called wit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -90,26 +91,29 @@ class _Term(NamedTuple):
         return _Term(self.places.expand(shape), whole.expand(shape))
 
 
+_Terms: TypeAlias = Callable[[], list[_Term]]  # which are made when somebody asks
+
+
 class FollowedHeads(TorchFunctionMode):
     """Follows the heads that a module has computed, while it is running."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[Tensor, list[_Term]]] = {}
+        self._known: dict[int, tuple[Tensor, _Terms]] = {}
         self._keep: Callable[[], None] | None = None
         self.stop = ""  # the name of the last operation that heads cannot be followed through
         self.product: Product | None = None  # of what is made of heads
         self.is_entered = False
 
-    def begin(self, heads: Tensor, place: Tensor, keep: Callable[[], None]) -> None:
+    def begin(self, heads: Tensor, place: Callable[[], Tensor], keep: Callable[[], None]) -> None:
         """Follows ``heads``, beside those of calls before it in the same module.
 
         Args:
             heads: What the attention has returned.
-            place: int64, like it: the place of each number among the merged heads of all calls.
+            place: Gives the place of each number among the merged heads of all calls, int64.
             keep: Called before something is written into ``heads``.
         """
-        self._known[id(heads)] = heads, [_Term(place)]
+        self._known[id(heads)] = heads, lambda: [_Term(place())]
         self._keep = keep
         self.stop = ""
 
@@ -141,8 +145,7 @@ class FollowedHeads(TorchFunctionMode):
             self._keep = None
         terms = [self._known[id(x)][1] for x in own]
         made = func(*args, **kwargs)
-        with torch.no_grad():
-            self._note(func, plain, args, kwargs, own, terms, made)
+        self._note(func, plain, args, kwargs, own, terms, made)
         return made
 
     def _note(
@@ -152,52 +155,48 @@ class FollowedHeads(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         own: list[Tensor],
-        terms: list[list[_Term]],
+        terms: list[_Terms],
         made: Any,
     ) -> None:
         """Notes what an operation has made of tensors that are followed."""
-        first = bool(args) and args[0] is own[0]
-        if len(own) == 1 and name in _MOVES and first:
-            moved = [term.moved(lambda x: func(x, *args[1:], **kwargs)) for term in terms[0]]
-            if isinstance(made, Tensor):
-                self._keep_terms(made, moved)
-                return
-            for number, each in enumerate(made):
-                self._keep_terms(each, [term.part(number) for term in moved])
+        first, is_one = bool(args) and args[0] is own[0], len(own) == 1
+        is_plain = len(args) == 2 and set(kwargs) <= {"out"}
+        if is_one and name in _MOVES and first:
+
+            def moved() -> list[_Term]:
+                return [term.moved(lambda x: func(x, *args[1:], **kwargs)) for term in terms[0]()]
+
+            several = functools.cache(moved)
+            for number, each in enumerate([made] if isinstance(made, Tensor) else made):
+                found = several if made is each else functools.partial(_parts, several, number)
+                self._known[id(each)] = each, functools.cache(found)
             return
         if not isinstance(made, Tensor):
             return
-        found: list[_Term] | None = None
-        if len(own) == 1 and (name in _COPIES or self._is_idle_dropout(name, args, kwargs)):
-            found = terms[0]
-        elif len(own) == 1 and name in (*_PRODUCTS, *_QUOTIENTS) and len(args) == 2:
+        rule: _Terms | None = None
+        if is_one and (name in _COPIES or self._is_idle_dropout(name, args, kwargs)):
+            rule = terms[0]
+        elif is_one and is_plain and (name in _PRODUCTS or (name in _QUOTIENTS and first)):
             other = args[1] if first else args[0]
-            if name in _PRODUCTS or first:
-                dtype = torch.float64 if made.dtype == torch.float64 else torch.float32
-                factor = torch.as_tensor(other, dtype=dtype, device=made.device).detach()
-                factor = factor if name in _PRODUCTS else 1 / factor
-                found = [term.times(factor, made.shape) for term in terms[0]]
-        elif len(own) == 1 and name == "neg":
-            minus = torch.tensor(-1.0, device=made.device)
-            found = [term.times(minus, made.shape) for term in terms[0]]
-        elif len(own) == 2 and name in _SUMS and len(args) == 2 and own[0].shape == own[1].shape:
-            sign = torch.tensor(float(_SUMS[name]), device=made.device)
-            found = terms[0] + [term.times(sign, made.shape) for term in terms[1]]
-        elif len(own) == 1 and name == "rms_norm" and first:
-            found = self._normed(terms[0], made, *args, **kwargs)
+            rule = functools.partial(_times, terms[0], other, made, inverse=name in _QUOTIENTS)
+        elif is_one and name == "neg":
+            rule = functools.partial(_times, terms[0], -1.0, made)
+        elif len(own) == 2 and name in _SUMS and is_plain and own[0].shape == own[1].shape:
+            second = functools.partial(_times, terms[1], float(_SUMS[name]), made)
+            rule = functools.partial(_both, terms[0], second)
+        elif is_one and name == "rms_norm" and first:
+            rule = functools.partial(_normed, terms[0], made, *args, **kwargs)
         elif name == "cat" and all(id(x) in self._known for x in args[0]):
-            found = self._joined(terms, args, kwargs)
-        if found is not None:
-            self._keep_terms(made, found)
-        elif len(own) == 1 and first and name == "linear":
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            rule = functools.partial(_joined, terms, axis)
+        if rule is not None:
+            self._known[id(made)] = made, functools.cache(rule)
+        elif is_one and first and name == "linear":
             self.product = Product(made=made, **_linear(*args, **kwargs))
-        elif len(own) == 1 and first and name == "matmul" and args[1].dim() == 2:
+        elif is_one and first and name == "matmul" and args[1].dim() == 2:
             self.product = Product(args[0], args[1].mT, None, made)
         elif made.is_floating_point() and made.numel() >= own[0].numel():
             self.stop = name
-
-    def _keep_terms(self, made: Tensor, terms: list[_Term]) -> None:
-        self._known[id(made)] = (made, terms)
 
     @staticmethod
     def _is_idle_dropout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -206,36 +205,6 @@ class FollowedHeads(TorchFunctionMode):
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
         return p == 0 or not training
-
-    @staticmethod
-    def _normed(
-        terms: list[_Term],
-        made: Tensor,
-        x: Tensor,
-        shape: Any,
-        weight: Tensor | None = None,
-        eps: float | None = None,
-    ) -> list[_Term]:
-        """Divides by the root mean square, which is taken for a number."""
-        rows = widened(x.detach())
-        axes = tuple(range(-len(shape), 0))
-        square = rows.square().mean(axes, keepdim=True)
-        factor = (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
-        if weight is not None:
-            factor = factor * widened(weight.detach())
-        return [term.times(factor.expand(made.shape), made.shape) for term in terms]
-
-    @staticmethod
-    def _joined(
-        terms: list[list[_Term]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[_Term] | None:
-        if any(len(each) != 1 for each in terms):
-            return None
-        axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        one = torch.ones((), device=terms[0][0].places.device)
-        parts = [each[0].times(one, each[0].places.shape) for each in terms]
-        factors = [part.factor for part in parts if part.factor is not None]
-        return [_Term(torch.cat([part.places for part in parts], axis), torch.cat(factors, axis))]
 
     def is_of_heads(self, x: Tensor) -> bool:
         """Whether a tensor is heads, or a multiple of them."""
@@ -252,9 +221,14 @@ class FollowedHeads(TorchFunctionMode):
             None where it does not have R rows that are made of heads; a reason where it has, and
             they are not the heads of their own token, each number multiplied with one number.
         """
+        if id(x) not in self._known or x.numel() == 0 or x.numel() != sizes[1] * x.size(-1):
+            return None
+        return self._gate(x, sizes)
+
+    def _gate(self, x: Tensor, sizes: tuple[int, int, int]) -> Gate | str | None:
         calls, rows, width = sizes
-        terms = self._known.get(id(x), (x, []))[1]
-        if not terms or x.numel() == 0 or x.numel() != rows * x.size(-1):
+        terms = self._known[id(x)][1]()
+        if not terms:
             return None
         columns = torch.zeros(calls * width, dtype=torch.int64, device=x.device)
         taken = torch.zeros_like(columns)
@@ -277,6 +251,49 @@ class FollowedHeads(TorchFunctionMode):
             if bool((taken > 1).any())
             else Gate(columns, factors)
         )
+
+
+def _parts(several: _Terms, number: int) -> list[_Term]:
+    return [term.part(number) for term in several()]
+
+
+def _times(terms: _Terms, other: Any, made: Tensor, *, inverse: bool = False) -> list[_Term]:
+    dtype = torch.float64 if made.dtype == torch.float64 else torch.float32
+    factor = torch.as_tensor(other, dtype=dtype, device=made.device).detach()
+    factor = 1 / factor if inverse else factor
+    return [term.times(factor, made.shape) for term in terms()]
+
+
+def _both(one: _Terms, two: _Terms) -> list[_Term]:
+    return one() + two()
+
+
+def _normed(
+    terms: _Terms,
+    made: Tensor,
+    x: Tensor,
+    shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> list[_Term]:
+    """Divides by the root mean square, which is taken for a number."""
+    rows = widened(x.detach())
+    square = rows.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
+    factor = (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    if weight is not None:
+        factor = factor * widened(weight.detach())
+    return [term.times(factor.expand(made.shape), made.shape) for term in terms()]
+
+
+def _joined(terms: list[_Terms], axis: int) -> list[_Term]:
+    """Sets tensors side by side of which each is one part of heads; else there is no part."""
+    found = [each() for each in terms]
+    if any(len(each) != 1 for each in found):
+        return []
+    one = torch.ones((), device=found[0][0].places.device)
+    parts = [each[0].times(one, each[0].places.shape) for each in found]
+    factors = [part.factor for part in parts if part.factor is not None]
+    return [_Term(torch.cat([part.places for part in parts], axis), torch.cat(factors, axis))]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Any]:

@@ -408,7 +408,7 @@ class Recorder:
         drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
         run = self._begin(call, plan, attention, merged, drops)
         if context.dim() == 4:
-            self._follow(call, run, context, _places(context))
+            self._follow(call, run, context, turned=False)
 
     @in_own_modes
     def sdpa_called(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -429,16 +429,23 @@ class Recorder:
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
         merged = output.transpose(1, 2)
         run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
-        self._follow(call, run, output, _places(merged).transpose(1, 2))
+        self._follow(call, run, output, turned=True)
 
     @staticmethod
-    def _follow(call: Call, run: Run, heads: Tensor, places: Tensor) -> None:
-        """Follows heads while their module runs; of several calls of it those of none."""
+    def _follow(call: Call, run: Run, heads: Tensor, *, turned: bool) -> None:
+        """Follows heads ``[B, L, H, d_v]``, or turned, ``[B, H, L, d_v]``, in their module."""
+        number, shape, device = len(run.calls) - 1, heads.shape, heads.device
+
+        def places() -> Tensor:
+            B, one, two, d = shape
+            first = number * shape.numel()
+            own = torch.arange(first, first + shape.numel(), device=device)
+            return own.view(B, two, one, d).transpose(1, 2) if turned else own.view(shape)
+
         for entered in reversed(call.running):
             if entered.module is run.plan.module and entered.following is not None:
                 run.following = entered.following
-                before = (len(run.calls) - 1) * heads.numel()
-                run.following.begin(heads, places + before, run.keep_heads)
+                run.following.begin(heads, places, run.keep_heads)
 
     def _kind_of(self, call: Call, plan: Plan, query: Tensor, S: int) -> Literal["self", "cross"]:
         """Which of both a call of queries ``[B, H, L, d]`` and S keys is."""
@@ -546,8 +553,3 @@ def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> No
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _places(heads: Tensor) -> Tensor:
-    """The place of each number of ``[B, L, H, d_v]`` among the merged heads."""
-    return torch.arange(heads.numel(), device=heads.device).view(heads.shape)
