@@ -187,8 +187,7 @@ class Follower:
         """Finds the norm whose output is the block's: the second of a block that was found."""
         if module in run.plan.ancestors:
             last = run.last_norm
-            is_last = last is not None and last[2].shape == out.shape
-            if last is not None and is_last and same_rows(out, rows_of(last[2])):
+            if last is not None and _is_output(out, last[2]):
                 found = self._second_norm(run)
                 if found is not None:
                     parts = replace(run.plan.parts, second_norm=found[0])
@@ -262,10 +261,6 @@ class Follower:
 
     def projected(self, call: Call, run: Run, y: Tensor) -> None:
         parts = run.plan.parts
-        if run.attention.query.numel() == 0 or y.numel() == 0:
-            is_found = parts.block == "found"
-            self._maker.finish(call, run, replace(parts, block="none") if is_found else parts)
-            return
         if parts.block == "none":
             self._maker.finish(call, run, parts)
             return
@@ -377,7 +372,7 @@ class Follower:
         if parts.block == "found":
             self._maker.finish(call, run, replace(parts, block="none"))
             return
-        if not run.plan.module.training:
+        if not run.plan.module.training and x.numel():
             of = "what the norm after it was given" if module is not None else "its block's output"
             y = run.variants[0].rows
             residual = run.around.residual
@@ -474,7 +469,9 @@ class Follower:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
             claim = run.norm_claim(norm, stats, call.see(x), call.see(out))
-            if is_known:
+            if not x.numel():
+                pass  # no row to compare
+            elif is_known:
                 fault = partial(self._known_readers.discard, norm)
                 call.claim(claim._replace(at_fault=fault))
             else:
@@ -515,6 +512,12 @@ class Follower:
             f"record: a norm that should follow {run.name} did not run in this call; its "
             "resolver must be wrong"
         )
+
+
+def _is_output(out: Tensor, of_norm: Tensor) -> bool:
+    """Whether what a norm has made is what a module returns."""
+    is_alike = out.shape == of_norm.shape
+    return is_alike and (out is of_norm or same_rows(out, rows_of(of_norm)))
 
 
 def _is_handed_on(x: Tensor, out: Tensor) -> bool:

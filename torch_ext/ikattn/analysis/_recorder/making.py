@@ -191,7 +191,7 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
     elif run.is_turned and x.shape[:-1] == (L, B):
         x = x.transpose(0, 1)
     elif x.shape[:-1] != (B, L) and x.numel() == B * L * x.size(-1):
-        x = x.reshape(B, L, -1)
+        x = x.reshape(B, L, x.size(-1))
     if x.shape[:-1] != (B, L):
         raise RuntimeError(
             f"record: {run.plan.name}: the residual and the inputs of the norms must have shape "

@@ -203,7 +203,7 @@ class Recorder:
         if x is not None:
             for run in tuple(call.pending):
                 self._follower.flows_in(call, run, module, x)
-        if x is not None and is_norm and not is_watched and x.numel():
+        if x is not None and is_norm and not is_watched:
             seen = call.see(x)
             call.norms.append((module, seen))
             if call.running:
@@ -215,7 +215,7 @@ class Recorder:
             call.padded_length = x.size(1) if is_padded else call.padded_length
         if isinstance(module, nn.TransformerEncoderLayer) and not self._has_told_of_masks:
             self._tell_of_masks(module, args, kwargs)
-        given = None if x is None or x.numel() == 0 else call.see(x)
+        given = None if x is None else call.see(x)
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
             note_ids(call.batch, args, kwargs, mask, self._maker.to_cpu_later)

@@ -360,6 +360,10 @@ class Run:
         y = self.variants[0]
         if not may_be_sum(x, y.tensor):
             return False
+        if not x.numel():  # every tensor adds up that is none of the summands
+            summands = [each.tensor for each in (*self.residuals, *self.variants)]
+            if any(x is summand for summand in summands):
+                return False
         known = self._known(x, module, look, claims, is_input)
         if known is not None:
             found, is_as_it_was = known
@@ -370,6 +374,8 @@ class Run:
             sum_ = find_sum(x, y.tensor, rows, self.residuals, others)
             if sum_ is None or (is_unknown and not sum_.is_alone):
                 return False  # not alone: the first and last token are too small to tell
+            if not x.numel():
+                sum_ = sum_._replace(has_other=bool(others))
             found, is_as_it_was = sum_, sum_.residual.is_as_it_was
             added = self.variants[found.variant].tensor
             is_written_into = added.data_ptr() == x.data_ptr()
@@ -461,7 +467,8 @@ class Run:
     def _may_be_known(self) -> bool:
         """Whether a sum is looked for where it was; in training dropout may hide it."""
         is_named = self.plan.parts.block != "found"
-        return is_named and not self.plan.module.training
+        is_empty = not self.variants[0].tensor.numel()
+        return is_named and not self.plan.module.training and not is_empty
 
     def _projects_turned(self, y: Tensor) -> bool:
         """Whether the output is ``[L, B, D]``, as sizes tell; where they do not, it is not."""
@@ -490,7 +497,13 @@ class Run:
 
     def is_post_norm(self) -> bool:
         """Whether the residual is what the attention was called with, and calls no norm with."""
-        if self.given is None or self.residual is None or not bool(self.given.rows.any()):
+        if self.given is None or self.residual is None:
+            return False
+        x = self.given.tensor
+        if not x.numel():  # a module around it was called with it, and no norm
+            is_from_around = sum(seen.tensor is x for seen in self.residuals) > 1
+            return is_from_around and not any(seen.tensor is x for seen in self.normed)
+        if not bool(self.given.rows.any()):
             return False  # zeros are everybody's
         found = self.residual.rows.nan_to_num(0.0)
 
