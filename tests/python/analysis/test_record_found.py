@@ -449,11 +449,11 @@ def test_calls_without_tokens_have_every_map_of_their_layers(make: Any, asked: A
             model(*inputs(*sizes))
         model(torch.randn(0, 7, D), *inputs(0, 7)[1:])
     *empty, full, again = recording.batches
-    for (B, L), batch in zip(((0, 7), (11, 0), (0, 0), (0, 7)), (*empty, again), strict=True):
+    for sizes, batch in zip(((0, 7), (11, 0), (0, 0), (0, 7)), (*empty, again), strict=True):
         for name, maps in full.items():
             # D, H and 3 are sizes of the model, 11 and 7 those of the call
             expected = {
-                map: tuple({11: B, 7: L}.get(size, size) for size in shape)
+                map: tuple(dict(zip((11, 7), sizes, strict=True)).get(size, size) for size in shape)
                 for map, shape in sizes_of(maps).items()
             }
             assert sizes_of(batch[name]) == expected

@@ -118,7 +118,8 @@ def note_ids(
         return isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()
 
     def kept(x: Any) -> Tensor | None:
-        return to_cpu(x.detach()) if isinstance(x, Tensor) and x.dim() == 2 else None
+        # a copy made now: the caller may fill the tensor again before to_cpu is through
+        return to_cpu(x.detach().clone()) if isinstance(x, Tensor) and x.dim() == 2 else None
 
     ids = kwargs.get("input_ids", args[0] if args else None)
     # where the targets are known and no source was given, a decoder is called with the targets

@@ -164,8 +164,8 @@ class _LayerCall:
         self._recorder.add(
             self._name,
             EdgeMaps(
-                keep(source.long()),
-                keep(target.long()),
+                keep(source.to(torch.int64, copy=True)),  # the caller may fill them again
+                keep(target.to(torch.int64, copy=True)),
                 output.shape[0],
                 keep(weights),
                 keep(per_head),

@@ -361,7 +361,8 @@ class Run:
         if not may_be_sum(x, y.tensor):
             return False
         if not x.numel():  # every tensor adds up that is none of the summands
-            summands = [each.tensor for each in (*self.residuals, *self.variants)]
+            summands = [seen.tensor for seen in self.residuals]
+            summands += [variant.tensor for variant in self.variants]
             if any(x is summand for summand in summands):
                 return False
         known = self._known(x, module, look, claims, is_input)
