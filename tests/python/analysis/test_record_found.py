@@ -22,7 +22,8 @@ from hand_written_blocks import (
     Parallel,
     vectors,
 )
-from ikattn.analysis import record
+from ikattn.analysis import AttentionParts, record, register_resolver
+from ikattn.analysis._recorder import resolvers
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 
@@ -469,3 +470,46 @@ def test_reduced_maps_of_calls_without_tokens_are_empty(reduce: str) -> None:
     *empty, full = recording.batches
     for batch in empty:
         assert all(batch[name].reduced.keys() == full[name].reduced.keys() for name in full)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "map", "reason"),
+    [
+        (
+            lambda: Parallel(),
+            "encoder",
+            "no norm was seen to read the sum of residual and attention",
+        ),
+        (lambda: Attention(), "with_residual", "the sum of a residual and its output"),
+        (lambda: torch_layer(nn.TransformerDecoderLayer), "encoder", "not another attention"),
+    ],
+)
+def test_a_map_that_is_missing_is_told_by_what_was_seen(make: Any, map: str, reason: str) -> None:
+    for training in (False, True):
+        model = nn.Sequential(make()).train(training)
+        message = f"0.* has no map '{map}': .*{reason}"
+        with pytest.raises(ValueError, match=message) as error, record(model, maps=map):
+            model(torch.randn(B, L, D))
+        is_seen_in_call = not isinstance(model[0], nn.TransformerDecoderLayer)
+        assert ("model.eval()" in str(error.value)) == (training and is_seen_in_call)
+
+
+@torch.no_grad()
+def test_who_named_a_norm_that_did_not_run_is_told() -> None:
+    def resolve(module: nn.Module, ancestors: Any) -> AttentionParts | None:
+        if not isinstance(module, Attention):
+            return None
+        return AttentionParts("ours", module.proj, "post", "self", norm=ancestors[0].unused)
+
+    model = Block()
+    model.unused = nn.LayerNorm(D)
+    register_resolver("ours, by name", resolve)
+    try:
+        reason = (
+            r"attn \(Attention\) ran, .* did not run .* registered for 'ours, by name' names it"
+        )
+        with pytest.raises(RuntimeError, match=reason), record(model.train(), maps="all"):
+            model(torch.randn(B, L, D))
+    finally:
+        resolvers._registered.pop("ours, by name")

@@ -73,6 +73,7 @@ class Follower:
                         f"record: {run.plan.name} does not add up: its out-projection, a "
                         f"{describe(module)}, was called with {list(x.shape)}, which are not its "
                         f"heads, {list(run.contexts[0].shape)}, or a multiple{self._why(run)}"
+                        f"{run.plan.class_hint}"
                     )
             elif run.out_proj is None and self._is_fed(call, run, module, x):
                 if any(module is each.module for each in call.running):
@@ -314,8 +315,8 @@ class Follower:
         if run.why_no_block:
             if parts.block != "found":
                 raise RuntimeError(
-                    f"record: {run.plan.name} does not add up: {run.why_no_block}; its block is no "
-                    f"{parts.block!r} block"
+                    f"record: {run.plan.name} does not add up: {run.why_no_block}; by "
+                    f"{run.plan.source} its block is {parts.block!r}"
                 )
             self._maker.finish(call, run, replace(parts, block="none"))
             return
@@ -361,6 +362,11 @@ class Follower:
         if module is parts.norm:
             run.norm_input = x
 
+    def without_sum(self, call: Call, run: Run) -> None:
+        """Makes the maps of a run in whose block no sum was seen."""
+        why = "no module near it was given, or has made, the sum of a residual and its output"
+        self._without_block(call, run, run.why_no_block or why)
+
     def _without_block(self, call: Call, run: Run, why: str) -> None:
         """Makes the maps of a run whose block is not known, and why."""
         run.why_no_block = why
@@ -370,7 +376,7 @@ class Follower:
         """The block has gone on, and nothing was the residual plus the attention's output."""
         parts = run.plan.parts
         if parts.block == "found":
-            self._maker.finish(call, run, replace(parts, block="none"))
+            self.without_sum(call, run)
             return
         if not run.plan.module.training and x.numel():
             of = "what the norm after it was given" if module is not None else "its block's output"
@@ -381,8 +387,9 @@ class Follower:
                 rest += f", what was added {float((x - residual.view_as(x)).abs().max()):.3g}"
             raise RuntimeError(
                 f"record: {run.plan.name} does not add up: its output and its residual, or any "
-                f"multiple, are not {of}{rest}. Its block is no {parts.block!r} block of "
-                f"{parts.family}, or changes its residual in between"
+                f"multiple, are not {of}{rest}. By {run.plan.source} its block is "
+                f"{parts.block!r}, and its residual what "
+                f"{'it' if parts.pre_norm is None else 'the norm before it'} was called with"
             )
         # dropout stands in between: what went into the norm is what it really got
         if module is not None and module is parts.norm:
@@ -493,11 +500,11 @@ class Follower:
             if known is not None:
                 seen = f"its out-projection, a {describe(known)}, did not run in this call"
             raise RuntimeError(
-                f"record: {run.name} cannot be recorded: {seen}{self._why(run)}. layers=... leaves "
-                "it out"
+                f"record: {run.plan.title} cannot be recorded: {seen}{self._why(run)}. layers=... "
+                "leaves it out"
             )
         if run.plan.parts.block == "found" and run.stage == "sum":
-            self._maker.finish(call, run, replace(run.plan.parts, block="none"))
+            self.without_sum(call, run)
             return
         if run.stage == "reading norm":
             self.leave_unread(call, run)
@@ -509,8 +516,8 @@ class Follower:
             self._maker.finish(call, run, run.plan.parts)  # its block was not run whole
             return
         raise RuntimeError(
-            f"record: a norm that should follow {run.name} did not run in this call; its "
-            "resolver must be wrong"
+            f"record: {run.plan.title} ran, and {run.awaited} did not run after it in this call; "
+            f"{run.plan.source} names it"
         )
 
 

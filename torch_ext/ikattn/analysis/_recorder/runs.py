@@ -168,16 +168,24 @@ class Run:
         is_second = self.stage in ("second norm", "reading norm")
         return self.plan.parts.second_norm if is_second else None
 
+    @property
+    def awaited(self) -> str:
+        """The norm, or the sum, that is awaited, for errors."""
+        norm = self.plan.parts.norm if self.stage == "sum" else self.awaited_norm
+        if norm is None:
+            return "the sum of its residual and its output"
+        return f"the norm after it, a {describe(norm)},"
+
     def claim(self, step: str, distance: Distance, hint: str = "") -> Claim:
         """That a step comes out."""
-        return Claim(self.plan.name, step, distance, hint)
+        return Claim(self.plan.name, step, distance, hint + self.plan.class_hint)
 
     # --- 1 and 2
 
     def join(self) -> None:
         """Makes one call of several, whose tokens do not see those of the others."""
         if len(self.calls) > 1:
-            self.calls = [joined(self.calls)]
+            self.calls = [joined(self.plan.title, self.calls)]
             contexts = [context for context in self.contexts if context is not None]
             self.contexts = [torch.cat(contexts, 1)]
 
@@ -220,7 +228,7 @@ class Run:
         apart = distance(rows_of(x).to(expected.dtype), expected, x.dtype)
         claims.append(self.claim("its heads times their gate are not what is projected", apart))
         if len(contexts) > 1:
-            self.calls = [with_values_of(self.calls)]
+            self.calls = [with_values_of(self.plan.title, self.calls)]
             gate = gate.of_one_call(len(contexts), self.attention.sizes[1])
             parts = [context.unflatten(-1, (self.attention.sizes[1], -1)) for context in contexts]
             self.contexts = [torch.cat(parts, -1).flatten(-2)]
@@ -446,7 +454,7 @@ class Run:
         fault = partial(_forget, weakref.ref(layer))
         step = "its output and its residual, as they were found in a call before, are not their sum"
         apart = sum_distance(seen, y, residual, added)
-        claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
+        claims.append(Claim(self.plan.name, step, apart, self.plan.class_hint, fault))
         is_as_it_was = known.is_as_it_was
         if residual.version >= 0:
             is_as_it_was = residual.is_as_it_was
@@ -454,7 +462,7 @@ class Run:
             step = "its residual, which did not change in a call before, has changed"
             now = torch.stack([rows_of(residual.tensor), residual.rows])
             apart = Numbers(0.0, True, torch.stack([now[0] - now[1], *now]).abs().amax(-1))
-            claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
+            claims.append(Claim(self.plan.name, step, apart, self.plan.class_hint, fault))
         return Sum(residual, known.variant), is_as_it_was
 
     def _adds_up_written_into(self, x: Tensor, found: Sum, scale: float | Tensor) -> bool:
