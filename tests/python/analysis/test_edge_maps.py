@@ -150,6 +150,15 @@ def test_a_recording_holds_the_norms_of_what_each_edge_moves(kind, concat, edge_
     assert not maps.summed.requires_grad
 
 
+def test_edges_that_the_caller_fills_again_are_recorded_as_they_were():
+    conv, edge_index = pyg.TransformerConv(CHANNELS, C, H).eval(), EDGE_INDEX.clone()
+    with ikattn.record(conv, to_cpu=False) as recording:
+        conv(torch.randn(N, CHANNELS), edge_index)
+    edge_index.zero_()
+    maps = recording.edges[""]
+    assert torch.equal(torch.stack([maps.source, maps.target]), EDGE_INDEX)
+
+
 def test_calls_layers_and_other_attention_are_kept_apart():
     class Net(nn.Module):
         def __init__(self) -> None:

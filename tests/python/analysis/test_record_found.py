@@ -10,8 +10,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from agreement import assert_close
-from hand_written_blocks import Attention, B, Block, D, Functional, H, L, LayerScale, vectors
-from ikattn.analysis import record
+from hand_written_blocks import (
+    Attention,
+    B,
+    Block,
+    D,
+    Functional,
+    H,
+    L,
+    LayerScale,
+    Parallel,
+    vectors,
+)
+from ikattn.analysis import AttentionParts, record, register_resolver
+from ikattn.analysis._recorder import resolvers
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 
@@ -386,3 +398,118 @@ def test_attention_over_no_keys_has_empty_maps() -> None:
     (maps,) = recording.batches[0].layers.values()
     assert maps.summed is not None
     assert maps.summed.shape == (B, L, 0)
+
+
+def torch_layer(kind: type[nn.Module], **how: Any) -> nn.Module:
+    return kind(D, H, 32, batch_first=True, **how)
+
+
+MADE_OF_MODULES = {
+    "post": lambda: Block(post=True),
+    "pre": Block,
+    "parallel": Parallel,
+    "a multiple": Functional,
+    "a scale": lambda: Block(LayerScale()),
+    "torch's encoder": lambda: torch_layer(nn.TransformerEncoderLayer),
+    "torch's encoder, pre": lambda: torch_layer(nn.TransformerEncoderLayer, norm_first=True),
+    "torch's decoder": lambda: torch_layer(nn.TransformerDecoderLayer),
+    "torch's decoder, pre": lambda: torch_layer(nn.TransformerDecoderLayer, norm_first=True),
+}
+
+
+class Chain(nn.Module):
+    """Two layers, the second of which reads the first."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([make(), make()])
+
+    def forward(self, x: Tensor, *memory: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *memory)
+        return x
+
+
+def sizes_of(maps: Any) -> dict[str, tuple[int, ...]]:
+    found = {name: x.shape for name, x in vars(maps).items() if isinstance(x, Tensor)}
+    return found | {f"ratio of {name}": x.shape for name, x in maps.mixing_ratio.items()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", MADE_OF_MODULES.values(), ids=MADE_OF_MODULES)
+@pytest.mark.parametrize("asked", [{}, {"maps": "all"}, {"maps": "all", "queries": slice(0, 9)}])
+def test_calls_without_tokens_have_every_map_of_their_layers(make: Any, asked: Any) -> None:
+    model = Chain(make).eval()
+    is_decoder = isinstance(model.layers[0], nn.TransformerDecoderLayer)
+
+    def inputs(B: int, L: int) -> list[Tensor]:
+        return [torch.randn(B, L, D), torch.randn(B, 3, D)][: 1 + is_decoder]
+
+    with record(model, **asked) as recording:
+        for sizes in ((0, 7), (11, 0), (0, 0), (11, 7)):
+            model(*inputs(*sizes))
+        model(torch.randn(0, 7, D), *inputs(0, 7)[1:])
+    *empty, full, again = recording.batches
+    for sizes, batch in zip(((0, 7), (11, 0), (0, 0), (0, 7)), (*empty, again), strict=True):
+        for name, maps in full.items():
+            # D, H and 3 are sizes of the model, 11 and 7 those of the call
+            expected = {
+                map: tuple(dict(zip((11, 7), sizes, strict=True)).get(size, size) for size in shape)
+                for map, shape in sizes_of(maps).items()
+            }
+            assert sizes_of(batch[name]) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reduce", ["columns", "top_k", "diagonal"])
+def test_reduced_maps_of_calls_without_tokens_are_empty(reduce: str) -> None:
+    model = Chain(lambda: torch_layer(nn.TransformerEncoderLayer)).eval()
+    with record(model, maps="all", reduce=reduce) as recording:
+        for sizes in ((0, 4), (2, 0), (2, 4)):
+            model(torch.randn(*sizes, D))
+    *empty, full = recording.batches
+    for batch in empty:
+        assert all(batch[name].reduced.keys() == full[name].reduced.keys() for name in full)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "map", "reason"),
+    [
+        (
+            lambda: Parallel(),
+            "encoder",
+            "no norm was seen to read the sum of residual and attention",
+        ),
+        (lambda: Attention(), "with_residual", "the sum of a residual and its output"),
+        (lambda: torch_layer(nn.TransformerDecoderLayer), "encoder", "not another attention"),
+    ],
+)
+def test_a_map_that_is_missing_is_told_by_what_was_seen(make: Any, map: str, reason: str) -> None:
+    for training in (False, True):
+        model = nn.Sequential(make()).train(training)
+        message = f"0.* has no map '{map}': .*{reason}"
+        with pytest.raises(ValueError, match=message) as error, record(model, maps=map):
+            model(torch.randn(B, L, D))
+        is_seen_in_call = not isinstance(model[0], nn.TransformerDecoderLayer)
+        assert ("model.eval()" in str(error.value)) == (training and is_seen_in_call)
+
+
+@torch.no_grad()
+def test_who_named_a_norm_that_did_not_run_is_told() -> None:
+    def resolve(module: nn.Module, ancestors: Any) -> AttentionParts | None:
+        if not isinstance(module, Attention):
+            return None
+        return AttentionParts("ours", module.proj, "post", "self", norm=ancestors[0].unused)
+
+    model = Block()
+    model.unused = nn.LayerNorm(D)
+    register_resolver("ours, by name", resolve)
+    try:
+        reason = (
+            r"attn \(Attention\) ran, .* did not run .* registered for 'ours, by name' names it"
+        )
+        with pytest.raises(RuntimeError, match=reason), record(model.train(), maps="all"):
+            model(torch.randn(B, L, D))
+    finally:
+        resolvers._registered.pop("ours, by name")

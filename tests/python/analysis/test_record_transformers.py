@@ -380,6 +380,25 @@ def test_static_cache_keeps_the_diagonal() -> None:
         assert_close(second[..., :4], expected[:, 3:], TOLERANCE)
 
 
+def test_tensors_that_the_caller_fills_again_are_recorded_as_they_were() -> None:
+    model, kinds = build("bert"), ("input_ids", "attention_mask")
+    given = {name: torch.zeros(2, 4, dtype=torch.int64) for name in kinds}
+    with record(model, to_cpu=False) as recording:
+        for step in (1, 2):
+            given["input_ids"].fill_(step)
+            given["attention_mask"].fill_(1)[:, -step:] = 0
+            model(**given)
+    for tensor in given.values():
+        tensor.fill_(3)
+    for step, batch in enumerate(recording.batches, 1):
+        padding = torch.arange(4).expand(2, 4) >= 4 - step
+        assert_identical(batch.input_ids, torch.full((2, 4), step))
+        assert_identical(batch.input_mask == 0, padding)
+        for maps in batch.values():
+            assert_identical(maps.key_padding, padding)
+            assert_identical(maps.query_padding, padding)
+
+
 def test_each_step_of_generate_is_a_batch() -> None:
     config = transformers.GPT2Config(**FAMILIES["gpt2"][1])
     model = transformers.GPT2LMHeadModel(config).double().eval()

@@ -298,8 +298,8 @@ class AttentionCall:
         return {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
 
 
-def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
-    """Calls one after the other, as one: queries see the keys of their own call.
+def joined(layer: str, calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls of a layer one after the other, as one: queries see the keys of their own call.
 
     Raises:
         NotImplementedError: Calls of different items, or with masks of their own.
@@ -316,9 +316,9 @@ def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
     )
     if not simple:
         raise NotImplementedError(
-            "record: a module that calls its attention function several times in one forward can "
-            f"be recorded where the calls are of consecutive tokens, without masks; got "
-            f"{len(calls)} calls of {[tuple(call.query.shape) for call in calls]}"
+            f"record: {layer} calls its attention function {len(calls)} times in one forward, with "
+            f"queries {[list(call.query.shape) for call in calls]}; such calls must be of "
+            "consecutive tokens of the same items, without masks; layers=... leaves it out"
         )
     sizes = [call.sizes[2] for call in calls]
     part = torch.repeat_interleave(
@@ -339,8 +339,8 @@ def joined(calls: Sequence[AttentionCall]) -> AttentionCall:
     )
 
 
-def with_values_of(calls: Sequence[AttentionCall]) -> AttentionCall:
-    """Calls of the same queries and keys as one, whose heads have the values of all side by side.
+def with_values_of(layer: str, calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls of a layer with the same queries and keys as one, whose heads have all values.
 
     Raises:
         NotImplementedError: Queries or keys differ.
@@ -349,8 +349,9 @@ def with_values_of(calls: Sequence[AttentionCall]) -> AttentionCall:
     for call in calls[1:]:
         if not (torch.equal(call.query, first.query) and torch.equal(call.key, first.key)):
             raise NotImplementedError(
-                f"record: a module calls its attention function {len(calls)} times with other "
-                "queries or keys, and adds up what they return; it cannot be recorded"
+                f"record: {layer} calls its attention function {len(calls)} times and adds up what "
+                "they return; such calls must have the same queries and keys, and theirs differ; "
+                "layers=... leaves it out"
             )
     return dataclasses.replace(first, value=torch.cat([call.value for call in calls], -1))
 

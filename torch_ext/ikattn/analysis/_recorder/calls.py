@@ -119,7 +119,7 @@ def note_ids(
         return isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()
 
     def kept(x: Any) -> Tensor | None:
-        # A copy on the caller's stream: he may fill his buffer again before that to the CPU begins.
+        # A copy made now: the caller may fill the tensor again before to_cpu is through.
         return to_cpu(x.detach().clone()) if isinstance(x, Tensor) and x.dim() == 2 else None
 
     ids = kwargs.get("input_ids", args[0] if args else None)

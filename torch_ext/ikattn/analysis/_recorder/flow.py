@@ -68,7 +68,10 @@ def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """The first and the last row of ``[.., D]``, ``[2, D]``, in float32 at least: a copy."""
+    """The first and the last row of ``[.., D]``, ``[2, D]``, in float32 at least: a copy.
+
+    Zeros where there are no rows.
+    """
     if x.is_nested:
         x = x.unbind()[0]
     if x.requires_grad:
@@ -82,6 +85,8 @@ def rows_of(x: Tensor) -> Tensor:
             step = sum((size - 1) * stride for size, stride in outer)  # from the first to the last
             ends = x.as_strided((2, D), (step, last[1]))
         return ends.clone() if x.dtype in _WIDE else ends.float()
+    if not x.numel():
+        return widened(x.new_zeros(2, x.size(-1)))
     rows = [x[(x.dim() - 1) * (end,)] for end in (0, -1)]
     if hasattr(x, "full_tensor"):  # a DTensor
         rows = [row.full_tensor() for row in rows]  # type: ignore[attr-defined]
@@ -105,7 +110,7 @@ def same_rows(x: Tensor, rows: Tensor) -> bool:
 
 def may_be_sum(x: Tensor, y: Tensor) -> bool:
     """Whether ``x`` is another tensor than ``y``, with as many rows of the same size."""
-    if not has_rows_like(x, y) or y.numel() == 0 or x.device != y.device:
+    if not has_rows_like(x, y) or x.device != y.device or (not x.numel() and x.shape != y.shape):
         return False
     here = address_of(x)
     return here is not None and here != address_of(y)
@@ -118,9 +123,12 @@ def has_rows_like(x: Tensor, y: Tensor) -> bool:
 
 
 def address_of(x: Tensor) -> int | None:
-    """Where the numbers of a tensor are; None where that is not known, as in torch.func.grad."""
+    """Where the numbers of a tensor are; None where that is not known, as in torch.func.grad.
+
+    A tensor without numbers is told from others by the object that it is.
+    """
     try:
-        return x.data_ptr()
+        return x.data_ptr() or id(x)
     except RuntimeError:
         return None
 

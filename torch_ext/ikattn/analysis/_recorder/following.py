@@ -75,6 +75,7 @@ class Follower:
                         f"record: {run.plan.name} does not add up: its out-projection, a "
                         f"{describe(module)}, was called with {list(x.shape)}, which are not its "
                         f"heads, {list(run.contexts[0].shape)}, or a multiple{self._why(run)}"
+                        f"{run.plan.class_hint}"
                     )
             elif run.out_proj is None and self._is_fed(call, run, module, x):
                 if any(module is each.module for each in call.running):
@@ -201,8 +202,7 @@ class Follower:
         """Finds the norm whose output is the block's: the second of a block that was found."""
         if module in run.plan.ancestors:
             last = run.last_norm
-            is_last = last is not None and last[2].shape == out.shape
-            if last is not None and is_last and same_rows(out, rows_of(last[2])):
+            if last is not None and _is_output(out, last[2]):
                 found = self._second_norm(run)
                 if found is not None:
                     parts = replace(run.plan.parts, second_norm=found[0])
@@ -276,10 +276,6 @@ class Follower:
 
     def projected(self, call: Call, run: Run, y: Tensor) -> None:
         parts = run.plan.parts
-        if run.attention.query.numel() == 0 or y.numel() == 0:
-            is_found = parts.block == "found"
-            self._maker.finish(call, run, replace(parts, block="none") if is_found else parts)
-            return
         if parts.block == "none":
             self._maker.finish(call, run, parts)
             return
@@ -333,8 +329,8 @@ class Follower:
         if run.why_no_block:
             if parts.block != "found":
                 raise RuntimeError(
-                    f"record: {run.plan.name} does not add up: {run.why_no_block}; its block is no "
-                    f"{parts.block!r} block"
+                    f"record: {run.plan.name} does not add up: {run.why_no_block}; by "
+                    f"{run.plan.source} its block is {parts.block!r}"
                 )
             self._maker.finish(call, run, replace(parts, block="none"))
             return
@@ -380,6 +376,11 @@ class Follower:
         if module is parts.norm:
             run.norm_input = x
 
+    def without_sum(self, call: Call, run: Run) -> None:
+        """Makes the maps of a run in whose block no sum was seen."""
+        why = "no module near it was given, or has made, the sum of a residual and its output"
+        self._without_block(call, run, run.why_no_block or why)
+
     def _without_block(self, call: Call, run: Run, why: str) -> None:
         """Makes the maps of a run whose block is not known, and why."""
         run.why_no_block = why
@@ -389,9 +390,9 @@ class Follower:
         """The block has gone on, and nothing was the residual plus the attention's output."""
         parts = run.plan.parts
         if parts.block == "found":
-            self._maker.finish(call, run, replace(parts, block="none"))
+            self.without_sum(call, run)
             return
-        if not run.plan.module.training:
+        if not run.plan.module.training and x.numel():
             of = "what the norm after it was given" if module is not None else "its block's output"
             y = run.variants[0].rows
             residual = run.around.residual
@@ -400,8 +401,9 @@ class Follower:
                 rest += f", what was added {float((x - residual.view_as(x)).abs().max()):.3g}"
             raise RuntimeError(
                 f"record: {run.plan.name} does not add up: its output and its residual, or any "
-                f"multiple, are not {of}{rest}. Its block is no {parts.block!r} block of "
-                f"{parts.family}, or changes its residual in between"
+                f"multiple, are not {of}{rest}. By {run.plan.source} its block is "
+                f"{parts.block!r}, and its residual what "
+                f"{'it' if parts.pre_norm is None else 'the norm before it'} was called with"
             )
         # dropout stands in between: what went into the norm is what it really got
         if module is not None and module is parts.norm:
@@ -488,7 +490,9 @@ class Follower:
             with self._maker.grad_mode():
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
             claim = run.norm_claim(norm, stats, call.see(x), call.see(out))
-            if is_known:
+            if not x.numel():
+                pass  # no row to compare
+            elif is_known:
                 fault = partial(self._known_readers.discard, norm)
                 call.claim(claim._replace(at_fault=fault))
             else:
@@ -510,11 +514,11 @@ class Follower:
             if known is not None:
                 seen = f"its out-projection, a {describe(known)}, did not run in this call"
             raise RuntimeError(
-                f"record: {run.name} cannot be recorded: {seen}{self._why(run)}. layers=... leaves "
-                "it out"
+                f"record: {run.plan.title} cannot be recorded: {seen}{self._why(run)}. layers=... "
+                "leaves it out"
             )
         if run.plan.parts.block == "found" and run.stage == "sum":
-            self._maker.finish(call, run, replace(run.plan.parts, block="none"))
+            self.without_sum(call, run)
             return
         if run.stage == "reading norm":
             self.leave_unread(call, run)
@@ -526,9 +530,15 @@ class Follower:
             self._maker.finish(call, run, run.plan.parts)  # its block was not run whole
             return
         raise RuntimeError(
-            f"record: a norm that should follow {run.name} did not run in this call; its "
-            "resolver must be wrong"
+            f"record: {run.plan.title} ran, and {run.awaited} did not run after it in this call; "
+            f"{run.plan.source} names it"
         )
+
+
+def _is_output(out: Tensor, of_norm: Tensor) -> bool:
+    """Whether what a norm has made is what a module returns."""
+    is_alike = out.shape == of_norm.shape
+    return is_alike and (out is of_norm or same_rows(out, rows_of(of_norm)))
 
 
 def _is_handed_on(x: Tensor, out: Tensor) -> bool:

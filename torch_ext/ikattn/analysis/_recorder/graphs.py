@@ -150,7 +150,10 @@ class _LayerCall:
 
         maps: tuple[Tensor, Tensor] | None = getattr(self._thread, "maps", None)
         if maps is None:
-            raise RuntimeError(f"record: {self._name} ran, and its messages were not seen")
+            raise RuntimeError(
+                f"record: {self._name} ({type(module).__name__}) ran, and its messages were not "
+                "seen: its propagate must call its method message"
+            )
         weights, messages = maps
         source, target, _ = ends_of(self._thread.edge_index, module.flow)
         self._thread.maps = self._thread.edge_index = None
@@ -166,8 +169,8 @@ class _LayerCall:
             self._recorder.add(
                 self._name,
                 EdgeMaps(
-                    keep(source.long()),
-                    keep(target.long()),
+                    keep(source.to(torch.int64, copy=True)),  # the caller may fill them again
+                    keep(target.to(torch.int64, copy=True)),
                     output.shape[0],
                     keep(weights),
                     keep(per_head),

@@ -111,19 +111,25 @@ class Maker:
 
     def make(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
         plan, attention = run.plan, run.attention
-        if attention.softcap is not None or attention.sinks is not None:
+        extra = [
+            words
+            for words, x in (("a soft cap", attention.softcap), ("sinks", attention.sinks))
+            if x is not None
+        ]
+        if extra:
             for name in ("similarity", "magnitude"):
                 if name in plan.asked.required:
                     raise ValueError(
-                        f"record: {plan.name} has no map {name!r}: its logits have a soft cap or "
-                        "sinks, so that weights are no product of similarity and magnitude"
+                        f"record: {plan.title} has no map {name!r}: its logits have "
+                        f"{' and '.join(extra)}, so that weights are no product of similarity and "
+                        "magnitude"
                     )
             wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
         around = run.around
         if "alti" in plan.asked.required and (around.residual is None or around.output is None):
             raise ValueError(
-                f"record: {plan.name} has no map 'alti': the sum of residual and attention was not "
-                "found; in training dropout may hide it"
+                f"record: {plan.title} has no map 'alti': the sum of residual and attention was "
+                f"not seen in this call{plan.dropout_hint}"
             )
         assert run.projection is not None
         self._check_room(call, run, wanted)
@@ -191,12 +197,13 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
     elif run.is_turned and x.shape[:-1] == (L, B):
         x = x.transpose(0, 1)
     elif x.shape[:-1] != (B, L) and x.numel() == B * L * x.size(-1):
-        x = x.reshape(B, L, -1)
+        x = x.reshape(B, L, x.size(-1))
     if x.shape[:-1] != (B, L):
+        chunk = [getattr(each, "chunk_size_feed_forward", 0) for each in run.plan.ancestors]
+        hint = "; chunk_size_feed_forward must be 0" if any(chunk) else ""
         raise RuntimeError(
-            f"record: {run.plan.name}: the residual and the inputs of the norms must have shape "
-            f"[B, L, D] = [{B}, {L}, D], got {list(x.shape)}; chunked feed-forward layers "
-            "(chunk_size_feed_forward) cannot be recorded with their norms"
+            f"record: {run.plan.title}: the residual and the inputs of the norms must have shape "
+            f"[B, L, D] = [{B}, {L}, D], got {list(x.shape)}{hint}"
         )
     return x
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._recorder.resolvers import Site, find_attention
+from ikattn.analysis._recorder.resolvers import Site, described_by, find_attention
 from ikattn.analysis._recorder.run_maps import (
     ALL_MAPS,
     LEDGER,
@@ -47,6 +47,28 @@ class Plan:
     asked: Asked
 
     @property
+    def title(self) -> str:
+        """Its name and class, for errors."""
+        return f"{self.name} ({type(self.module).__name__})"
+
+    @property
+    def class_hint(self) -> str:
+        """Its class, at the end of errors that name it."""
+        return f"; the layer is of the class {type(self.module).__name__}"
+
+    @property
+    def source(self) -> str:
+        """Who says what its parts are, for errors."""
+        return described_by(self.module, self.ancestors)
+
+    @property
+    def dropout_hint(self) -> str:
+        """What helps where a sum was not seen, for errors: "" in evaluation."""
+        if not self.module.training:
+            return ""
+        return "; it is in training mode, where dropout may change the summands: try model.eval()"
+
+    @property
     def seen_by(self) -> Literal["torch", "interface", "sdpa"]:
         """What tells of its runs."""
         if isinstance(self.module, StockMultiheadAttention):
@@ -80,10 +102,14 @@ class Plan:
             if reason is not None:
                 if self.parts.block == "none" and why_no_block:
                     reason = why_no_block
+                if has_run and kind != "cross":
+                    reason += self.dropout_hint
                 raise ValueError(
-                    f"record: {self.name} has no map {name!r}: {reason}. It has "
-                    f"{', '.join(defined_maps(ALL_MAPS, self.parts, kind, has_run=has_run))}; "
-                    "maps='all' takes of each layer what it has, layers=... leaves layers out"
+                    f"record: {self.name} has no map {name!r}: {reason}. The layer, a "
+                    f"{type(self.module).__name__}, has "
+                    f"{', '.join(defined_maps(ALL_MAPS, self.parts, kind, has_run=has_run))}. "
+                    "maps='all' takes of each layer what it has where no other name is asked for "
+                    "(--maps all), layers=... (--layers) leaves layers out"
                 )
         others = defined_maps(self.asked.where_defined, self.parts, kind, has_run=has_run)
         return tuple(dict.fromkeys((*self.asked.required, *others)))
@@ -125,7 +151,10 @@ def plan_layers(
         if not is_selected([site.name], site.module, (*site.ancestors, site.module), layers):
             continue
         if isinstance(site.parts, str):
-            raise NotImplementedError(f"record: {site.name} cannot be recorded: {site.parts}")
+            raise NotImplementedError(
+                f"record: {site.name} ({type(site.module).__name__}) cannot be recorded: "
+                f"{site.parts}; layers=... leaves it out"
+            )
         plan = Plan(site.name, site.module, site.ancestors, site.parts, asked)
         plan.maps(site.parts.kind)
         if isinstance(site.module, StockMultiheadAttention):

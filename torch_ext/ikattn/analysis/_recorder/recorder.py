@@ -206,7 +206,7 @@ class Recorder:
         if x is not None:
             for run in tuple(call.pending):
                 self._follower.flows_in(call, run, module, x)
-        if x is not None and is_norm and not is_watched and x.numel():
+        if x is not None and is_norm and not is_watched:
             seen = call.see(x)
             call.norms.append((module, seen))
             if call.running:
@@ -218,7 +218,7 @@ class Recorder:
             call.padded_length = x.size(1) if is_padded else call.padded_length
         if isinstance(module, nn.TransformerEncoderLayer) and not self._has_told_of_masks:
             self._tell_of_masks(module, args, kwargs)
-        given = None if x is None or x.numel() == 0 else call.see(x)
+        given = None if x is None else call.see(x)
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
             note_ids(call.batch, args, kwargs, mask, self._maker.to_cpu_later)
@@ -341,7 +341,7 @@ class Recorder:
         )
         now = "" if implementation is None else f" (its config says {implementation!r} now)"
         raise RuntimeError(
-            f"record: {plan.name} was to be recorded and ran, but its attention was not seen{now}: "
+            f"record: {plan.title} ran, but its attention was not seen{now}: "
             "the attention implementation must stay what it was when the block began, and the "
             "module must compute its weights through it"
         )
@@ -421,7 +421,7 @@ class Recorder:
             return
         check_is_plain_call(plan.name)
         with self._maker.grad_mode():
-            attention, dropout_p = sdpa_call(args, kwargs)
+            attention, dropout_p = sdpa_call(plan.title, args, kwargs)
             attention.kind = self._kind_of(call, plan, attention.query, attention.sizes[3])
             for entered in call.running:
                 entered.projected.clear()
@@ -494,13 +494,13 @@ class Recorder:
                 self._follower.leave_unread(call, run)
                 continue
             if run.plan.parts.block == "found" and run.stage == "sum":
-                self._maker.finish(call, run, replace(run.plan.parts, block="none"))
+                self._follower.without_sum(call, run)
             elif run.stage == "end of block":  # another attention stands before it
                 self._maker.finish(call, run, run.plan.parts)
             elif run.plan.module is module:
                 raise RuntimeError(
-                    f"record: {plan.name} ran again before the norm after it; its resolver must be "
-                    "wrong"
+                    f"record: {plan.title} ran again, and {run.awaited} has not run since its "
+                    f"first run; {plan.source} names it"
                 )
         times = call.times_run[module] = call.times_run.get(module, 0) + 1
         name = plan.name if times == 1 else f"{plan.name}#{times}"

@@ -125,6 +125,14 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
     return None
 
 
+def described_by(module: nn.Module, ancestors: Sequence[nn.Module]) -> str:
+    """Who says what the parts of a module are, as errors name it."""
+    for family, resolver in reversed(_registered.items()):
+        if resolver(module, ancestors) is not None:
+            return f"the resolver that was registered for {family!r}"
+    return f"ikattn's own list of parts of {type(module).__name__}"
+
+
 def found_by_running(module: nn.Module) -> AttentionParts:
     """The parts of attention that no resolver knows: its runs will tell."""
     config = getattr(module, "config", None)

@@ -88,17 +88,17 @@ def why_undefined(
     if name == "with_norm" and parts.norm is None:
         return (
             "its block normalises before the attention, not after the sum of residual and "
-            "attention; 'encoder' is through the norm that reads that sum"
+            "attention; 'encoder' is through the norm that reads that sum, where one does"
         )
     if name == "encoder" and parts.block == "pre":
         if parts.second_norm is not None or not has_run:
             return None
-        return (
-            "no norm that could be followed reads the sum of residual and attention; in training "
-            "dropout may hide that sum"
-        )
+        return "no norm was seen to read the sum of residual and attention"
     if name == "encoder" and parts.second_norm is None:
-        return "another attention stands between it and the norm at the end of its block"
+        return (
+            "no norm is known at the end of its block with the feed-forward part alone, and not "
+            "another attention, in between"
+        )
     return None
 
 

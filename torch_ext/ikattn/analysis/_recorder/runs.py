@@ -168,16 +168,24 @@ class Run:
         is_second = self.stage in ("second norm", "reading norm")
         return self.plan.parts.second_norm if is_second else None
 
+    @property
+    def awaited(self) -> str:
+        """The norm, or the sum, that is awaited, for errors."""
+        norm = self.plan.parts.norm if self.stage == "sum" else self.awaited_norm
+        if norm is None:
+            return "the sum of its residual and its output"
+        return f"the norm after it, a {describe(norm)},"
+
     def claim(self, step: str, distance: Distance, hint: str = "") -> Claim:
         """That a step comes out."""
-        return Claim(self.plan.name, step, distance, hint)
+        return Claim(self.plan.name, step, distance, hint + self.plan.class_hint)
 
     # --- 1 and 2
 
     def join(self) -> None:
         """Makes one call of several, whose tokens do not see those of the others."""
         if len(self.calls) > 1:
-            self.calls = [joined(self.calls)]
+            self.calls = [joined(self.plan.title, self.calls)]
             contexts = [context for context in self.contexts if context is not None]
             self.contexts = [torch.cat(contexts, 1)]
 
@@ -220,7 +228,7 @@ class Run:
         apart = distance(rows_of(x).to(expected.dtype), expected, x.dtype)
         claims.append(self.claim("its heads times their gate are not what is projected", apart))
         if len(contexts) > 1:
-            self.calls = [with_values_of(self.calls)]
+            self.calls = [with_values_of(self.plan.title, self.calls)]
             gate = gate.of_one_call(len(contexts), self.attention.sizes[1])
             parts = [context.unflatten(-1, (self.attention.sizes[1], -1)) for context in contexts]
             self.contexts = [torch.cat(parts, -1).flatten(-2)]
@@ -360,6 +368,11 @@ class Run:
         y = self.variants[0]
         if not may_be_sum(x, y.tensor):
             return False
+        if not x.numel():  # every tensor adds up that is none of the summands
+            summands = [seen.tensor for seen in self.residuals]
+            summands += [variant.tensor for variant in self.variants]
+            if any(x is summand for summand in summands):
+                return False
         known = self._known(x, module, look, claims, is_input)
         if known is not None:
             found, is_as_it_was = known
@@ -370,6 +383,8 @@ class Run:
             sum_ = find_sum(x, y.tensor, rows, self.residuals, others)
             if sum_ is None or (is_unknown and not sum_.is_alone):
                 return False  # not alone: the first and last token are too small to tell
+            if not x.numel():
+                sum_ = sum_._replace(has_other=bool(others))
             found, is_as_it_was = sum_, sum_.residual.is_as_it_was
             added = self.variants[found.variant].tensor
             is_written_into = added.data_ptr() == x.data_ptr()
@@ -439,7 +454,7 @@ class Run:
         fault = partial(_forget, weakref.ref(layer))
         step = "its output and its residual, as they were found in a call before, are not their sum"
         apart = sum_distance(seen, y, residual, added)
-        claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
+        claims.append(Claim(self.plan.name, step, apart, self.plan.class_hint, fault))
         is_as_it_was = known.is_as_it_was
         if residual.version >= 0:
             is_as_it_was = residual.is_as_it_was
@@ -447,7 +462,7 @@ class Run:
             step = "its residual, which did not change in a call before, has changed"
             now = torch.stack([rows_of(residual.tensor), residual.rows])
             apart = Numbers(0.0, True, torch.stack([now[0] - now[1], *now]).abs().amax(-1))
-            claims.append(Claim(self.plan.name, step, apart, at_fault=fault))
+            claims.append(Claim(self.plan.name, step, apart, self.plan.class_hint, fault))
         return Sum(residual, known.variant), is_as_it_was
 
     def _adds_up_written_into(self, x: Tensor, found: Sum, scale: float | Tensor) -> bool:
@@ -461,7 +476,8 @@ class Run:
     def _may_be_known(self) -> bool:
         """Whether a sum is looked for where it was; in training dropout may hide it."""
         is_named = self.plan.parts.block != "found"
-        return is_named and not self.plan.module.training
+        is_empty = not self.variants[0].tensor.numel()
+        return is_named and not self.plan.module.training and not is_empty
 
     def _projects_turned(self, y: Tensor) -> bool:
         """Whether the output is ``[L, B, D]``, as sizes tell; where they do not, it is not."""
@@ -490,7 +506,13 @@ class Run:
 
     def is_post_norm(self) -> bool:
         """Whether the residual is what the attention was called with, and calls no norm with."""
-        if self.given is None or self.residual is None or not bool(self.given.rows.any()):
+        if self.given is None or self.residual is None:
+            return False
+        x = self.given.tensor
+        if not x.numel():  # a module around it was called with it, and no norm
+            is_from_around = sum(seen.tensor is x for seen in self.residuals) > 1
+            return is_from_around and not any(seen.tensor is x for seen in self.normed)
+        if not bool(self.given.rows.any()):
             return False  # zeros are everybody's
         found = self.residual.rows.nan_to_num(0.0)
 

@@ -117,7 +117,9 @@ def _bound(
     return query, key, value, attn_mask, dropout_p, is_causal, scale
 
 
-def sdpa_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AttentionCall, float]:
+def sdpa_call(
+    layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[AttentionCall, float]:
     """What a call of the function was given, taken for self-attention, and its dropout.
 
     Raises:
@@ -126,8 +128,9 @@ def sdpa_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AttentionC
     query, key, value, mask, dropout_p, is_causal, scale = _bound(*args, **kwargs)
     if query.dim() != 4 or query.is_nested:
         raise NotImplementedError(
-            f"record: {_NAME} must be called with [B, H, L, d] to be recorded, got "
-            f"{list(query.shape) if not query.is_nested else 'nested tensors'}"
+            f"record: {layer} must call {_NAME} with [B, H, L, d] to be recorded, got "
+            f"{list(query.shape) if not query.is_nested else 'nested tensors'}; layers=... leaves "
+            "it out"
         )
     if mask is not None:
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)

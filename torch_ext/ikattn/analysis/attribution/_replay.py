@@ -192,7 +192,7 @@ class Replay(LinearModel):
             )
 
         def weights() -> Tensor:
-            call, _ = sdpa_call(detached((query, key, value, *rest)), detached(kw))
+            call, _ = sdpa_call("the model", detached((query, key, value, *rest)), detached(kw))
             return call.weights.to(value.dtype)
 
         kept = self._keep(weights)
