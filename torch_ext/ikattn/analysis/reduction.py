@@ -79,7 +79,7 @@ class Reducing(Protocol):
     """One map while its rows come."""
 
     def add(self, rows: Tensor, queries: range) -> None:
-        """Takes rows ``[.., R, S]``, those of these R queries."""
+        """Takes rows ``[.., R, S]``, those of these R queries, padding counted."""
 
     def finish(self) -> Reduced:
         """What is kept of the map, when all rows have come."""
@@ -89,7 +89,9 @@ class Reducing(Protocol):
 class Reduction(Protocol):
     """What ``ikattn.record(reduce=...)`` keeps of each map of queries and keys.
 
-    A reduction of your own is an object with :meth:`begin`. Several threads may call it.
+    A reduction of your own is an object with :meth:`begin`. Several threads may call it. Where
+    padding sets the rows of ``queries=`` at other places in each sequence, each is reduced alone,
+    as a batch of one, and what they return is joined along its first axis.
     """
 
     def begin(self, about: PairMap) -> Reducing:
