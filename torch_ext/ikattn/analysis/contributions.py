@@ -177,7 +177,9 @@ class Contributions:
         reduced: What a recording with ``reduce=`` keeps of each map of queries and keys, by its
             name; the map itself is then None.
         rows: int64 ``[R]``, the queries whose rows the maps hold, of a recording with ``queries=``;
-            L is then R everywhere. None: all.
+            L is then R everywhere. They are counted without padding. Where sequences have other
+            numbers of tokens, those that were asked for from the last are negative, and a row that
+            a sequence lacks is padding. None: all.
     """
 
     value_norms: Tensor | None = None

@@ -26,8 +26,21 @@ __all__ = [
     "Reduction",
     "TopK",
     "TopSources",
+    "own_tokens",
     "reduction_of",
 ]
+
+
+def own_tokens(padding: Tensor | None, size: int) -> list[Sequence[int]]:
+    """The places of the tokens of each sequence that are no padding; of all where none is padded.
+
+    Args:
+        padding: bool ``[B, size]``, True = padding, or None.
+        size: How many places there are.
+    """
+    if padding is None or not bool(padding.any()):
+        return [range(size)]
+    return [(~hidden).nonzero()[:, 0].tolist() for hidden in padding.cpu()]
 
 
 class TopSources(NamedTuple):
@@ -66,7 +79,7 @@ class Reducing(Protocol):
     """One map while its rows come."""
 
     def add(self, rows: Tensor, queries: range) -> None:
-        """Takes rows ``[.., R, S]``, those of these R queries."""
+        """Takes rows ``[.., R, S]``, those of these R queries, padding counted."""
 
     def finish(self) -> Reduced:
         """What is kept of the map, when all rows have come."""
@@ -76,7 +89,9 @@ class Reducing(Protocol):
 class Reduction(Protocol):
     """What ``ikattn.record(reduce=...)`` keeps of each map of queries and keys.
 
-    A reduction of your own is an object with :meth:`begin`. Several threads may call it.
+    A reduction of your own is an object with :meth:`begin`. Several threads may call it. Where
+    padding sets the rows of ``queries=`` at other places in each sequence, each is reduced alone,
+    as a batch of one, and what they return is joined along its first axis.
     """
 
     def begin(self, about: PairMap) -> Reducing:
@@ -194,13 +209,15 @@ class Groups:
 
     Args:
         groups: Slices or lists of keys, by their names or in order; groups may share keys, and
-            slices end with the keys as in Python. Or an int64 tensor ``[S]`` or ``[B, S]``, which
-            group each key is in, from 0 on; less than 0: none.
+            slices end with the keys as in Python. In a recording they count the keys of each
+            sequence without padding, from its first, or from its last where they are negative. Or
+            an int64 tensor ``[S]`` or ``[B, S]``, which group each key is in, padding counted, from
+            0 on; less than 0: none.
 
     Raises:
         TypeError: groups is none of these.
-        ValueError: There is no group. From ``begin``: a key that a layer does not have, or a tensor
-            of another shape.
+        ValueError: There is no group. From ``begin``: a key that a layer, or one of its sequences,
+            does not have, or a tensor of another shape.
 
     Example:
         >>> import torch, ikattn
@@ -247,9 +264,9 @@ class Groups:
             return [str(number) for number in range(int(self.groups.max()) + 1)]
         return [str(number) for number in range(len(self.groups))]
 
-    def begin(self, about: PairMap) -> Reducing:
+    def begin(self, about: PairMap, key_padding: Tensor | None = None) -> Reducing:
         # [n, 1 or B, 1.., S]: whether a key is in a group
-        is_in = self._members(about)
+        is_in = self._members(about, key_padding)
         middle = (1,) * (len(about.shape) - 2)
         is_in = is_in.view(*is_in.shape[:-1], *middle, is_in.size(-1))
 
@@ -264,7 +281,7 @@ class Groups:
         assert not isinstance(groups, Tensor)
         return list(groups.values() if isinstance(groups, Mapping) else groups)
 
-    def _members(self, about: PairMap) -> Tensor:
+    def _members(self, about: PairMap, key_padding: Tensor | None) -> Tensor:
         """``[n, 1 or B, S]``."""
         B, S = about.shape[0], about.shape[-1]
         where = f"{about.layer} with maps of {list(about.shape)}"
@@ -277,14 +294,18 @@ class Groups:
                 )
             numbers = torch.arange(int(groups.max()) + 1, device=groups.device)
             return numbers[:, None, None] == groups
-        members = torch.zeros(len(self.groups), 1, S, dtype=torch.bool)
+        sequences = own_tokens(key_padding, S)
+        members = torch.zeros(len(self.groups), len(sequences), S, dtype=torch.bool)
         for member, keys in zip(members, self._listed(), strict=True):
-            if isinstance(keys, slice):
-                member[:, range(*keys.indices(S))] = True
-                continue
-            if any(not -S <= key < S for key in keys):
-                raise ValueError(f"Groups: keys must be in [{-S}, {S}) for {where}, got {keys!r}")
-            member[:, list(keys)] = True
+            for b, own in enumerate(sequences):
+                n = len(own)
+                chosen = range(*keys.indices(n)) if isinstance(keys, slice) else keys
+                if any(not -n <= key < n for key in chosen):
+                    of = "" if n == S else f"sequence {b}, which has {n} keys without padding, of "
+                    raise ValueError(
+                        f"Groups: keys must be in [{-n}, {n}) for {of}{where}, got {keys!r}"
+                    )
+                member[b, [own[key] for key in chosen]] = True
         return members
 
 

@@ -164,8 +164,8 @@ class AttentionCall:
         own = own.reshape(groups, own.size(0) // groups, own.size(-1))
         return torch.bmm(own, value).view(1, 1, -1)
 
-    def row(self, b: int, place: slice | Tensor) -> AttentionCall:
-        """The run of one query of item b alone: a slice of one, or its number, [1]."""
+    def item(self, b: int) -> AttentionCall:
+        """The run of item b alone."""
 
         def of_item(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[b : b + 1] if x.size(0) > 1 else x
@@ -178,7 +178,7 @@ class AttentionCall:
             w1, w2 = (of_item(w) for w in frequencies)
             assert w1 is not None
             frequencies = w1, w2
-        item = dataclasses.replace(
+        return dataclasses.replace(
             self,
             query=self.query[b : b + 1],
             key=self.key[b : b + 1],
@@ -186,14 +186,19 @@ class AttentionCall:
             frequencies=frequencies,
             attn_mask=mask,
             key_bias=of_item(self.key_bias),
-            query_padding=None,
-            key_padding=None,
-            gate=None,
+            query_padding=of_item(self.query_padding),
+            key_padding=of_item(self.key_padding),
+            gate=of_item(self.gate),
         )
+
+    def row(self, b: int, place: slice | Tensor) -> AttentionCall:
+        """The run of one query of item b alone: a slice of one, or its number, [1]."""
+        item = dataclasses.replace(self.item(b), query_padding=None, key_padding=None, gate=None)
         if not isinstance(place, Tensor):
             return item.narrow(place.start, place.stop)
         if self.causal is not None:  # what it sees depends on its number
             return item.narrow(int(place), int(place) + 1)
+        mask = item.attn_mask
         if mask is not None and mask.size(2) > 1:
             mask = mask.index_select(2, place)
         return dataclasses.replace(item, query=item.query.index_select(2, place), attn_mask=mask)

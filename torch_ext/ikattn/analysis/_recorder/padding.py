@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.calls import Entered
+from ikattn.nn import _masks
 
-__all__ = ["fill_padding", "has_other_keys", "mask_argument"]
+__all__ = ["fill_padding", "has_other_keys", "mask_argument", "padding_of_decoder"]
 
 _NAME = "attention_mask"
+_decoder_signature = inspect.signature(nn.TransformerDecoderLayer.forward)
 
 
 def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | None) -> None:
@@ -55,6 +58,31 @@ def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | 
         call.key_padding = room if call.key_padding is None else call.key_padding | room
     if call.kind == "self" and call.key_padding is not None:
         call.query_padding = call.key_padding[:, call.diagonal : call.diagonal + L]
+
+
+def padding_of_decoder(running: Iterable[Entered], B: int, L: int) -> Tensor | None:
+    """The padding ``[B, L]`` of a decoder's own tokens, as it was told of it; None: of none.
+
+    Args:
+        running: The modules around its cross-attention, outermost first.
+        B, L: How many sequences and tokens it has.
+    """
+    for entered in running:
+        if isinstance(entered.module, nn.TransformerDecoderLayer):
+            given = _decoder_signature.bind(entered.module, *entered.args, **entered.kwargs)
+            mask = given.arguments.get("tgt_key_padding_mask")
+            padding = (
+                None if mask is None else _masks.hidden(mask if mask.dim() == 2 else mask[None])
+            )
+        elif entered.kwargs.get("encoder_hidden_states") is not None:
+            mask = entered.mask if isinstance(entered.mask, Tensor) else None
+            padding = None if mask is None or mask.dim() != 2 else mask == 0
+        else:
+            continue
+        if padding is None or padding.size(0) != B or padding.size(1) < L:
+            return None
+        return padding[:, padding.size(1) - L :]  # earlier tokens are in a cache
+    return None
 
 
 def has_other_keys(

@@ -92,8 +92,11 @@ def record(
             :class:`ikattn.analysis.Reduction`. A function of rows ``[B, R, S]`` (``[B, H, R, S]``)
             and the number of the first query returns a tensor ``[B, R, ..]``; those of blocks of
             rows stand below each other. ``[L, S]`` is never held. None: whole maps.
-        queries: The rows to make, a slice or a list of numbers, in every layer and call. Runs of
-            consecutive queries are made at once. None: all.
+        queries: The rows to make, a slice or a list of numbers, in every layer and call. They count
+            each sequence's tokens of that call without padding, from the first, or from the last
+            where they are negative; in cross-attention those of the decoder. Rows that a slice
+            finds in other sequences alone are 0, and padding. Runs of consecutive queries are made
+            at once. None: all.
 
     Yields:
         The recording, filled as calls end. Shapes are those of ``Contributions``; unbatched input
@@ -103,7 +106,8 @@ def record(
         TypeError: model is no module, or an out-projection is no linear map.
         ValueError: A map does not exist, or a layer does not have it (the message says why); layers
             selects none; the model holds no attention; its attention implementation is neither
-            "eager" nor "sdpa"; reduce="diagonal" of cross-attention; queries that a call lacks.
+            "eager" nor "sdpa"; reduce="diagonal" of cross-attention; queries, or keys of a group,
+            that a sequence lacks.
         torch.OutOfMemoryError: In a forward call, at its first layer: maps of all layers need more
             memory than is free.
         NotImplementedError: The model's attention cannot be recorded.

@@ -31,7 +31,12 @@ from ikattn.analysis._recorder.heads import FollowedHeads
 from ikattn.analysis._recorder.hooks import Hook
 from ikattn.analysis._recorder.making import Maker, OnLayer, OnRun
 from ikattn.analysis._recorder.modes import check_is_plain_call, in_own_modes
-from ikattn.analysis._recorder.padding import fill_padding, has_other_keys, mask_argument
+from ikattn.analysis._recorder.padding import (
+    fill_padding,
+    has_other_keys,
+    mask_argument,
+    padding_of_decoder,
+)
 from ikattn.analysis._recorder.plan import Plan
 from ikattn.analysis._recorder.projection import describe, is_probing
 from ikattn.analysis._recorder.rows import RowsAsked
@@ -506,9 +511,13 @@ class Recorder:
         name = plan.name if times == 1 else f"{plan.name}#{times}"
         if attention.kind == "self":
             call.query_padding[parts.side] = attention.query_padding
-        elif parts.kind == "cross":
-            padding = call.query_padding.get(parts.side)
-            if padding is not None and padding.shape == attention.sizes[::2]:
+        elif parts.kind == "cross" or parts.side == "decoder":
+            sizes = attention.sizes[::2]
+            if parts.side in call.query_padding:
+                padding = call.query_padding[parts.side]
+            else:  # its self-attention is not recorded
+                padding = padding_of_decoder(call.running, *sizes)
+            if padding is not None and padding.shape == sizes:
                 attention.query_padding = padding
         entered = next((each for each in call.running if each.module is module), None)
         given = None if entered is None else entered.given

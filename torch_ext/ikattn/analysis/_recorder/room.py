@@ -40,7 +40,7 @@ def check_room(
         return
     B, H, L, S = call.sizes
     if rows is not None:
-        L = sum(map(len, rows.of_call(L, layer)))
+        L = len(rows.of_call(call, layer).numbers)
     pairs = B * L * S * sum(H if "H" in AXES[name] else 1 for name in names)
     size = pairs * call.value.element_size()
     device = call.query.device

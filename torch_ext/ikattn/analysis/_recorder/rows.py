@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ from ikattn.analysis._recorder.run_maps import Surroundings, make_maps, stacked
 from ikattn.analysis._sequences import AXES
 from ikattn.analysis.contributions import Contributions
 from ikattn.analysis.reduction import (
+    Columns,
     Diagonal,
     FunctionOfRows,
+    Groups,
     PairMap,
     Reduced,
     Reducing,
     Reduction,
     TopSources,
+    own_tokens,
     reduction_of,
 )
 
@@ -92,47 +95,93 @@ def pair_maps(names: Iterable[str]) -> list[str]:
     return [name for name in names if "L" in AXES.get(name, "")]
 
 
+class Chosen(NamedTuple):
+    """The queries of a call whose rows are made.
+
+    Attributes:
+        numbers: What ``Contributions.rows`` says of them.
+        places: Where they are among the L of the call, for each sequence, or once where all have
+            them there; None where a sequence has no such query.
+    """
+
+    numbers: Sequence[int]
+    places: Sequence[Sequence[int | None]]
+
+    def are_all(self, L: int) -> bool:
+        """Whether the rows are those of L queries, in order."""
+        if len(self.numbers) != L or self.places[0] == range(L):
+            return len(self.numbers) == L
+        return all(place in (None, i) for each in self.places for i, place in enumerate(each))
+
+
 @dataclass(frozen=True)
 class RowsAsked:
     """Which rows of maps to make, and what to keep of them.
 
     Attributes:
-        queries: Their numbers in each call; less than 0: from the end. None: all.
+        queries: Their numbers among each sequence's own tokens in each call; less than 0: from the
+            last. None: all, padding too.
         reduction: What to keep of maps of queries and keys. None: their rows.
     """
 
     queries: slice | tuple[int, ...] | None = None
     reduction: Reduction | None = None
 
-    def of_call(self, L: int, layer: str) -> list[range]:
-        """The queries of a call of L, as runs of consecutive ones.
+    def of_call(self, call: AttentionCall, layer: str) -> Chosen:
+        """The queries of a call.
 
         Raises:
-            ValueError: A query that the call does not have, or one that is named twice.
+            ValueError: A query that a sequence does not have, or one that is named twice.
         """
+        L = call.sizes[2]
         if self.queries is None:
-            return [range(L)]
+            return Chosen(range(L), [range(L)])
+        sequences = own_tokens(call.query_padding, L)
+        if len(sequences) == 1 and len(sequences[0]) == L:
+            chosen = self._of_sequence(L, layer, "")
+            return Chosen(chosen, [chosen])
+        are_alike = len({len(own) for own in sequences}) == 1
+        found: list[dict[int, int]] = []  # the places of each sequence's queries, by number
+        for b, own in enumerate(sequences):
+            chosen = self._of_sequence(len(own), layer, f"sequence {b} of ")
+            numbers = chosen if are_alike else self._as_asked(chosen, len(own))
+            found.append({n: own[k] for n, k in zip(numbers, chosen, strict=True)})
+        numbers = list(found[0])
+        if any(list(each) != numbers for each in found):
+            assert isinstance(self.queries, slice)
+            is_backward = (self.queries.step or 1) < 0
+            numbers = sorted({n for each in found for n in each}, reverse=is_backward)
+        places = [[each.get(n) for n in numbers] for each in found]
+        return Chosen(numbers, places[:1] if all(each == places[0] for each in places) else places)
+
+    def _of_sequence(self, n: int, layer: str, sequence: str) -> Sequence[int]:
+        """The numbers, from 0 on, of the queries of a sequence of n tokens."""
         if isinstance(self.queries, slice):
-            numbers: Sequence[int] = range(*self.queries.indices(L))
-        else:
-            if any(not -L <= query < L for query in self.queries):
-                raise ValueError(
-                    f"record: queries must be in [{-L}, {L}), the queries of {layer} in this "
-                    f"call, got {list(self.queries)}"
-                )
-            numbers = [query % L for query in self.queries]
-            if len(set(numbers)) < len(numbers):
-                raise ValueError(
-                    f"record: queries must name each query once, got {list(self.queries)} for the "
-                    f"{L} of {layer}"
-                )
-        runs: list[range] = []
-        for number in numbers:
-            if runs and runs[-1].stop == number:
-                runs[-1] = range(runs[-1].start, number + 1)
-            else:
-                runs.append(range(number, number + 1))
-        return runs or [range(0)]
+            return range(*self.queries.indices(n))
+        assert self.queries is not None
+        which = f"the {n} tokens without padding of {sequence}{layer}"
+        which = which if sequence else f"the queries of {layer}"
+        if any(not -n <= query < n for query in self.queries):
+            raise ValueError(
+                f"record: queries must be in [{-n}, {n}), {which} in this call, got "
+                f"{list(self.queries)}"
+            )
+        numbers = [query % n for query in self.queries]
+        if len(set(numbers)) < len(numbers):
+            which = which if sequence else f"the {n} of {layer}"
+            raise ValueError(
+                f"record: queries must name each query once, got {list(self.queries)} for {which}"
+            )
+        return numbers
+
+    def _as_asked(self, numbers: Sequence[int], n: int) -> Sequence[int]:
+        """The same queries of n tokens, counted from the end where ``queries`` counts from it."""
+        if not isinstance(self.queries, slice):
+            assert self.queries is not None
+            return self.queries
+        start, step = self.queries.start, self.queries.step or 1
+        is_from_last = step < 0 if start is None else start < 0
+        return [number - n for number in numbers] if is_from_last else numbers
 
     def make(
         self,
@@ -143,15 +192,48 @@ class RowsAsked:
         layer: str,
     ) -> Contributions:
         """``make_maps`` of these rows, reduced; ``[L, S]`` does not exist where it is reduced."""
-        B, H, L, S = call.sizes
-        runs = self.of_call(L, layer)
-        count = sum(map(len, runs))
-        states: dict[str, Reducing] = {}
+        chosen = self.of_call(call, layer)
+        if len(chosen.places) == 1:
+            own = [place for place in chosen.places[0] if place is not None]
+            runs = _runs(chosen.places[0] if isinstance(chosen.places[0], range) else own)
+            found = self._make(call, projection, around, wanted, layer, runs)
+        else:
+            for name in pair_maps(wanted):  # names the sequence that lacks a key
+                self._begin(call, layer, name, len(chosen.numbers))
+            items = []
+            for b, places in enumerate(chosen.places):
+                runs = _runs([place for place in places if place is not None])
+                of_item = call.item(b), projection, around.item(b)
+                items.append(self._make(*of_item, wanted, layer, runs))
+            found = _one_batch(items, chosen, layer, has_rows=self.reduction != Columns())
+        if not chosen.are_all(call.sizes[2]):
+            found.rows = torch.tensor(list(chosen.numbers), dtype=torch.int64)
+        return found
+
+    def _begin(self, call: AttentionCall, layer: str, name: str, count: int) -> Reducing | None:
+        """The reduction of a map of so many rows."""
+        if self.reduction is None:
+            return None
+        B, H, _, S = call.sizes
+        shape = (B, H, count, S) if "H" in AXES[name] else (B, count, S)
+        about = PairMap(layer, name, shape, None if call.kind == "cross" else call.diagonal)
+        if isinstance(self.reduction, Groups):
+            return self.reduction.begin(about, call.key_padding)
+        return self.reduction.begin(about)
+
+    def _make(
+        self,
+        call: AttentionCall,
+        projection: Tensor,
+        around: Surroundings,
+        wanted: Collection[str],
+        layer: str,
+        runs: list[range],
+    ) -> Contributions:
+        S, count = call.sizes[3], sum(map(len, runs))
+        begun = {name: self._begin(call, layer, name, count) for name in pair_maps(wanted)}
+        states = {name: state for name, state in begun.items() if state is not None}
         if self.reduction is not None:
-            diagonal = None if call.kind == "cross" else call.diagonal
-            for name in pair_maps(wanted):
-                shape = (B, H, count, S) if "H" in AXES[name] else (B, count, S)
-                states[name] = self.reduction.begin(PairMap(layer, name, shape, diagonal))
             call = dataclasses.replace(call, streams=True)
             rows = _rows_at_once(call, wanted)
             if rows >= S and isinstance(self.reduction, FunctionOfRows):
@@ -172,10 +254,83 @@ class RowsAsked:
         found = stacked(found, parts)
         # a map that a run turned out not to have has no rows
         found.reduced = {name: _kept(states[name], name, layer) for name in states if name in came}
-        if runs[0].start != 0 or len(runs) > 1 or count != L:
-            made = torch.tensor([query for run in runs for query in run], dtype=torch.int64)
-            found.rows = None if torch.equal(made, torch.arange(L)) else made
         return found
+
+
+def _runs(places: Sequence[int]) -> list[range]:
+    """Places as runs of consecutive ones; one empty run where there is none."""
+    if isinstance(places, range) and places.step == 1 and places:
+        return [places]
+    runs: list[range] = []
+    for place in places:
+        if runs and runs[-1].stop == place:
+            runs[-1] = range(runs[-1].start, place + 1)
+        else:
+            runs.append(range(place, place + 1))
+    return runs or [range(0)]
+
+
+def _one_batch(
+    items: Sequence[Contributions], chosen: Chosen, layer: str, *, has_rows: bool
+) -> Contributions:
+    """The maps of each sequence as those of a batch; the rows that one lacks are 0, and padding.
+
+    Args:
+        items: Of each sequence, with the rows that it has.
+        chosen: The rows of all.
+        layer: Their layer.
+        has_rows: Whether what was reduced may have an axis of rows.
+    """
+    R = len(chosen.numbers)
+    rows = [[i for i, place in enumerate(each) if place is not None] for each in chosen.places]
+
+    def placed(parts: Sequence[Tensor], axis: int, fill: int = 0) -> Tensor:
+        found = []
+        for x, own in zip(parts, rows, strict=True):
+            sizes = [*x.shape[:axis], R, *x.shape[axis:][1:]]
+            index = torch.tensor(own, dtype=torch.int64, device=x.device)
+            found.append(x.new_full(sizes, fill).index_copy(axis, index, x))
+        return torch.cat(found)
+
+    def reduced(name: str) -> Reduced:
+        axis = 2 if "H" in AXES[name] else 1
+        kept = [item.reduced[name] for item in items]
+        largest = [each for each in kept if isinstance(each, TopSources)]
+        if largest:
+            values, sources = zip(*largest, strict=True)
+            return TopSources(placed(values, axis), placed(sources, axis, -1))
+        tensors = [each for each in kept if isinstance(each, Tensor)]
+        pairs = list(zip(tensors, rows, strict=True))
+        if has_rows and all(x.dim() > axis and x.size(axis) == len(own) for x, own in pairs):
+            return placed(tensors, axis)
+        if len({x.shape for x in tensors}) > 1 or any(x.shape[:1] != (1,) for x in tensors):
+            raise ValueError(
+                f"record: padding makes the rows of each sequence a map of its own, [1, .., R, S], "
+                f"of which a reduction must return [1, ..], with R rows or of one size, for "
+                f"{name!r} of {layer}; got {[list(x.shape) for x in tensors]}"
+            )
+        return torch.cat(tensors)
+
+    changes: dict[str, Any] = {}
+    for name, axes in AXES.items():
+        found = [x for item in items if (x := getattr(item, name)) is not None]
+        if found:
+            changes[name] = placed(found, 1 + axes.index("L")) if "L" in axes else torch.cat(found)
+    hidden = [item.key_padding for item in items if item.key_padding is not None]
+    first = items[0]
+    padding = torch.tensor([[place is None for place in each] for each in chosen.places])
+    assert first.query_padding is not None
+    return dataclasses.replace(
+        first,
+        **changes,
+        mixing_ratio={
+            name: placed([item.mixing_ratio[name] for item in items], 1)
+            for name in first.mixing_ratio
+        },
+        query_padding=padding.to(first.query_padding.device),
+        key_padding=torch.cat(hidden) if hidden else None,
+        reduced={name: reduced(name) for name in first.reduced},
+    )
 
 
 def _kept(state: Reducing, name: str, layer: str) -> Reduced:

@@ -55,14 +55,20 @@ class Surroundings:
 
     def narrow(self, start: int, end: int) -> Surroundings:
         """What it did to queries from ``start`` to before ``end``."""
+        return self._part((slice(None), slice(start, end)))
 
-        def of_rows(x: Any) -> Any:
+    def item(self, b: int) -> Surroundings:
+        """What it did to item b alone."""
+        return self._part((slice(b, b + 1),))
+
+    def _part(self, part: tuple[slice, ...]) -> Surroundings:
+        def of(x: Any) -> Any:
             if isinstance(x, NormStats):
-                return dataclasses.replace(x, scale=x.scale[:, start:end])
-            return None if x is None else x[:, start:end]
+                return dataclasses.replace(x, scale=x.scale[part])
+            return None if x is None else x[part]
 
         names = ("residual", "norm", "second_norm", "output_norm", "output")
-        return dataclasses.replace(self, **{name: of_rows(getattr(self, name)) for name in names})
+        return dataclasses.replace(self, **{name: of(getattr(self, name)) for name in names})
 
 
 def why_undefined(

@@ -75,7 +75,8 @@ DEFINITIONS = {
     "magnitude": "[B, H, S] the key's own factor: weight = similarity x magnitude / its row's sum",
     "reduced": "of each map, what was kept of its rows as they were made: a tensor, or the values "
     "and sources of each query's largest entries",
-    "rows": "[R] the queries whose rows the maps hold, where these are not all",
+    "rows": "[R] the queries whose rows the maps hold, where these are not all, without padding; "
+    "less than 0: from the last of each sequence",
     "query_padding": "[B, L] true = padding, whose rows are 0",
     "key_padding": "[B, S] true = padding, whose columns are 0",
 }
