@@ -76,6 +76,8 @@ inline void panel_gemm<BFloat16x2, Left::kColumns>(int64_t rows, int64_t columns
 }
 #endif
 
+constexpr int32_t kBFloat16Ones = 0x3f803f80;
+
 // The nearest bfloat16 of every lane, in its lower half.
 inline Vec<int32_t> bfloat16_bits(Vec<float> x) {
 #if defined(__AVX512BF16__)
@@ -118,34 +120,20 @@ inline Vec<int32_t> stacked_int16(Vec<float> low, Vec<float> high, float scale) 
 }
 
 // Rows that follow each other in one lane: out [(rows + 1) / 2][64], of source [rows][64] times
-// factor[row] (null: 1). An odd last row has a zero beside it.
+// factor[row], less weight[row] centre (null: 1; no centre: 0), which is rounded less where rows
+// are about multiples of `centre` [columns]. An odd last row has a zero beside it.
 inline void stack_rows(int64_t rows, int64_t columns, const float* source, const float* factor,
-                       int32_t* out) {
-  for (int64_t r = 0; r < rows; r += 2) {
-    const bool is_pair = r + 1 < rows;
-    const float low = factor ? factor[r] : 1, high = !is_pair ? 0 : factor ? factor[r + 1] : 1;
-    const float* below = source + (is_pair ? r + 1 : r) * kPanel;
-    for (int64_t c = 0; c < columns; c += kLanes<float>) {
-      const Vec<float> second = is_pair ? load(below + c) * high : Vec<float>{};
-      store(out + r / 2 * kPanel + c,
-            stacked_bfloat16(load(source + r * kPanel + c) * low, second));
-    }
-  }
-}
-
-// The same of source[r] - weight[r] centre (weight null: 1), which is rounded less where rows are
-// about multiples of `centre` [columns].
-inline void stack_centred_rows(int64_t rows, int64_t columns, const float* source,
-                               const float* weight, const float* centre, int32_t* out) {
-  const auto centred = [&](int64_t r, int64_t column) {
-    const Vec<float> x = load(source + r * kPanel + column), middle = load(centre + column);
-    return weight ? x - weight[r] * middle : x - middle;
+                       int32_t* out, const float* centre = nullptr, const float* weight = nullptr) {
+  const auto numbers = [&](int64_t r, int64_t c) {
+    Vec<float> x = load(source + r * kPanel + c);
+    if (factor) x *= factor[r];
+    if (!centre) return x;
+    return weight ? x - weight[r] * load(centre + c) : x - load(centre + c);
   };
   for (int64_t r = 0; r < rows; r += 2) {
-    for (int64_t column = 0; column < columns; column += kLanes<float>) {
-      store(out + r / 2 * kPanel + column,
-            stacked_bfloat16(centred(r, column),
-                             r + 1 < rows ? centred(r + 1, column) : Vec<float>{}));
+    for (int64_t c = 0; c < columns; c += kLanes<float>) {
+      const Vec<float> second = r + 1 < rows ? numbers(r + 1, c) : Vec<float>{};
+      store(out + r / 2 * kPanel + c, stacked_bfloat16(numbers(r, c), second));
     }
   }
 }
@@ -194,7 +182,7 @@ inline void join_columns(int64_t rows, int64_t columns, const float* source, int
 // sums [rows][lanes] += the bfloat16 of the first `columns` columns of packed [rows][64].
 inline void add_row_sums(int64_t rows, int64_t columns, const int32_t* packed, float* sums) {
   constexpr int kLanesOfRow = kLanes<float>;
-  const Vec<int32_t> ones = broadcast(int32_t{0x3f803f80});
+  const Vec<int32_t> ones = broadcast(kBFloat16Ones);
   const int64_t lanes = (columns + 1) / 2, whole = lanes / kLanesOfRow * kLanesOfRow;
   Vec<int32_t> rest{};  // ones of the lanes past the last whole vector
   for (int64_t i = 0; i < lanes - whole; ++i) rest[i] = ones[i];

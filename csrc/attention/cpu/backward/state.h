@@ -312,8 +312,8 @@ void narrow_queries(const AttentionLayout<T>& layout, int64_t L, int64_t head,
     if (!layout.bfloat16_products) return;
     for (int64_t panel = 0; panel < layout.feature_panels(); ++panel) {
       const int64_t row = (head * layout.feature_panels() + panel) * pairs + i0 / 2;
-      stack_centred_rows(block.rows, layout.feature.columns(panel), phi + panel * L * kPanel,
-                         nullptr, narrow.centre + panel * kPanel, narrow.phi_by_row + row * kPanel);
+      stack_rows(block.rows, layout.feature.columns(panel), phi + panel * L * kPanel, nullptr,
+                 narrow.phi_by_row + row * kPanel, narrow.centre + panel * kPanel);
     }
     for (int64_t panel = 0; panel < layout.value_panels(); ++panel) {
       const int64_t row = (head * layout.value_panels() + panel) * pairs + i0 / 2;

@@ -70,11 +70,11 @@ void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layo
     if constexpr (kTakes16Bits<T>) {
       const int64_t panels = layout.bfloat16_products ? layout.feature_panels() : 0;
       for (int64_t panel = 0; panel < panels; ++panel) {
-        stack_centred_rows(rows, layout.feature.columns(panel),
-                           phi + panel * layout.padded_keys * kPanel,
-                           state.keys.feature_scales + j0, state.narrow.centre + panel * kPanel,
-                           scratch.sweep.narrow_features +
-                               (panel * kBackwardKeyBlocks + block) * kPanel / 2 * kPanel);
+        stack_rows(rows, layout.feature.columns(panel), phi + panel * layout.padded_keys * kPanel,
+                   nullptr,
+                   scratch.sweep.narrow_features +
+                       (panel * kBackwardKeyBlocks + block) * kPanel / 2 * kPanel,
+                   state.narrow.centre + panel * kPanel, state.keys.feature_scales + j0);
       }
     }
   }

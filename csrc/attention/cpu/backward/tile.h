@@ -55,6 +55,7 @@ struct Tile {
   PairOperands<N> operands;
 
   static constexpr int64_t kPerLane = Numbers<N>::kPerLane;
+  static constexpr bool kRounds = !std::is_same_v<N, T>;
 
   const AttentionLayout<T>& layout() const { return plan.layout; }
   int64_t keys() const { return min_of(kPanel, plan.params.S - at.j0); }
@@ -64,7 +65,7 @@ struct Tile {
   }
   // What dO lacks in the folded form where it is not rounded again: 1/Z.
   const T* row_factors(int64_t row) const {
-    if (std::is_same_v<N, T> || !state.keys.form.folded) return nullptr;
+    if (!kRounds || !state.keys.form.folded) return nullptr;
     return state.rows.factor + head * plan.params.L + at.i0 + row;
   }
 
@@ -125,13 +126,40 @@ struct Tile {
     }
   }
 
-  // Weights and ds as the products below read them.
+  // ds as the products below read it.
   void narrow() const {
-    if constexpr (!std::is_same_v<N, T>) {
+    if constexpr (kRounds) {
       const int64_t columns = round_up(keys(), kLanes<T>);
-      stack_rows(at.rows, columns, scratch.w, row_factors(0), scratch.narrow_w_by_row);
       stack_rows(at.rows, columns, scratch.s, nullptr, scratch.narrow_ds_by_row);
       join_columns(at.rows, columns, scratch.s, kPanel, scratch.narrow_ds);
+    }
+  }
+
+  // Weights of `count` keys as dV reads them: less their least, which multiplies the sum of dO.
+  // That is 0 for a key that a row does not see: dO of this row must not reach it, not even
+  // rounded.
+  void narrow_weights(int64_t column, int64_t count, int64_t row, T* least) const {
+    const T *w = scratch.w + row * kPanel + column, *factors = row_factors(row);
+    for (int64_t c = 0; c < count; c += kLanes<T>) {
+      Vec<T> of_column = broadcast(infinity<T>());
+      for (int64_t r = 0; r < at.rows - row; ++r) {
+        const Vec<T> x = load(w + r * kPanel + c) * (factors ? factors[r] : T(1));
+        of_column = of_column < x ? of_column : x;
+      }
+      store<T>(least + c, of_column);
+    }
+    stack_rows(at.rows - row, count, w, factors,
+               scratch.narrow_w_by_row + row / kPerLane * kPanel + column, least);
+  }
+
+  // dV += w^T dO or, where keys fill the lanes, dV^T += dO^T w.
+  template <typename M>
+  void add_to_values(int64_t count, int64_t width, int64_t depth, const Storage<M>* w,
+                     const Storage<M>* grad_out, T* sum) const {
+    if (layout().has_half_values()) {
+      panel_gemm<M, Left::kColumns>(width, count, depth, grad_out, w, sum, true);
+    } else {
+      panel_gemm<M, Left::kColumns>(count, width, depth, w, grad_out, sum, true);
     }
   }
 
@@ -141,19 +169,23 @@ struct Tile {
     const int64_t left = row / kPerLane * kPanel + column;
     if (rows <= 0) return;
     const int64_t values = layout().value_panels(), features = layout().feature_panels();
-    const Storage<N>* weights = operands.weights + left;
-    if (layout().has_half_values()) {  // dV^T += dO^T w: keys fill the lanes
-      panel_gemm<N, Left::kColumns>(
-          layout().d_v, count, depth,
-          operands.grad_out_by_row + of_queries(1, 0, at.i0 + row, kPerLane), weights,
-          scratch.sweep.grad_value_by_column + block * kLanes<T> * kPanel + column, true);
-    } else {
-      for (int64_t panel = 0; panel < values; ++panel) {
-        panel_gemm<N, Left::kColumns>(
-            count, min_of(kPanel, layout().d_v - panel * kPanel), depth, weights,
-            operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane),
-            scratch.sweep.grad_value + (panel * kSweepKeys + block * kPanel + column) * kPanel,
-            true);
+    alignas(64) T least[kPanel];
+    if constexpr (kRounds) narrow_weights(column, count, row, least);
+    for (int64_t panel = 0; panel < values; ++panel) {
+      const int64_t width = min_of(kPanel, layout().d_v - panel * kPanel);
+      const Storage<N>* grad_out =
+          operands.grad_out_by_row + of_queries(values, panel, at.i0 + row, kPerLane);
+      T* sum =
+          layout().has_half_values()
+              ? scratch.sweep.grad_value_by_column + block * kLanes<T> * kPanel + column
+              : scratch.sweep.grad_value + (panel * kSweepKeys + block * kPanel + column) * kPanel;
+      add_to_values<N>(count, width, depth, operands.weights + left, grad_out, sum);
+      if constexpr (kRounds) {
+        alignas(64) T of_rows[kPanel];
+        alignas(64) Storage<N> ones[kPanel / kPerLane];
+        for (Storage<N>& pair : ones) pair = kBFloat16Ones;
+        panel_gemm<N, Left::kRows>(1, width, depth, ones, grad_out, of_rows, false);
+        add_to_values<T>(count, width, 1, least, of_rows, sum);
       }
     }
     for (int64_t panel = 0; panel < features; ++panel) {
@@ -167,7 +199,7 @@ struct Tile {
 
   // Sums of ds of one band, before it is rounded: what multiplies the centre of the features.
   void add_to_sums(const Band& band) const {
-    if constexpr (!std::is_same_v<N, T>) {
+    if constexpr (kRounds) {
       const T* roots = state.keys.feature_scales + at.j0;
       T* of_keys = state.narrow.key_sums + at.j0;
       T* of_rows = state.narrow.row_sums + (head * plan.params.L + at.i0 + band.row) * kLanes<T>;
