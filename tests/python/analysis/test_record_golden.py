@@ -1,6 +1,6 @@
 """The numbers of the authors' own code for whole models.
 
-Arrays and models are not part of the repository; where they are absent the tests are skipped.
+The weights of MiniLM are those of a package; where it is absent, its cases are skipped.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close
+from golden import golden_files
+from golden import load_golden as golden
 from ikattn.analysis import Recording, _alti, decomposed_norms, record, rollout
 from ikattn.analysis.contributions import contributions
 from samples import name_of
 
-FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
-CASES = sorted(path.stem for path in (FOLDER / "bert_inputs").glob("[tm]i*_*.npz"))
-CASES = [case for case in CASES if case != "tiny_model"]
-ALTI_CASES = sorted(path.stem for path in (FOLDER / "alti").glob("*.npz"))
-DECOMPX_CASES = sorted(path.stem for path in (FOLDER / "decompx").glob("*.npz"))
-CROSS_CASES = sorted((FOLDER / "kobayashi2020_fairseq").glob("*.npz"))
+CASES = [path.stem for path in golden_files("globenc")]
+ALTI_CASES = [path.stem for path in golden_files("alti")]
+DECOMPX_CASES = [path.stem for path in golden_files("decompx")]
+CROSS_CASES = golden_files("kobayashi2020_fairseq")
 # What the authors' cross-attention loses to its softmax, which is float32 in float64 too.
 FLOAT32_SOFTMAX = 2e-7
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5}
 
-pytestmark = pytest.mark.skipif(
-    not CASES, reason=f"no golden arrays beside the repository ({FOLDER})"
-)
 both_types = pytest.mark.parametrize("dtype", TOLERANCE, ids=name_of)
 
 # The authors' arrays, and where a recording has them.
@@ -50,11 +47,6 @@ RATIOS = {
     ("kobayashi2021", "attnresln_n_ratio"): "with_norm",
     ("globenc", "n_enc_ratio"): "encoder",
 }
-
-
-def golden(folder: str, case: str) -> dict[str, Any]:
-    with np.load(FOLDER / folder / f"{case}.npz") as arrays:
-        return {name: arrays[name] for name in arrays.files}
 
 
 def tiny_bert(dtype: torch.dtype) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close
+from golden import golden_files, load_golden
 from ikattn.analysis import (
     Batch,
     Layer,
@@ -24,11 +24,9 @@ from ikattn.analysis import (
 )
 from ikattn.analysis.contributions import Contributions
 
-FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
-CASES = sorted(path.stem for path in (FOLDER / "globenc").glob("*.npz"))
+CASES = [path.stem for path in golden_files("globenc")]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5}
 
-needs_golden = pytest.mark.skipif(not CASES, reason=f"no golden arrays in {FOLDER}/globenc")
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 # GlobEnc's names of rollouts, and the options here. Its products are raw; weights add up to 1.
@@ -59,9 +57,8 @@ class Golden:
 def golden(case: str, dtype: torch.dtype = torch.float64) -> Golden:
     arrays = {}
     for folder in ("bert_inputs", "kobayashi2021", "globenc"):
-        with np.load(FOLDER / folder / f"{case}.npz") as file:
-            numeric = [name for name in file.files if file[name].dtype.kind in "fi"]
-            arrays |= {name: torch.from_numpy(file[name]) for name in numeric}
+        file = load_golden(folder, case)
+        arrays |= {name: torch.from_numpy(x) for name, x in file.items() if x.dtype.kind in "fi"}
     padding = arrays["attention_mask"] == 0
     maps = {
         "weights": arrays["attn_headmean"].unsqueeze(2),
@@ -94,7 +91,6 @@ def random_maps(B: int, L: int, N: int = 3, dtype: torch.dtype = torch.float64) 
     return list(torch.rand(N, B, L, L, generator=generator, dtype=torch.float64).to(dtype))
 
 
-@needs_golden
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ROLLOUTS)
@@ -116,7 +112,6 @@ def test_rollouts_are_those_of_globenc(case: str, name: str, dtype: torch.dtype)
     assert compared == (0 if (case, name) == ("tiny_t1", "W-Res") else len(of_case.lengths()))
 
 
-@needs_golden
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
 def test_raw_product_is_the_aggregate_of_globenc(case: str, dtype: torch.dtype) -> None:
@@ -126,7 +121,6 @@ def test_raw_product_is_the_aggregate_of_globenc(case: str, dtype: torch.dtype) 
     assert_close(got, of_case.arrays["globenc_aggregate"], TOLERANCE[dtype])
 
 
-@needs_golden
 def test_first_norm_alone_leads_astray_on_a_pretrained_model() -> None:
     """What the warning says: N_ResLN's rollout is unlike N_Enc's, N_Res's is like it."""
 

@@ -30,10 +30,10 @@ from contribution_samples import (
     replaced,
     vectors,
 )
+from golden import golden_files, load_golden
 from ikattn.analysis import NormStats
 from processors import skip_without
 
-GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "data" / "golden"
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 
 
@@ -193,12 +193,9 @@ def test_the_vectors_of_a_row_sum_to_the_layer_output() -> None:
     assert_close(maps_of(call).summed, norm_of(y), 1e-13)
 
 
-def test_one_layer_of_minilm_equals_the_authors_code() -> None:
-    np = pytest.importorskip("numpy")
-    path = GOLDEN / "bert_inputs" / "op_minilm_s1_layer2.npz"
-    if not path.exists():
-        pytest.skip(f"the golden arrays are not here: {path.name}")
-    golden = {name: np.load(path)[name] for name in np.load(path).files}
+@pytest.mark.parametrize("layer", [path.stem for path in golden_files("bert_inputs", "op_*.npz")])
+def test_one_layer_equals_the_authors_code(layer: str) -> None:
+    golden = load_golden("bert_inputs", layer)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 5e-6)):
         tensors = {
             name: torch.from_numpy(array).to(dtype)

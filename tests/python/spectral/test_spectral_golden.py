@@ -1,7 +1,4 @@
-"""Mikan with faithful="code" against every number that the authors' code gave, draw for draw.
-
-The arrays are not part of the repository; where they are absent the tests are skipped.
-"""
+"""Mikan with faithful="code" against every number that the authors' code gave, draw for draw."""
 
 from __future__ import annotations
 
@@ -15,15 +12,12 @@ from torch.nn.functional import linear
 
 import ikattn
 from agreement import assert_close
+from golden import golden_files
 from ikattn.spectral import Mikan
 
-FOLDER = Path(__file__).resolve().parents[4] / "shared/data/golden/ika_mikan_official"
-FILES = sorted(FOLDER.glob("*.npz"))
+FILES = golden_files("ika_mikan_official")
 TOLERANCE = 1e-13  # rounding; of gradients, through the quantile function: 1e-12
 
-pytestmark = pytest.mark.skipif(
-    not FILES, reason=f"no golden arrays beside the repository ({FOLDER})"
-)
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
@@ -175,7 +169,8 @@ def test_our_default_is_not_the_published_computation() -> None:
 
 
 def test_more_than_one_sample_and_padding_are_refused() -> None:
-    source, x = Golden(FILES[0]).source, torch.zeros(2, 8, 5, 8, dtype=torch.float64)
+    golden = Golden(FILES[0])
+    source, x = golden.source, torch.zeros(2, golden.heads, 5, golden.size, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"faithful='code' takes one sample .* got 2 samples"):
         source(x, x, None)
     with pytest.raises(ValueError, match="key_padding_mask given"):
