@@ -190,3 +190,14 @@ def test_an_interrupt_leaves_no_mode_behind() -> None:
     assert torch.is_grad_enabled()
     handle.remove()
     summed(model, lambda: model(X))
+
+
+def test_nested_recordings_leave_no_mode_behind() -> None:
+    model = blocks()
+    with ikattn.record(model) as outer:
+        with ikattn.record(model) as inner:
+            model(X)
+            assert not torch.overrides._get_current_function_mode_stack()
+        model(X)
+    assert (len(outer.batches), len(inner.batches)) == (2, 1)
+    assert not torch.overrides._get_current_function_mode_stack()

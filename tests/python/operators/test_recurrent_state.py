@@ -365,3 +365,7 @@ def test_on_the_meta_device() -> None:
     state = ikattn.RecurrentState(w1, w2)
     state.update(key, value)
     assert state.attend(query).shape == (2, 4, 4, 6)
+
+
+def test_a_pickle_names_the_module_that_is_public() -> None:
+    assert ikattn.RecurrentState.__module__ == "ikattn.ops.recurrent_state"

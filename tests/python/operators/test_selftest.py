@@ -111,3 +111,8 @@ def test_every_family_passes_in_the_interpreter(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(selftest, "child_program", lambda *of: f"import devices; {program(*of)}")
     for result in selftest.run("interpreter", unproven=True):
         assert result.passed, result
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU has a key")
+def test_a_machine_without_a_gpu_has_no_key_for_proofs() -> None:
+    assert torch.ops.ikattn.machine_key() == ""

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from ikattn._precision import widened
 
@@ -118,16 +123,23 @@ class FollowedHeads(TorchFunctionMode):
         self.stop = ""
 
     def enter(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]
+        _push_mode(self)
         self.is_entered = True
 
     def leave(self) -> None:
-        """Lets go of all tensors; does nothing where it is not the innermost mode."""
+        """Lets go of all tensors, and of the mode, which others may have been entered above."""
         self._known.clear()
         self.product = None
-        if self.is_entered and torch.overrides._get_current_function_mode() is self:
-            self.__exit__(None, None, None)
+        if not self.is_entered:
+            return
         self.is_entered = False
+        above = []
+        while self in _get_current_function_mode_stack():
+            mode = _pop_mode()
+            if mode is not self:
+                above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
