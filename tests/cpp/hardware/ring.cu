@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(64) ring_kernel(const float* numbers, float* s
 #if IKATTN_HAS_LIBRARY
 // The same by barriers that the tool has a word for.
 __global__ void __launch_bounds__(64) library_kernel(const float* numbers, float* sum) {
-  using Barrier = cuda::barrier<cuda::thread_scope_block>;
+  using Barrier = ::cuda::barrier<::cuda::thread_scope_block>;
   IKATTN_SHARED(float, stage, kNumbers);
 #pragma nv_diag_suppress static_var_with_dynamic_init
   __shared__ Barrier full, read;
