@@ -1,31 +1,16 @@
-"""Implicit-kernel attention and norm-aware attention analysis for PyTorch."""
+"""Implicit-kernel attention, and norm-aware maps of what attention moves, for PyTorch."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ikattn import _library
 
 # Before the other modules, which register fake kernels of the operators.
 __version__ = _library.load()
 
-from ikattn import analysis, conversion, integrations, nn, ops, reference, spectral
+from ikattn import nn, ops, spectral
 from ikattn._info import info
-from ikattn.analysis import (
-    Contributions,
-    attribute,
-    contributions,
-    edge_contributions,
-    load_maps,
-    record,
-    rollout,
-    streamed_contributions,
-)
-from ikattn.conversion import calibrate, conversion_report, convert, revert
-from ikattn.integrations.transformers import (
-    decoding_cache,
-    feature_cache,
-    state_cache,
-    use_implicit_attention,
-)
+from ikattn._optional import when_imported
 from ikattn.nn import MultiheadAttention, multi_head_attention_forward, parameter_groups
 from ikattn.ops import (
     Edges,
@@ -47,6 +32,25 @@ from ikattn.ops import (
 )
 from ikattn.spectral import regularization_loss
 
+if TYPE_CHECKING:
+    from ikattn import conversion, explain, integrations, maps, parallel, recorder, reference
+    from ikattn.conversion import calibrate, conversion_report, convert, revert
+    from ikattn.explain import attribute
+    from ikattn.integrations.transformers import (
+        decoding_cache,
+        feature_cache,
+        state_cache,
+        use_implicit_attention,
+    )
+    from ikattn.maps import (
+        Contributions,
+        contributions,
+        load_maps,
+        rollout,
+        streamed_contributions,
+    )
+    from ikattn.recorder import record
+
 __all__ = [
     "Contributions",
     "Edges",
@@ -54,7 +58,6 @@ __all__ = [
     "MultiheadAttention",
     "RecurrentState",
     "__version__",
-    "analysis",
     "attention_from_features",
     "attribute",
     "calibrate",
@@ -65,7 +68,7 @@ __all__ = [
     "decoding_cache",
     "decompositions",
     "deterministic",
-    "edge_contributions",
+    "explain",
     "feature_cache",
     "gat_edge_attention",
     "implicit_kernel_attention",
@@ -75,11 +78,14 @@ __all__ = [
     "info",
     "integrations",
     "load_maps",
+    "maps",
     "multi_head_attention_forward",
     "nn",
     "ops",
+    "parallel",
     "parameter_groups",
     "record",
+    "recorder",
     "reference",
     "regularization_loss",
     "revert",
@@ -95,11 +101,43 @@ __all__ = [
     "why_not_fast",
 ]
 
+# Rooms that are imported when they are first used, each with its names that stand here, too.
+_LATER = {
+    "conversion": ("calibrate", "conversion_report", "convert", "revert"),
+    "explain": ("attribute",),
+    "integrations": (),
+    "integrations.transformers": (
+        "decoding_cache",
+        "feature_cache",
+        "state_cache",
+        "use_implicit_attention",
+    ),
+    "maps": ("Contributions", "contributions", "load_maps", "rollout", "streamed_contributions"),
+    "parallel": (),
+    "recorder": ("record",),
+    "reference": (),
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Imports ``ikattn.parallel`` where it is asked for: DTensor takes half a second."""
-    if name == "parallel":
-        import importlib
-
-        return importlib.import_module("ikattn.parallel")
+    """Imports the room of a name where the name is first used (PEP 562)."""
+    for room, names in _LATER.items():
+        if name == room or name in names:
+            module = import_module(f"ikattn.{room}")
+            value = globals()[name] = module if name == room else getattr(module, name)
+            return value
     raise AttributeError(f"module 'ikattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the names of this module with those that are imported later."""
+    return sorted({*globals(), *__all__})
+
+
+def _register_attentions() -> None:
+    """Registers attention functions by the names that saved models have for them."""
+    import_module("ikattn.integrations.transformers")
+    import_module("ikattn.recorder")
+
+
+when_imported("transformers.modeling_utils", _register_attentions)

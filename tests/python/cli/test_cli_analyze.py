@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from ikattn import Contributions, cli
-from ikattn._command import analyze as analyzing
-from ikattn._command import results
-from ikattn._command.index import overview
-from ikattn.analysis import Batch, Layer, Recording, load_maps, record
+from ikattn.cli import analyze as analyzing
+from ikattn.cli import results
+from ikattn.cli.index import overview
 from ikattn.integrations.transformers import use_implicit_attention
+from ikattn.maps import Batch, Layer, Recording, load_maps
+from ikattn.recorder import record
 from saved_models import SIZES, save_model
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")

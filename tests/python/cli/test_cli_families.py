@@ -9,7 +9,8 @@ import torch
 
 from families import ALONE, POST, PRE
 from ikattn import cli
-from ikattn.analysis import load_maps, record
+from ikattn.maps import load_maps
+from ikattn.recorder import record
 from tiny_texts import tiny_tokenizer
 from tiny_transformers import build_tiny
 

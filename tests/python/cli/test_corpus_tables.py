@@ -18,9 +18,10 @@ from corpora import (
     entries_in,
     write_alone,
 )
-from ikattn._command import analyze as analyzing
-from ikattn._command import parts
-from ikattn.analysis import CorpusSums, load_maps
+from ikattn.cli import analyze as analyzing
+from ikattn.cli import parts
+from ikattn.explain import CorpusSums
+from ikattn.maps import load_maps
 from saved_models import SIZES, save_model
 
 pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")

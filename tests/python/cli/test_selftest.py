@@ -13,8 +13,8 @@ import torch
 import devices
 import ikattn
 from ikattn import cli
-from ikattn._command import selftest
-from ikattn._command.selftest import Result
+from ikattn.cli import selftest
+from ikattn.cli.selftest import Result
 
 KEY = "build\tGPU\t13000"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ikattn.analysis import (
+from ikattn.explain import (
     alignment_error_rate,
     alignment_scores,
     read_alignments,

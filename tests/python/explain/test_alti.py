@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ikattn
-from ikattn.analysis import NormStats, _alti, alti, alti_plus, record
+from ikattn.explain import alti_plus
+from ikattn.maps import NormStats, alti
+from ikattn.maps import mixing as _alti
+from ikattn.recorder import record
 
 B, H, G, L, S, D_V, D = 2, 4, 2, 5, 6, 3, 12
 

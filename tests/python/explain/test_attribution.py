@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import ikattn
 from families import ALONE, POST, PRE
-from ikattn.analysis import Attribution, estimate
-from ikattn.analysis.attribution import _attribute
-from ikattn.analysis.attribution._linear import LinearModel
-from ikattn.analysis.attribution._model import frozen_parameters
+from ikattn.explain import Attribution, estimate
+from ikattn.explain.attribution import _attribute
+from ikattn.explain.attribution._linear import LinearModel
+from ikattn.explain.attribution._model import frozen_parameters
 from recorded_models import encoder
 from tiny_transformers import build_tiny, tiny_inputs
 
@@ -113,7 +113,7 @@ def test_parts_are_those_of_vectors_pushed_through_one_by_one() -> None:
     found = ikattn.attribute(model, x, target=lambda output: output[:, 3, 7])
     torch.testing.assert_close(found.scores[0], vectors[:, 3, 7])
     torch.testing.assert_close(found.value, whole[:, 3, 7])
-    norms = ikattn.analysis.decomposed_norms(model, {"src": x}, sources=2)
+    norms = ikattn.explain.decomposed_norms(model, {"src": x}, sources=2)
     assert norms.shape == (2, 1, 5, 5)
 
 
@@ -253,9 +253,9 @@ def test_vectors_of_tokens_add_up(kind: str) -> None:
     """With every bias shared they are, together, what each block made; without, nearly never."""
     model = build_tiny(kind)
     inputs = {name: x[:1] for name, x in tiny_inputs(model).items()}
-    shared = ikattn.analysis.decomposed_norms(model, inputs, biases="absdot")
+    shared = ikattn.explain.decomposed_norms(model, inputs, biases="absdot")
     assert bool(shared.isfinite().all())
-    assert shared.shape == ikattn.analysis.decomposed_norms(model, inputs, sources=2).shape
+    assert shared.shape == ikattn.explain.decomposed_norms(model, inputs, sources=2).shape
 
 
 # --- Targets
@@ -537,7 +537,7 @@ def test_inputs_and_values_that_are_nothing() -> None:
         ikattn.attribute(model, PROMPT, torch.tensor(3))
     mixture = build_tiny("mixtral").float()
     with pytest.raises(NotImplementedError, match="does not take several sequences"):
-        ikattn.analysis.decomposed_norms(mixture, {"input_ids": PROMPT})
+        ikattn.explain.decomposed_norms(mixture, {"input_ids": PROMPT})
 
 
 def test_autocast_and_threads() -> None:

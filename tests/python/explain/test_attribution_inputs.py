@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ikattn
-from ikattn.analysis import block_maps, decomposed_norms, value_zeroing
+from ikattn.explain import block_maps, decomposed_norms, value_zeroing
 from tiny_texts import tiny_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from chromium import Tab
-from ikattn.analysis import Attribution
-from ikattn.analysis.attribution.page.text import text_span, texts_of
-from ikattn.analysis.tokens import readable_tokens
+from ikattn.explain import Attribution
+from ikattn.maps.tokens import readable_tokens
+from ikattn.maps.words import text_span, texts_of
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 TOKENS = ["<pad>", "<pad>", "The", "Ġdog", "Ġis", "\n", "Ġtired"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ikattn
-from ikattn.analysis import Attribution
+from ikattn.explain import Attribution
 from tiny_texts import tiny_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

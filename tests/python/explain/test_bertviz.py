@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ikattn
-from ikattn.analysis import Batch, Layer, Recording
-from ikattn.integrations.bertviz import to_bertviz
+from ikattn.explain.bertviz import to_bertviz
+from ikattn.maps import Batch, Layer, Recording
 from recordings import encoder_recording, translation_recording
 from tiny_texts import tiny_model, tiny_tokenizer
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ikattn.analysis import NormStats, block_maps, decomposed_norms
+from ikattn.explain import block_maps, decomposed_norms
+from ikattn.maps import NormStats
 from tiny_transformers import build_tiny, tiny_inputs
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close
-from ikattn.integrations.captum import ALTILogit, DecompX, Rollout, _chosen
+from ikattn.explain.captum import ALTILogit, DecompX, Rollout, _chosen
 from tiny_texts import tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import ikattn
 from chromium import Tab
-from ikattn.analysis import compare
-from ikattn.analysis.comparison._distances import row_sums
+from ikattn.explain import compare
+from ikattn.explain.comparison._distances import row_sums
 from recorded_models import encoder
 from tiny_transformers import build_tiny
 
@@ -144,7 +144,7 @@ def test_rank_correlation_is_that_of_scipy_over_the_keys_that_either_row_sees() 
 def test_rows_gone_through_in_pieces_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.rand(2, 3, 7, 5)
     whole = row_sums(a, b)
-    monkeypatch.setattr("ikattn.analysis.comparison._distances._PAIRS_AT_ONCE", 40)
+    monkeypatch.setattr("ikattn.explain.comparison._distances._PAIRS_AT_ONCE", 40)
     for name, x in row_sums(a, b).items():
         torch.testing.assert_close(x, whole[name])
 

@@ -24,9 +24,9 @@ from corpora import (
     of_parts,
     write_alone,
 )
-from ikattn._command.ledger import Ledger
-from ikattn._command.shards import Shard
-from ikattn.analysis import load_maps
+from ikattn.cli.ledger import Ledger
+from ikattn.cli.shards import Shard
+from ikattn.maps import load_maps
 from saved_models import SIZES, save_model
 
 pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ikattn.analysis import CorpusSums, MapFileError, Recording, token_types
+from ikattn.explain import CorpusSums, token_types
+from ikattn.maps import MapFileError, Recording
 from recordings import LENGTHS, encoder_recording, translation_recording
 
 TOKENS = [["[CLS]", "wa", "##ter", ".", "[SEP]"], ["[CLS]", "it", "[SEP]"]]

@@ -1,4 +1,4 @@
-"""``ikattn.analysis.faithfulness``, on a model whose answer one token makes."""
+"""``ikattn.explain.faithfulness``, on a model whose answer one token makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis import faithfulness
+from ikattn.explain import faithfulness
 from tiny_texts import tiny_model
 
 IDS = torch.tensor([[1, 5, 3, 4, 2], [1, 3, 5, 2, 0]])

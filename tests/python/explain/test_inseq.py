@@ -10,7 +10,7 @@ import torch
 
 import ikattn
 from agreement import assert_close
-from ikattn.integrations.inseq import METHODS, PaddedIds, register, step_scores
+from ikattn.explain.inseq import METHODS, PaddedIds, register, step_scores
 from tiny_texts import tiny_model, tiny_tokenizer
 
 pytest.importorskip("transformers", reason="transformers is not installed")

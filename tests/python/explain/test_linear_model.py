@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ikattn.analysis.attribution._linear import LinearModel
+from ikattn.explain.attribution._linear import LinearModel
 
 W, B = torch.linspace(-1, 1, 36).view(6, 6), torch.linspace(-0.5, 1, 6)
 ONE = torch.ones(())

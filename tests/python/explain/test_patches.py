@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis import patch_maps, plot_patches
+from ikattn.explain import patch_maps, plot_patches
 
 
 def config_of(**given: Any) -> SimpleNamespace:

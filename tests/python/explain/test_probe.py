@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ikattn
-from ikattn.analysis import MapProbe
+from ikattn.explain import MapProbe
 from recorded_models import encoder
 from tiny_transformers import build_tiny, tiny_inputs
 

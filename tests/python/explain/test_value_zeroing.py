@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis import value_zeroing
+from ikattn.explain import value_zeroing
 from tiny_texts import tiny_model
 from tiny_transformers import build_tiny, tiny_inputs
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ikattn
-from ikattn.analysis import MapProbe
+from ikattn.explain import MapProbe
 
 ENTROPY = "ikattn/layer.1/summed/entropy"
 DRIFT = "ikattn/layer.1/summed/drift"

@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import formula
 import ikattn
 from agreement import assert_close
-from ikattn.analysis import register_norms
 from ikattn.integrations.transformers import (
     ImplicitKernel,
     from_pretrained,
     optimizers,
     use_implicit_attention,
 )
+from ikattn.recorder import register_norms
 from programs import run_checked
 from transformers_models import BERT, FAMILIES, FREQUENCIES, GROUPED, T5, build, convert, inputs_of
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE

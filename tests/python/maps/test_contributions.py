@@ -31,7 +31,7 @@ from contribution_samples import (
     vectors,
 )
 from golden import golden_files, load_golden
-from ikattn.analysis import NormStats
+from ikattn.maps import NormStats
 from processors import skip_without
 
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)

@@ -18,8 +18,8 @@ def wrong(**changes: Any) -> dict[str, Any]:
     return BLOCK.arguments() | changes
 
 
-def stats(weight: int = 20, shape: tuple[int, ...] = (2, 7)) -> ikattn.analysis.NormStats:
-    return ikattn.analysis.NormStats(torch.ones(weight), torch.ones(shape))
+def stats(weight: int = 20, shape: tuple[int, ...] = (2, 7)) -> ikattn.maps.NormStats:
+    return ikattn.maps.NormStats(torch.ones(weight), torch.ones(shape))
 
 
 MISTAKES = [
@@ -134,8 +134,8 @@ def test_errors_are_the_same_on_the_meta_device(
     """Where a fake kernel runs, as for torch.compile."""
 
     def there(x: Any) -> Any:
-        if isinstance(x, ikattn.analysis.NormStats):
-            return ikattn.analysis.NormStats(x.weight.to("meta"), x.scale.to("meta"), x.centered)
+        if isinstance(x, ikattn.maps.NormStats):
+            return ikattn.maps.NormStats(x.weight.to("meta"), x.scale.to("meta"), x.centered)
         return x.to("meta") if isinstance(x, torch.Tensor) else x
 
     with pytest.raises(kind, match=f"contributions: .*{message}|contributions: {message}"):
@@ -173,7 +173,7 @@ def test_a_diagonal_beyond_all_numbers_is_refused() -> None:
 )
 def test_norm_stats_refuse_what_is_no_norm_of_the_last_axis(module: torch.nn.Module) -> None:
     with pytest.raises(TypeError, match=r"NormStats\.of: module must be a LayerNorm or RMSNorm"):
-        ikattn.analysis.NormStats.of(module, torch.randn(2, 3, 8))
+        ikattn.maps.NormStats.of(module, torch.randn(2, 3, 8))
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
@@ -182,7 +182,7 @@ def test_norm_stats_make_the_norm_linear(kind: type[torch.nn.Module]) -> None:
     norm = kind(8).double()
     torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
     x = torch.randn(2, 3, 8, dtype=torch.float64)
-    stats_ = ikattn.analysis.NormStats.of(norm, x)
+    stats_ = ikattn.maps.NormStats.of(norm, x)
     y = x - x.mean(-1, keepdim=True) if stats_.centered else x
     y = y * stats_.weight / stats_.scale[..., None]
     assert_close(y, norm(x), 1e-14)
@@ -192,21 +192,21 @@ def test_norm_stats_make_the_norm_linear(kind: type[torch.nn.Module]) -> None:
 def test_norm_stats_refuse_norms_along_other_axes(name: str) -> None:
     sizes = (2, 8) if name == "GroupNorm" else (8,)
     with pytest.raises(TypeError, match=r"NormStats\.of: module must be a LayerNorm or RMSNorm"):
-        ikattn.analysis.NormStats.of(getattr(torch.nn, name)(*sizes), torch.randn(2, 8, 8))
+        ikattn.maps.NormStats.of(getattr(torch.nn, name)(*sizes), torch.randn(2, 8, 8))
 
 
 def test_norm_stats_refuse_a_size_that_is_not_the_last_axis_without_weights() -> None:
     for shape in ((3, 8), 9):
         norm = torch.nn.LayerNorm(shape, elementwise_affine=False)
         with pytest.raises(TypeError, match=r"NormStats\.of"):
-            ikattn.analysis.NormStats.of(norm, torch.randn(2, 3, 8))
+            ikattn.maps.NormStats.of(norm, torch.randn(2, 3, 8))
 
 
 def test_norm_stats_of_half_precision_take_the_eps_that_torch_takes() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         norm = torch.nn.RMSNorm(8).to(dtype)
         x = (0.01 * torch.randn(2, 5, 8)).to(dtype)
-        linear = x.float() / ikattn.analysis.NormStats.of(norm, x).scale[..., None]
+        linear = x.float() / ikattn.maps.NormStats.of(norm, x).scale[..., None]
         assert_close(linear, norm(x).float(), torch.finfo(dtype).eps)
 
 
@@ -230,7 +230,7 @@ class OffsetNorm(torch.nn.Module):
 def test_norm_stats_see_how_a_norm_acts(centered: bool, offset: int) -> None:
     torch.manual_seed(0)
     norm, x = OffsetNorm(centered, offset), torch.randn(2, 3, 8, dtype=torch.float64)
-    found = ikattn.analysis.NormStats.of(norm, x)
+    found = ikattn.maps.NormStats.of(norm, x)
     assert found.centered == centered
     y = x - x.mean(-1, keepdim=True) if centered else x
     assert_close(y * found.weight / found.scale[..., None] + norm.bias, norm(x), 1e-14)
@@ -257,4 +257,4 @@ def test_the_backward_refuses_gradients_of_other_maps() -> None:
 
 def test_a_norm_whose_weight_is_offloaded_is_named() -> None:
     with pytest.raises(TypeError, match="weight of a LayerNorm is offloaded"):
-        ikattn.analysis.NormStats.of(torch.nn.LayerNorm(4, device="meta"), torch.randn(1, 2, 4))
+        ikattn.maps.NormStats.of(torch.nn.LayerNorm(4, device="meta"), torch.randn(1, 2, 4))

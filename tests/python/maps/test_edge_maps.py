@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import ikattn
-from ikattn.analysis import EdgeMaps
+from ikattn.maps import EdgeMaps
 
 
 def edges(count: int = 40, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis import Batch, MapFileError, MapWriter, Recording, files, load_maps, record
-from ikattn.analysis._sequences import sequences
+from ikattn.maps import Batch, MapFileError, MapWriter, Recording, files, load_maps
+from ikattn.maps.sequences import sequences
+from ikattn.recorder import record
 from recordings import encoder_recording, random_maps, translation_recording
 from tiny_texts import tiny_model, tiny_tokenizer
 
@@ -216,8 +217,8 @@ def test_writer_takes_the_layers_of_a_running_model(tmp_path: Path) -> None:
 def test_writer_holds_one_layer_in_memory(tmp_path: Path, suffix: str) -> None:
     code = f"""
 import resource, sys, torch, ikattn
-from ikattn.analysis import MapWriter
-from ikattn.analysis import Layer
+from ikattn.maps import MapWriter
+from ikattn.maps import Layer
 maps = ikattn.Contributions(summed=torch.rand(8, 512, 512))  # 8 MB
 layer = Layer("layer", "self", "encoder", 1, "none", "torch")
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ikattn
-from ikattn.analysis._sequences import sequences
+from ikattn.maps.sequences import sequences
 from tiny_texts import tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

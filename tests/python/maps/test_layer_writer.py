@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import ikattn
-from ikattn.analysis import LayerWriter, Recording, TopK, files, record
+from ikattn.maps import LayerWriter, Recording, TopK, files
+from ikattn.recorder import record
 from recorded_models import encoder
 from recordings import encoder_recording
 

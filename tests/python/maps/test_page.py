@@ -21,11 +21,11 @@ import torch
 
 import ikattn
 from chromium import Tab
-from ikattn._command.index import write_index
-from ikattn._command.job import Job
-from ikattn._command.results import Ledger
-from ikattn.analysis import Batch, Layer, Recording
-from ikattn.analysis.page import page_bytes
+from ikattn.cli.index import write_index
+from ikattn.cli.job import Job
+from ikattn.cli.results import Ledger
+from ikattn.maps import Batch, Layer, Recording
+from ikattn.maps.page import page_bytes
 from recordings import encoder_recording, random_maps, tokens_of, translation_recording
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ikattn
-from ikattn.analysis import Batch, Layer, Recording
+from ikattn.maps import Batch, Layer, Recording
 from recordings import encoder_recording, random_maps, tokens_of, translation_recording
 
 matplotlib = pytest.importorskip("matplotlib", reason="pip install 'ikattn[viz]'")

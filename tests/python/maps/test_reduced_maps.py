@@ -15,18 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import ikattn
 from agreement import assert_close
-from ikattn.analysis import (
-    Contributions,
-    Groups,
-    PairMap,
-    Recording,
-    TopK,
-    TopSources,
-    record,
-)
-from ikattn.analysis._recorder import rows as made_rows
-from ikattn.analysis._recorder.coordinates import in_own_coordinates
-from ikattn.analysis._sequences import AXES
+from ikattn.maps import Contributions, Groups, PairMap, Recording, TopK, TopSources
+from ikattn.maps.sequences import AXES
+from ikattn.recorder import record
+from ikattn.recorder.calls.coordinates import in_own_coordinates
+from ikattn.recorder.runs import rows as made_rows
 from recorded_models import TOLERANCE, attention, encoder, recorded
 from tiny_transformers import build_tiny
 from transformers_models import build, inputs_of

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import ikattn
-from ikattn.analysis import Columns, Diagonal, Groups, TopK, record, rollout
+from ikattn.maps import Columns, Diagonal, Groups, TopK, rollout
+from ikattn.recorder import record
 from recorded_models import attention, encoder, recorded
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
@@ -27,8 +28,8 @@ def test_what_needs_whole_maps_refuses_in_a_sentence(tmp_path: Path, options: An
         "plot": lambda: recording.plot(tmp_path / "maps.png"),
         "joined": recording.joined,
         "rollout": lambda: rollout(recording),
-        "attention_flow": lambda: ikattn.analysis.attention_flow(recording, 0),
-        "token_importance": lambda: ikattn.analysis.token_importance(recording, 0, layer=0),
+        "attention_flow": lambda: ikattn.explain.attention_flow(recording, 0),
+        "token_importance": lambda: ikattn.maps.token_importance(recording, 0, layer=0),
     }
     for name, use in uses.items():
         with pytest.raises(ValueError, match=what) as caught:
@@ -43,7 +44,7 @@ def test_alti_plus_refuses_chosen_rows() -> None:
     with torch.no_grad(), record(model, "alti", queries=slice(0, 2)) as recording:
         model(torch.randn(1, 5, 16), torch.randn(1, 3, 16))
     with pytest.raises(ValueError, match=r"alti_plus: .* record without queries="):
-        ikattn.analysis.alti_plus(recording)
+        ikattn.explain.alti_plus(recording)
 
 
 # --- Bad input

@@ -13,16 +13,9 @@ from torch import Tensor
 
 from agreement import assert_close
 from golden import golden_files, load_golden
-from ikattn.analysis import (
-    Batch,
-    Layer,
-    Recording,
-    attention_flow,
-    rank_tokens,
-    rollout,
-    token_importance,
-)
-from ikattn.analysis.contributions import Contributions
+from ikattn.explain import attention_flow
+from ikattn.maps import Batch, Layer, Recording, rank_tokens, rollout, token_importance
+from ikattn.maps.contribution_maps import Contributions
 
 CASES = [path.stem for path in golden_files("globenc")]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5}

@@ -288,7 +288,7 @@ def test_no_tensor_has_both_pairs_and_dimensions() -> None:
         value, residual = torch.randn(1, H, L, 64), torch.randn(1, L, D)
         query, key = torch.randn(2, 1, H, L, 64).unbind()
         projection = torch.randn(D, D)
-        norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, L))
+        norm = ikattn.maps.NormStats(torch.ones(D), torch.ones(1, L))
         ikattn.streamed_contributions(query[:, :, :9], key[:, :, :9], value[:, :, :9], projection)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         maps = ikattn.streamed_contributions(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis import (
+from ikattn.maps import (
     Batch,
     Factors,
     LedgerShares,
@@ -20,7 +20,7 @@ from ikattn.analysis import (
     ledger_shares,
     token_mean,
 )
-from ikattn.analysis.contributions import Contributions
+from ikattn.maps.contribution_maps import Contributions
 
 NAMES = ("similarity", "magnitude", "value_norm", "bias")
 PADDING = torch.tensor([[False] * 4, [False, False, True, True]])

@@ -11,9 +11,10 @@ import torch
 
 import ikattn
 from agreement import assert_close
-from ikattn.analysis import alti_plus, record, token_types, words_of_subwords
-from ikattn.analysis._sequences import sequences
-from ikattn.analysis.tokens import is_special, readable_tokens
+from ikattn.explain import alti_plus, token_types, words_of_subwords
+from ikattn.maps.sequences import sequences
+from ikattn.maps.tokens import is_special, readable_tokens
+from ikattn.recorder import record
 from tiny_texts import tiny_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -317,10 +318,10 @@ def test_importance_of_a_span_is_the_mean_of_its_tokens() -> None:
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[1, 4] = True
     options: dict[str, Any] = {"residual": 0.5, "query_padding": padding}
-    single = [ikattn.analysis.token_importance(maps, i, **options) for i in (2, 3)]
-    found = ikattn.analysis.token_importance(maps, slice(2, 4), **options)
+    single = [ikattn.maps.token_importance(maps, i, **options) for i in (2, 3)]
+    found = ikattn.maps.token_importance(maps, slice(2, 4), **options)
     assert_close(found, (single[0] + single[1]) / 2, 1e-12)
     with pytest.raises(ValueError, match=r"a span with a token, got slice.4, 9.* of sequence 1"):
-        ikattn.analysis.token_importance(maps, slice(4, 9), **options)
+        ikattn.maps.token_importance(maps, slice(4, 9), **options)
     with pytest.raises(TypeError, match="token_importance: position must be an int, a slice"):
-        ikattn.analysis.token_importance(maps, "last", **options)  # type: ignore[arg-type]
+        ikattn.maps.token_importance(maps, "last", **options)  # type: ignore[arg-type]

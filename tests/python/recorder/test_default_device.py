@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.analysis import Recording
+from ikattn.maps import Recording
 
 MAPS = ("summed", "weights", "value_norms", "mixing_ratio", "with_residual")
 ACTS: dict[str, Callable[[Recording, Path], object]] = {
@@ -20,11 +20,11 @@ ACTS: dict[str, Callable[[Recording, Path], object]] = {
     "npz": lambda r, folder: _loaded(r, folder / "a.npz"),
     "json": lambda r, folder: _loaded(r, folder / "a.json"),
     "rollout": lambda r, folder: ikattn.rollout(r, map="weights", residual=0.5),
-    "importance": lambda r, folder: ikattn.analysis.token_importance(
+    "importance": lambda r, folder: ikattn.maps.token_importance(
         r, slice(1, 3), map="weights", residual=0.5
     ),
-    "head mean": lambda r, folder: ikattn.analysis.head_mean(r["self_attn"].weights),
-    "word alignment": lambda r, folder: ikattn.analysis.word_alignment(
+    "head mean": lambda r, folder: ikattn.maps.head_mean(r["self_attn"].weights),
+    "word alignment": lambda r, folder: ikattn.explain.word_alignment(
         r["self_attn"].summed, [[0, 1, 2, 3, 4]] * 2, [[0, 1, 2, 3, 4]] * 2
     ),
     "joined": lambda r, folder: r.joined(),

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close, assert_identical
-from ikattn.analysis import Layer, record
-from ikattn.analysis._recorder import attention_call
-from ikattn.analysis.contributions import NormStats
+from ikattn.maps import Layer
+from ikattn.maps.contribution_maps import NormStats
+from ikattn.recorder import record
+from ikattn.recorder.calls import attention_call
 from recorded_models import SUMMED, TOLERANCE, attention, encoder, randomize
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")

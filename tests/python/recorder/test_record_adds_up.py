@@ -27,9 +27,9 @@ from hand_written_blocks import (
     Parallel,
     vectors,
 )
-from ikattn.analysis import AttentionParts, record
-from ikattn.analysis._recorder import resolvers
-from ikattn.analysis._recorder.making import Maker
+from ikattn.recorder import AttentionParts, record
+from ikattn.recorder.plan import resolvers
+from ikattn.recorder.runs.making import Maker
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from agreement import assert_close
 from families import ALONE, POST, PRE
-from ikattn.analysis import record
-from ikattn.analysis._recorder import making
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.run_maps import Surroundings
-from ikattn.analysis.contributions import Contributions
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.recorder import record
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.plan.run_maps import Surroundings
+from ikattn.recorder.runs import making
 from tiny_transformers import build_tiny, tiny_inputs
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -22,8 +22,8 @@ from hand_written_blocks import (
     Parallel,
     vectors,
 )
-from ikattn.analysis import AttentionParts, record, register_resolver
-from ikattn.analysis._recorder import resolvers
+from ikattn.recorder import AttentionParts, record, register_resolver
+from ikattn.recorder.plan import resolvers
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from agreement import assert_close
 from golden import golden_files
 from golden import load_golden as golden
-from ikattn.analysis import Recording, _alti, decomposed_norms, record, rollout
-from ikattn.analysis.contributions import contributions
+from ikattn.explain import decomposed_norms
+from ikattn.maps import Recording, rollout
+from ikattn.maps import mixing as _alti
+from ikattn.maps.contribution_maps import contributions
+from ikattn.recorder import record
 from samples import name_of
 
 CASES = [path.stem for path in golden_files("globenc")]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from agreement import assert_close
 from hand_written_blocks import B, D, H, L
-from ikattn.analysis import record
+from ikattn.recorder import record
 from recorded_models import randomize
 from torch_blocks import (
     Clip,

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close, assert_identical
-from ikattn.analysis import record, register_norms
-from ikattn.analysis._recorder import attention_call
-from ikattn.analysis._recorder.projection import effective_projection
-from ikattn.analysis._recorder.resolvers import find_attention
-from ikattn.analysis.contributions import NormStats, streamed_contributions
+from ikattn.maps.contribution_maps import NormStats, streamed_contributions
+from ikattn.recorder import record, register_norms
+from ikattn.recorder.calls import attention_call
+from ikattn.recorder.calls.projection import effective_projection
+from ikattn.recorder.plan.resolvers import find_attention
 from transformers_models import BART, BERT, FAMILIES, GROUPED, IMAGE, build, inputs_of
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from agreement import assert_close
-from ikattn.analysis import record
+from ikattn.recorder import record
 from vision_libraries import import_vision
 
 timm = import_vision("timm")

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis import Recording, record
-from ikattn.analysis._recorder import following, runs, transfers
-from ikattn.analysis._recorder.known_sums import known_sum
+from ikattn.maps import Recording
+from ikattn.recorder import record
+from ikattn.recorder.runs import following, transfers
+from ikattn.recorder.runs import run as runs
+from ikattn.recorder.sums.known_sums import known_sum
 
 B, L, D, H = 2, 5, 16, 4
 MAPS = ("summed", "with_norm", "encoder")

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close, assert_identical
-from ikattn.analysis import Layer, record
-from ikattn.analysis.contributions import Contributions
+from ikattn.maps import Layer
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.recorder import record
 from recorded_models import SUMMED, TOLERANCE, attention, encoder
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")

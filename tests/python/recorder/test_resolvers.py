@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close
-from ikattn.analysis import record
-from ikattn.analysis._recorder import resolvers
-from ikattn.analysis._recorder.projection import effective_projection
-from ikattn.analysis._recorder.resolvers import (
+from ikattn.recorder import record
+from ikattn.recorder.calls.projection import effective_projection
+from ikattn.recorder.plan import resolvers
+from ikattn.recorder.plan.resolvers import (
     AttentionParts,
     Resolver,
     find_attention,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ikattn import _memory
-from ikattn.analysis import record
-from ikattn.analysis._recorder import making
+from ikattn.recorder import record
+from ikattn.recorder.runs import making
 from recorded_models import encoder
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")

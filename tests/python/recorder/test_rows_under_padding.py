@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close
-from ikattn.analysis import Contributions, Groups, Recording, TopK, TopSources, record
-from ikattn.analysis._sequences import AXES
+from ikattn.maps import Contributions, Groups, Recording, TopK, TopSources
+from ikattn.maps.sequences import AXES
+from ikattn.recorder import record
 from recorded_models import TOLERANCE, encoder, randomize, recorded
 from transformers_models import build
 

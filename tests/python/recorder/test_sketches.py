@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.projection import plain_projection
-from ikattn.analysis._recorder.sketches import Sketches
+from ikattn.recorder.calls.projection import plain_projection
+from ikattn.recorder.runs.sketches import Sketches
 
 
 def agrees(sketches: Sketches, module: nn.Linear, x: Tensor, y: Tensor) -> bool:

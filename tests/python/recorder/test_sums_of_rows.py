@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ikattn.analysis._recorder.distances import Distance, NearestRows, SumOfRows, sum_tolerance
-from ikattn.analysis._recorder.flow import find_sum, see
+from ikattn.recorder.sums.distances import Distance, NearestRows, SumOfRows, sum_tolerance
+from ikattn.recorder.sums.tensors import find_sum, see
 
 DTYPES = [torch.float32, torch.bfloat16]
 

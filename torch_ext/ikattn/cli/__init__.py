@@ -1,1 +1,5 @@
-"""``python -m ikattn analyze``: files of maps, pages and pictures of a corpus."""
+"""The command ``python -m ikattn``: maps of a corpus, attributions of answers, and self-tests."""
+
+from ikattn.cli.command import main
+
+__all__ = ["main"]

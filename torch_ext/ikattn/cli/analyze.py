@@ -30,15 +30,15 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from ikattn._command.errors import AnalyzeError, doing
-from ikattn._command.index import overview, write_index
-from ikattn._command.job import Job, Line, Source, drawable_maps, read_lines
-from ikattn._command.ledger import Ledger
-from ikattn._command.model import AnalyzedModel
-from ikattn._command.parts import SUMS, merge_sums, open_part
-from ikattn._command.results import one_at_a_time, open_results
-from ikattn.analysis.maps import Batch
-from ikattn.analysis.recording import Recording
+from ikattn.cli.errors import AnalyzeError, doing
+from ikattn.cli.index import overview, write_index
+from ikattn.cli.job import Job, Line, Source, drawable_maps, read_lines
+from ikattn.cli.ledger import Ledger
+from ikattn.cli.model import AnalyzedModel
+from ikattn.cli.parts import SUMS, merge_sums, open_part
+from ikattn.cli.results import one_at_a_time, open_results
+from ikattn.maps.layers import Batch
+from ikattn.maps.recording import Recording
 
 __all__ = ["analyze"]
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn._command.errors import AnalyzeError, doing
-from ikattn._command.loading import Loaded, hushed, load, warn_of_missing
 from ikattn._whole_files import whole_file
-from ikattn.analysis.attribution import Attribution, attribute
-from ikattn.analysis.attribution._texts import encoded, taken_by, target_of_text, with_first_token
-from ikattn.analysis.pictures import text_width
+from ikattn.cli.errors import AnalyzeError, doing
+from ikattn.cli.loading import Loaded, hushed, load, warn_of_missing
+from ikattn.explain.attribution import Attribution, attribute
+from ikattn.explain.attribution._texts import encoded, taken_by, target_of_text, with_first_token
+from ikattn.maps.pictures import text_width
 
 __all__ = ["Question", "answer", "table"]
 

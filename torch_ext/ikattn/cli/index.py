@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from ikattn._command.job import Job, drawable_maps
-from ikattn._command.ledger import Ledger, read_entry
 from ikattn._whole_files import whole_file
-from ikattn.analysis.contributions import SUMMED_MAPS, Contributions
-from ikattn.analysis.page.template import template
-from ikattn.analysis.recording import Recording
-from ikattn.analysis.summary import full_precision, row_shares
+from ikattn.cli.job import Job, drawable_maps
+from ikattn.cli.ledger import Ledger, read_entry
+from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
+from ikattn.maps.page.template import template
+from ikattn.maps.recording import Recording
+from ikattn.maps.summary import full_precision, row_shares
 
 __all__ = ["overview", "write_index"]
 
@@ -116,10 +116,10 @@ def write_index(job: Job, ledger: Ledger) -> None:
             offset += len(written)
     title = f"Attention maps of {'/'.join(PurePath(job.model).parts[-2:])}"
     before, after = template(
-        "page/index.html",
+        "maps/page/index.html",
         title,
-        styles=("page/base.css", "page/index.css"),
-        scripts=("page/base.js", "page/index.js"),
+        styles=("maps/page/base.css", "maps/page/index.css"),
+        scripts=("maps/page/base.js", "maps/page/index.js"),
     )
     with whole_file(job.out / "index.html") as file, ledger.path.open("rb") as lines:
         file.write(before)

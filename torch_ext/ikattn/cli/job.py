@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ikattn._command.errors import AnalyzeError, sentence
-from ikattn._command.shards import Shard
-from ikattn._command.tables import Table
-from ikattn.analysis._recorder.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS
-from ikattn.analysis._sequences import AXES
+from ikattn.cli.errors import AnalyzeError, sentence
+from ikattn.cli.shards import Shard
+from ikattn.cli.tables import Table
+from ikattn.maps.sequences import AXES
+from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS
 
 __all__ = [
     "FORMATS",

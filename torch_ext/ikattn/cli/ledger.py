@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ikattn._command.errors import doing
-from ikattn._command.shards import Shard
+from ikattn.cli.errors import doing
+from ikattn.cli.shards import Shard
 
 __all__ = ["Ledger", "lines_of", "read_entry"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ikattn._command.errors import AnalyzeError, Notice, doing
+from ikattn.cli.errors import AnalyzeError, Notice, doing
 from ikattn.integrations.transformers import from_pretrained
 from ikattn.integrations.transformers._implicit import settings_of
 

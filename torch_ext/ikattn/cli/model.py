@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn._command.errors import AnalyzeError, Notice, doing
-from ikattn._command.job import GROUPS, Job, Line, single_maps
-from ikattn._command.loading import Loaded, hushed, load, warn_of_missing
-from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._recorder.plan import Asked
-from ikattn.analysis._recorder.record import recorded
-from ikattn.analysis._recorder.resolvers import find_attention
-from ikattn.analysis._recorder.run_maps import why_undefined
-from ikattn.analysis._sequences import batch_of_one, cut
-from ikattn.analysis.attribution._texts import taken_by
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch, Layer
-from ikattn.analysis.recording import Recording
-from ikattn.analysis.tokens import readable_tokens
+from ikattn.cli.errors import AnalyzeError, Notice, doing
+from ikattn.cli.job import GROUPS, Job, Line, single_maps
+from ikattn.cli.loading import Loaded, hushed, load, warn_of_missing
+from ikattn.explain.attribution._texts import taken_by
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Batch, Layer
+from ikattn.maps.recording import Recording
+from ikattn.maps.sequences import batch_of_one, cut
+from ikattn.maps.tokens import readable_tokens
 from ikattn.nn.selection import Selection, describe_unseen
+from ikattn.recorder.entry import recorded
+from ikattn.recorder.plan.parts import AttentionParts
+from ikattn.recorder.plan.plan import Asked
+from ikattn.recorder.plan.resolvers import find_attention
+from ikattn.recorder.plan.run_maps import why_undefined
 
 __all__ = ["AnalyzedModel"]
 

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn._command.errors import AnalyzeError, doing
-from ikattn._command.job import Job, Line, single_maps
 from ikattn._library import version
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
-from ikattn.analysis._sequences import AXES
-from ikattn.analysis.contributions import SUMMED_MAPS, Contributions
-from ikattn.analysis.corpus import CorpusSums
-from ikattn.analysis.files import DEFINITIONS
-from ikattn.analysis.recording import Recording
-from ikattn.analysis.summary import full_precision
+from ikattn.cli.errors import AnalyzeError, doing
+from ikattn.cli.job import Job, Line, single_maps
+from ikattn.explain.corpora.corpus import CorpusSums
+from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
+from ikattn.maps.files import DEFINITIONS
+from ikattn.maps.recording import Recording
+from ikattn.maps.sequences import AXES
+from ikattn.maps.summary import full_precision
 
 __all__ = ["SUMS", "PartWriter", "merge_sums", "open_part"]
 

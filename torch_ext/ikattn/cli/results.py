@@ -12,12 +12,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from ikattn._command.errors import AnalyzeError, doing
-from ikattn._command.job import LINE_FORMATS, Job, Source
-from ikattn._command.ledger import Ledger, lines_of, read_entry
-from ikattn._command.parts import SUMS
 from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
+from ikattn.cli.errors import AnalyzeError, doing
+from ikattn.cli.job import LINE_FORMATS, Job, Source
+from ikattn.cli.ledger import Ledger, lines_of, read_entry
+from ikattn.cli.parts import SUMS
 
 __all__ = ["one_at_a_time", "open_results"]
 

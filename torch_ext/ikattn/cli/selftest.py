@@ -393,7 +393,7 @@ def child(family: str, device: str, is_timed: bool) -> None:
 def child_program(family: str, device: str, is_timed: bool) -> str:
     """What Python runs in the process of a family."""
     call = f"child({family!r}, {device!r}, {is_timed})"
-    return f"from ikattn._command.selftest import child; {call}"
+    return f"from ikattn.cli.selftest import child; {call}"
 
 
 def _in_a_process(family: str, device: str, environment: dict[str, str], is_timed: bool) -> Result:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ikattn._command.errors import AnalyzeError, doing
 from ikattn._optional import optional
+from ikattn.cli.errors import AnalyzeError, doing
 
 __all__ = ["Table", "is_table"]
 

@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ikattn.analysis.summary import check_padding, full_precision
-from ikattn.analysis.tokens import is_special
+from ikattn.maps.summary import check_padding, full_precision
+from ikattn.maps.tokens import is_special
 
 __all__ = [
     "AlignmentScores",
@@ -92,7 +92,7 @@ def read_alignments(
 
     Example:
         >>> import pathlib, tempfile
-        >>> from ikattn.analysis.alignment import read_alignments
+        >>> from ikattn.explain.alignment import read_alignments
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "test.talp"
         >>> _ = path.write_text("0-0 2-1\\n")
         >>> sorted(read_alignments(path)[0])
@@ -118,7 +118,7 @@ def read_gold_alignments(
 
     Example:
         >>> import pathlib, tempfile
-        >>> from ikattn.analysis.alignment import read_gold_alignments
+        >>> from ikattn.explain.alignment import read_gold_alignments
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "alignment.talp"
         >>> _ = path.write_text("1-1 3p2\\n")
         >>> gold = read_gold_alignments(path)
@@ -171,7 +171,7 @@ def alignment_scores(
         ValueError: The numbers of sentences differ, or there is no link in hypotheses and sure.
 
     Example:
-        >>> from ikattn.analysis.alignment import alignment_scores
+        >>> from ikattn.explain.alignment import alignment_scores
         >>> alignment_scores([{(0, 0), (1, 2)}], [{(0, 0)}], [{(1, 1)}])
         AlignmentScores(error_rate=0.33333333333333337, precision=0.5, recall=1.0, links=2)
     """
@@ -208,7 +208,7 @@ def alignment_error_rate(
     Args and errors: those of :func:`alignment_scores`.
 
     Example:
-        >>> from ikattn.analysis.alignment import alignment_error_rate
+        >>> from ikattn.explain.alignment import alignment_error_rate
         >>> alignment_error_rate([{(0, 0), (1, 1)}], sure=[{(0, 0)}], possible=[{(1, 1)}])
         0.0
     """
@@ -241,7 +241,7 @@ def words_of_subwords(
         ValueError: No token bears the mark, or any mark, and there are several.
 
     Example:
-        >>> from ikattn.analysis import words_of_subwords
+        >>> from ikattn.explain import words_of_subwords
         >>> words_of_subwords(["▁im", "plicit", "▁kernel", "</s>"])
         [0, 0, 1, None]
         >>> words_of_subwords(["[CLS]", "im", "##plicit", "kernel", "[SEP]"])
@@ -297,7 +297,7 @@ def word_alignment(
 
     Args:
         map: ``[B, L, S]`` of cross-attention: ``weights`` averaged over heads, ``summed`` or
-            ``alti``; or the first result of :func:`ikattn.analysis.alti_plus`.
+            ``alti``; or the first result of :func:`ikattn.explain.alti_plus`.
         source_words: For each sentence the word of each source token, None for special ones (a
             tokenizer's ``word_ids()``, :func:`words_of_subwords`). Columns beyond its length do not
             compete.
@@ -318,7 +318,7 @@ def word_alignment(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis.alignment import word_alignment
+        >>> from ikattn.explain.alignment import word_alignment
         >>> map = torch.tensor([[[0.3, 0.3, 0.4, 0.0], [0.1, 0.1, 0.2, 0.6]]])
         >>> word_alignment(map, [[0, 0, 1, None]], [[0, 1]])
         [{(0, 0)}]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ikattn.analysis.maps import RecordedMaps, check_whole
-from ikattn.analysis.through_layers import rollout
+from ikattn.maps.layers import RecordedMaps, check_whole
+from ikattn.maps.through_layers import rollout
 
 __all__ = ["alti_plus"]
 
@@ -51,7 +51,7 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
         >>> model = torch.nn.Transformer(16, 2, 1, 1, 32, batch_first=True).eval()
         >>> with torch.no_grad(), ikattn.record(model, maps="alti") as recording:
         ...     output = model(torch.randn(1, 5, 16), torch.randn(1, 3, 16))
-        >>> source, target = ikattn.analysis.alti_plus(recording)
+        >>> source, target = ikattn.explain.alti_plus(recording)
         >>> source.shape, target.shape
         (torch.Size([1, 3, 5]), torch.Size([1, 3, 3]))
         >>> torch.allclose(source.sum(-1) + target.sum(-1), torch.ones(1, 3))

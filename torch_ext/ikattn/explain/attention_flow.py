@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from ikattn._optional import optional
-from ikattn.analysis.summary import Maps
-from ikattn.analysis.through_layers import Residual, padding_of, steps_of, token_index
+from ikattn.maps.summary import Maps
+from ikattn.maps.through_layers import Residual, padding_of, steps_of, token_index
 
 __all__ = ["attention_flow"]
 
@@ -50,7 +50,7 @@ def attention_flow(
     Example:
         >>> import pytest, torch
         >>> networkx = pytest.importorskip("networkx")
-        >>> from ikattn.analysis import attention_flow
+        >>> from ikattn.explain import attention_flow
         >>> weights = [torch.full((1, 2, 2), 0.5) for _ in range(3)]
         >>> attention_flow(weights, 0)
         tensor([[1., 1.]])

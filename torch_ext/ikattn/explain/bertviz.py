@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
-from ikattn.analysis.maps import Layer, RecordedMaps
-from ikattn.analysis.summary import row_shares
-from ikattn.analysis.tokens import Tokens
+from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.sequences import AXES, SequenceMaps, sequences
+from ikattn.maps.summary import row_shares
+from ikattn.maps.tokens import Tokens
 
 __all__ = ["to_bertviz"]
 
@@ -56,7 +56,7 @@ def to_bertviz(
 
     Example:
         >>> import torch, ikattn
-        >>> from ikattn.integrations.bertviz import to_bertviz
+        >>> from ikattn.explain.bertviz import to_bertviz
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2).eval()
         >>> with ikattn.record(model, maps=("weights", "per_head")) as recording:

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis.attribution import Attribution, attribute
-from ikattn.analysis.attribution._linear import Activation
-from ikattn.analysis.attribution._model import logits_of
+from ikattn.explain.attribution import Attribution, attribute
+from ikattn.explain.attribution._linear import Activation
+from ikattn.explain.attribution._model import logits_of
 
 try:
     from captum.attr import Attribution as Method
@@ -103,7 +103,7 @@ class DecompX(_OfTokens):
 
     Example:
         >>> import pytest, torch
-        >>> from ikattn.integrations.captum import DecompX
+        >>> from ikattn.explain.captum import DecompX
         >>> transformers = pytest.importorskip("transformers")
         >>> sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, vocab_size=40)
         >>> config = transformers.BertConfig(**sizes, num_attention_heads=2, num_labels=3)

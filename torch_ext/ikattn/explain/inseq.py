@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._optional import optional
-from ikattn.analysis.attribution import attribute
+from ikattn.explain.attribution import attribute
 
 __all__ = ["METHODS", "register"]
 
@@ -47,13 +47,13 @@ def register() -> tuple[str, ...]:
     Example:
         >>> import pytest
         >>> inseq = pytest.importorskip("inseq")
-        >>> from ikattn.integrations.inseq import register
+        >>> from ikattn.explain.inseq import register
         >>> "ikattn_decompx" in register()
         True
         >>> "ikattn_decompx" in inseq.list_feature_attribution_methods()
         True
     """
-    optional("inseq", "ikattn.integrations.inseq", "inseq")
+    optional("inseq", "ikattn.explain.inseq", "inseq")
     names = tuple(f"ikattn_{method}" for method in METHODS)
     base = _base()
     for name in names:
@@ -149,7 +149,7 @@ def _rows(
             rows.target[row, : t + 1] = found.scores[0]
     if bool(rows.target.triu(L - n).any()):
         raise ValueError(
-            "ikattn.integrations.inseq: the model reads tokens after the one that it predicts, "
+            "ikattn.explain.inseq: the model reads tokens after the one that it predicts, "
             "and inseq attributes those before"
         )
     return rows

@@ -52,7 +52,7 @@ def patch_maps(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis import patch_maps
+        >>> from ikattn.explain import patch_maps
         >>> patch_maps(torch.arange(7.0), grid=(2, 3))  # the first is the class token
         tensor([[1., 2., 3.],
                 [4., 5., 6.]])
@@ -108,7 +108,7 @@ def plot_patches(
     Example:
         >>> import pytest, tempfile, torch
         >>> _ = pytest.importorskip("matplotlib")
-        >>> from ikattn.analysis import patch_maps, plot_patches
+        >>> from ikattn.explain import patch_maps, plot_patches
         >>> patches = patch_maps(torch.randn(17), grid=(4, 4))
         >>> plot_patches(patches, torch.rand(3, 32, 32), tempfile.mkdtemp() + "/patches.png")
     """

@@ -25,7 +25,7 @@ class ProbeCallback(Callback):
     they belong to, whatever ``log_every_n_steps`` is.
 
     Args:
-        probe: From the module to numbers by name, such as :class:`ikattn.analysis.MapProbe`. It
+        probe: From the module to numbers by name, such as :class:`ikattn.explain.MapProbe`. It
             must leave the module as it is.
         every: Steps of the optimiser; None: after each validation.
 
@@ -38,7 +38,7 @@ class ProbeCallback(Callback):
     Example:
         >>> import torch, ikattn
         >>> from ikattn.integrations.lightning import ProbeCallback
-        >>> probe = ikattn.analysis.MapProbe(torch.randn(3, 5, 16))
+        >>> probe = ikattn.explain.MapProbe(torch.randn(3, 5, 16))
         >>> callback = ProbeCallback(probe, every=100)  # lightning.Trainer(callbacks=[callback])
     """
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ikattn.analysis._sequences import AXES, sequence_count, size_of
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch, Layer
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Batch, Layer
+from ikattn.maps.sequences import AXES, sequence_count, size_of
 
 __all__ = ["followed_beams", "rows_of_call"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis.reduction import Reduced
+from ikattn.maps.reduction import Reduced
 from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 from ikattn.ops._decompositions import operator
 
@@ -66,7 +66,7 @@ class NormStats:
         Example:
             >>> import torch, ikattn
             >>> norm = torch.nn.LayerNorm(8)
-            >>> ikattn.analysis.NormStats.of(norm, torch.randn(2, 5, 8)).scale.shape
+            >>> ikattn.maps.NormStats.of(norm, torch.randn(2, 5, 8)).scale.shape
             torch.Size([2, 5])
         """
         size = norm_input.shape[-1]
@@ -166,7 +166,7 @@ class Contributions:
             a recording of a block that normalises before its parts, with_residual through the norm
             that reads the sum.
         alti: ``[B, L, S]``, how much nearer each token brings the output, over its row; filled by a
-            recording (``ikattn.analysis.alti``).
+            recording (``ikattn.maps.alti``).
         mixing_ratio: For each of the maps from summed on: ``[B, L]``, the norm of what comes from
             other tokens over that plus the norm of what comes from the token itself.
         weights: ``[B, H, L, S]``, the attention weights a; filled by a recording.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ikattn.analysis._beams import rows_of_call
-from ikattn.analysis._sequences import AXES, keys_before, room_of, sequence_count, size_of
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch, Layer, RecordedMaps
+from ikattn.maps.beams import rows_of_call
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Batch, Layer, RecordedMaps
+from ikattn.maps.sequences import AXES, keys_before, room_of, sequence_count, size_of
 
 __all__ = ["groups_of_calls", "joined_calls", "with_encoders"]
 

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import NamedTuple
 from urllib.parse import quote
 
-from ikattn.analysis import files
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch, Layer, RecordedMaps
+from ikattn.maps import files
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Batch, Layer, RecordedMaps
 
 __all__ = ["LayerWriter"]
 
@@ -53,7 +53,7 @@ class LayerWriter:
 
     Example:
         >>> import tempfile, torch, ikattn
-        >>> from ikattn.analysis import LayerWriter
+        >>> from ikattn.maps import LayerWriter
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2).eval()
         >>> with LayerWriter(tempfile.mkdtemp()) as writer:

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from ikattn.analysis.contributions import Contributions
+from ikattn.maps.contribution_maps import Contributions
 
 __all__ = ["Batch", "Layer", "RecordedMaps", "check_whole", "name_of_layer"]
 

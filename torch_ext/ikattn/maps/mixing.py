@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis.contributions import NormStats
+from ikattn.maps.contribution_maps import NormStats
 
 __all__ = ["alti"]
 
@@ -73,7 +73,7 @@ def alti(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis import alti
+        >>> from ikattn.maps import alti
         >>> x, weights = torch.randn(1, 5, 16), torch.rand(1, 4, 5, 5).softmax(-1)
         >>> value = torch.randn(1, 4, 5, 4)
         >>> made = x + (weights @ value).transpose(1, 2).flatten(2)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
-from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Layer, RecordedMaps, name_of_layer
-from ikattn.analysis.tokens import Tokens
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Layer, RecordedMaps, name_of_layer
+from ikattn.maps.sequences import AXES, SequenceMaps, sequences
+from ikattn.maps.tokens import Tokens
 
 __all__ = ["draw", "text_width"]
 
@@ -60,7 +60,7 @@ def draw(
 
     Example:
         >>> import tempfile, torch, ikattn
-        >>> from ikattn.analysis import Batch, Layer, Recording
+        >>> from ikattn.maps import Batch, Layer, Recording
         >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
         >>> maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
         >>> batch = Batch({"layer.0": maps})

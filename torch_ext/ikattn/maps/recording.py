@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from ikattn.analysis import files, page, pictures
-from ikattn.analysis._beams import followed_beams
-from ikattn.analysis._joined import groups_of_calls, joined_calls, with_encoders
-from ikattn.analysis._sequences import sequence_count, tokens_by_call
-from ikattn.analysis.graphs import EdgeMaps
-from ikattn.analysis.maps import RecordedMaps, check_whole
-from ikattn.analysis.page.notebook import notebook_view
-from ikattn.analysis.tokens import Tokens
+from ikattn.maps import files, page, pictures
+from ikattn.maps.beams import followed_beams
+from ikattn.maps.edges import EdgeMaps
+from ikattn.maps.joined import groups_of_calls, joined_calls, with_encoders
+from ikattn.maps.layers import RecordedMaps, check_whole
+from ikattn.maps.page.notebook import notebook_view
+from ikattn.maps.sequences import sequence_count, tokens_by_call
+from ikattn.maps.tokens import Tokens
 
 __all__ = ["Recording", "load_maps"]
 
@@ -71,7 +71,7 @@ class Recording(RecordedMaps):
 
         Example:
             >>> import torch, ikattn
-            >>> from ikattn.analysis import Batch, Layer, Recording
+            >>> from ikattn.maps import Batch, Layer, Recording
             >>> layer = Layer("layer", "self", "decoder", 1, "none", "torch")
             >>> steps = [Batch({"layer": ikattn.Contributions(summed=torch.ones(1, L, S))})
             ...          for L, S in ((3, 3), (1, 4), (1, 5))]
@@ -107,7 +107,7 @@ class Recording(RecordedMaps):
         Args:
             path: Ends in .safetensors, .npz (needs NumPy) or .json. Read it back with
                 :func:`ikattn.load_maps`. To write while a model runs, take
-                :class:`ikattn.analysis.MapWriter`.
+                :class:`ikattn.maps.MapWriter`.
             tokens, target_tokens: As in :meth:`to_html`: lists, or a tokenizer.
 
         Raises:
@@ -209,7 +209,7 @@ def load_maps(path: str | os.PathLike[str]) -> Recording:
 
     Example:
         >>> import tempfile, torch, ikattn
-        >>> from ikattn.analysis import Batch, Layer, Recording
+        >>> from ikattn.maps import Batch, Layer, Recording
         >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
         >>> maps = ikattn.Contributions(summed=torch.rand(2, 5, 5))
         >>> batch = Batch({"layer.0": maps})

@@ -108,7 +108,7 @@ class Columns:
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis.reduction import Columns, PairMap
+        >>> from ikattn.maps.reduction import Columns, PairMap
         >>> map_ = torch.rand(2, 6, 5)
         >>> reducing = Columns().begin(PairMap("layer", "summed", (2, 6, 5), None))
         >>> for first in (0, 3):
@@ -169,7 +169,7 @@ class TopK:
 
     Example:
         >>> import torch, ikattn
-        >>> from ikattn.analysis import TopK
+        >>> from ikattn.maps import TopK
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2).eval()
         >>> with torch.no_grad(), ikattn.record(model, reduce=TopK(3)) as recording:
@@ -221,7 +221,7 @@ class Groups:
 
     Example:
         >>> import torch, ikattn
-        >>> from ikattn.analysis import Groups
+        >>> from ikattn.maps import Groups
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2).eval()
         >>> parts = Groups({"system": slice(0, 2), "image": slice(2, 6), "text": slice(6, None)})
@@ -344,7 +344,7 @@ class FunctionOfRows:
                     f"record: reduce must return [{', '.join(map(str, rows.shape[:-1]))}, ..], a "
                     f"result for each row of {about.name!r} of {about.layer}, got "
                     f"{list(found.shape)}; what adds rows up is an object with begin, as "
-                    "ikattn.analysis.Reduction has it"
+                    "ikattn.maps.Reduction has it"
                 )
             return found
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Layer, RecordedMaps, check_whole
-from ikattn.analysis.tokens import Tokens, tokens_of_batch
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Layer, RecordedMaps, check_whole
+from ikattn.maps.tokens import Tokens, tokens_of_batch
 
 __all__ = [
     "AXES",

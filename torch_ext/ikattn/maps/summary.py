@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch, RecordedMaps, check_whole
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Batch, RecordedMaps, check_whole
 
 __all__ = [
     "Factors",
@@ -110,7 +110,7 @@ def head_mean(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis.summary import head_mean
+        >>> from ikattn.maps.summary import head_mean
         >>> weights = torch.rand(2, 4, 5, 7).softmax(-1)
         >>> head_mean(weights).shape
         torch.Size([2, 5, 7])
@@ -253,7 +253,7 @@ def layer_mean(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis.summary import layer_mean
+        >>> from ikattn.maps.summary import layer_mean
         >>> layer_mean([torch.zeros(1, 2, 2), torch.ones(1, 2, 2)])
         tensor([[[0.5000, 0.5000],
                  [0.5000, 0.5000]]])
@@ -285,7 +285,7 @@ def token_mean(values: Tensor, padding: Tensor | None = None) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis.summary import token_mean
+        >>> from ikattn.maps.summary import token_mean
         >>> ratio = torch.tensor([[0.2, 0.4], [0.6, 0.0]])
         >>> token_mean(ratio, torch.tensor([[False, False], [False, True]]))
         tensor([0.3000, 0.6000])
@@ -400,8 +400,8 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
 
     Example:
         >>> import torch, ikattn
-        >>> from ikattn.analysis.summary import ledger_shares
-        >>> from ikattn.analysis.contributions import Contributions
+        >>> from ikattn.maps.summary import ledger_shares
+        >>> from ikattn.maps.contributions import Contributions
         >>> q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
         >>> similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
         >>> weights = (q @ k.mT / 8**0.5).softmax(-1)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import memory_for
-from ikattn.analysis.maps import Batch, RecordedMaps, check_whole
-from ikattn.analysis.summary import (
+from ikattn.maps.layers import Batch, RecordedMaps, check_whole
+from ikattn.maps.summary import (
     Maps,
     check_padding,
     full_precision,
@@ -106,7 +106,7 @@ def rollout(
 
     Example:
         >>> import torch, ikattn
-        >>> from ikattn.analysis.through_layers import rollout
+        >>> from ikattn.maps.through_layers import rollout
         >>> weights = [torch.rand(1, 4, 4).softmax(-1) for _ in range(3)]
         >>> flow = rollout(weights, residual=0.5)
         >>> torch.allclose(flow.sum(-1), torch.ones(1, 4))
@@ -162,7 +162,7 @@ def token_importance(
 
     Example:
         >>> import torch, ikattn
-        >>> from ikattn.analysis.through_layers import rollout, token_importance
+        >>> from ikattn.maps.through_layers import rollout, token_importance
         >>> weights = [torch.rand(2, 4, 4).softmax(-1) for _ in range(3)]
         >>> importance = token_importance(weights, -1, residual=0.5)
         >>> torch.allclose(importance, rollout(weights, residual=0.5)[:, -1])
@@ -234,7 +234,7 @@ def rank_tokens(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis.through_layers import rank_tokens
+        >>> from ikattn.maps.through_layers import rank_tokens
         >>> ranking = rank_tokens(torch.tensor([[0.1, 0.75, 0.15]]), [["the", "cat", "sat"]])
         >>> [ranked.token for ranked in ranking[0]]
         ['cat', 'sat', 'the']

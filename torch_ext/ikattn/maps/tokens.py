@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ikattn.analysis.maps import Batch
+from ikattn.maps.layers import Batch
 
 __all__ = ["Tokens", "is_byte_level", "is_special", "readable_tokens", "tokens_of_batch"]
 

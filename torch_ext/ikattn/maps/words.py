@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from ikattn.analysis.tokens import is_special
+from ikattn.maps.tokens import is_special
 
 __all__ = ["text_span", "texts_of", "words_of_text"]
 
@@ -23,7 +23,7 @@ def texts_of(tokens: Sequence[str], *, byte_level: bool = False) -> list[str]:
     at the last of them, and the others are empty.
 
     Args:
-        tokens: Of one sequence, as :func:`ikattn.analysis.tokens.readable_tokens` gives them.
+        tokens: Of one sequence, as :func:`ikattn.maps.tokens.readable_tokens` gives them.
         byte_level: Whether they are of byte-level BPE, of which a text without spaces bears no
             mark.
 
@@ -31,7 +31,7 @@ def texts_of(tokens: Sequence[str], *, byte_level: bool = False) -> list[str]:
         As many texts.
 
     Example:
-        >>> from ikattn.analysis.attribution.page.text import texts_of
+        >>> from ikattn.maps.words import texts_of
         >>> texts_of(["▁Fünf", "▁", "<0xE2>", "<0x82>", "<0xAC>", "<0x0A>"])
         [' Fünf', ' ', '', '', '€', '\\n']
         >>> "".join(texts_of(["[CLS]", "im", "##plicit", "kernel"]))
@@ -56,7 +56,7 @@ def words_of_text(tokens: Sequence[str], *, byte_level: bool = False) -> list[in
     """The number of each token's word: one begins at a space, a new line, or a special token.
 
     Example:
-        >>> from ikattn.analysis.attribution.page.text import words_of_text
+        >>> from ikattn.maps.words import words_of_text
         >>> words_of_text(["[CLS]", "im", "##plicit", "kernel", "[SEP]"])
         [0, 1, 1, 2, 3]
     """

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.calls import is_running
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis._recorder.modes import as_the_model_runs, in_own_modes
-from ikattn.analysis.graphs import EdgeMaps
-from ikattn.analysis.recording import Recording
+from ikattn.maps.edges import EdgeMaps
+from ikattn.maps.recording import Recording
 from ikattn.nn.selection import Selection, is_selected, path_to
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.modes import as_the_model_runs, in_own_modes
+from ikattn.recorder.runs.call import is_running
 
 _KINDS = ("GATConv", "GATv2Conv", "TransformerConv")
 

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from ikattn._optional import when_imported
 from ikattn._precision import without_autocast
-from ikattn.analysis._recorder.padding import fill_padding
-from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._recorder.projection import effective_projection
-from ikattn.analysis._recorder.resolvers import find_attention, resolve
-from ikattn.analysis._recorder.run_maps import Surroundings, make_maps
-from ikattn.analysis._recorder.transformers_attention import NORMS, interface_call
 from ikattn.integrations.transformers._attention import register_implicit
 from ikattn.integrations.transformers._interface import (
     Given,
     attention_function,
     register_attention,
 )
+from ikattn.recorder.calls.projection import effective_projection
+from ikattn.recorder.calls.transformers_attention import NORMS, interface_call
+from ikattn.recorder.plan.parts import AttentionParts
+from ikattn.recorder.plan.resolvers import find_attention, resolve
+from ikattn.recorder.plan.run_maps import Surroundings, make_maps
+from ikattn.recorder.runs.padding import fill_padding
 
 __all__ = ["register_norms"]
 
@@ -53,7 +53,7 @@ def register_norms(*, map: str = "summed") -> None:
     Example:
         >>> import pytest, torch
         >>> transformers = pytest.importorskip("transformers")
-        >>> from ikattn.analysis import register_norms
+        >>> from ikattn.recorder import register_norms
         >>> register_norms()
         >>> sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
         >>> config = transformers.BertConfig(**sizes, intermediate_size=32, vocab_size=9)
@@ -120,7 +120,7 @@ class _NormsAttention:
         if parts.out_proj is None:
             raise NotImplementedError(
                 f"ikattn_norms: the out-projection of {type(module).__name__} is not known: use "
-                "ikattn.record, which finds it, or ikattn.analysis.register_resolver"
+                "ikattn.record, which finds it, or ikattn.recorder.register_resolver"
             )
         return parts
 

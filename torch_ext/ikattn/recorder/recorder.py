@@ -22,39 +22,39 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.calls import Call, Entered, note_ids, tokens_before
-from ikattn.analysis._recorder.claims import Settlement
-from ikattn.analysis._recorder.flow import first_tensor
-from ikattn.analysis._recorder.following import Follower
-from ikattn.analysis._recorder.heads import FollowedHeads
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis._recorder.making import Maker, OnLayer, OnRun
-from ikattn.analysis._recorder.modes import check_is_plain_call, in_own_modes
-from ikattn.analysis._recorder.padding import (
-    fill_padding,
-    has_other_keys,
-    mask_argument,
-    padding_of_decoder,
-)
-from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.projection import describe, is_probing
-from ikattn.analysis._recorder.rows import RowsAsked
-from ikattn.analysis._recorder.runs import Run
-from ikattn.analysis._recorder.sdpa import sdpa_call
-from ikattn.analysis._recorder.token_order import TokenOrder
-from ikattn.analysis._recorder.torch_attention import (
+from ikattn.integrations.transformers._interface import Given
+from ikattn.maps.layers import Batch, Layer
+from ikattn.maps.recording import Recording
+from ikattn.nn._over_ranks import goes_over_ranks
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.heads import FollowedHeads
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.modes import check_is_plain_call, in_own_modes
+from ikattn.recorder.calls.projection import describe, is_probing
+from ikattn.recorder.calls.sdpa import sdpa_call
+from ikattn.recorder.calls.torch_attention import (
     fused_layer_differs,
     inputs_of,
     out_projection_of,
     torch_call,
 )
-from ikattn.analysis._recorder.transfers import Arrival
-from ikattn.analysis._recorder.transformers_attention import interface_call
-from ikattn.analysis.maps import Batch, Layer
-from ikattn.analysis.recording import Recording
-from ikattn.integrations.transformers._interface import Given
-from ikattn.nn._over_ranks import goes_over_ranks
+from ikattn.recorder.calls.transformers_attention import interface_call
+from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.runs.call import Call, Entered, note_ids, tokens_before
+from ikattn.recorder.runs.following import Follower
+from ikattn.recorder.runs.making import Maker, OnLayer, OnRun
+from ikattn.recorder.runs.padding import (
+    fill_padding,
+    has_other_keys,
+    mask_argument,
+    padding_of_decoder,
+)
+from ikattn.recorder.runs.rows import RowsAsked
+from ikattn.recorder.runs.run import Run
+from ikattn.recorder.runs.transfers import Arrival
+from ikattn.recorder.sums.claims import Settlement
+from ikattn.recorder.sums.tensors import first_tensor
+from ikattn.recorder.sums.token_order import TokenOrder
 
 __all__ = ["OnLayer", "OnRun", "Recorder"]
 

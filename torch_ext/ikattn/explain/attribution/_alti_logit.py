@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ikattn.analysis._recorder.runs import Run
+from ikattn.recorder.runs.run import Run
 
 __all__ = ["Writings"]
 

@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.record import recorded
-from ikattn.analysis.alti_plus import alti_plus
-from ikattn.analysis.attribution._alti_logit import Writings
-from ikattn.analysis.attribution._linear import (
+from ikattn.explain.alti_plus import alti_plus
+from ikattn.explain.attribution._alti_logit import Writings
+from ikattn.explain.attribution._linear import (
     Activation,
     LinearModel,
     activations_as_one,
     tolerance_of,
 )
-from ikattn.analysis.attribution._model import (
+from ikattn.explain.attribution._model import (
     Stack,
     alone,
     attention_of,
@@ -38,27 +37,22 @@ from ikattn.analysis.attribution._model import (
     stacks_of,
     takes,
 )
-from ikattn.analysis.attribution._places import places_of_tokens, readers_of
-from ikattn.analysis.attribution._targets import (
-    Choice,
-    Target,
-    choose,
-    predicts_next,
-    with_answer,
-)
-from ikattn.analysis.attribution._texts import (
+from ikattn.explain.attribution._places import places_of_tokens, readers_of
+from ikattn.explain.attribution._targets import Choice, Target, choose, predicts_next, with_answer
+from ikattn.explain.attribution._texts import (
     Conversation,
     encoded,
     number_of_text,
     target_of_text,
     with_first_token,
 )
-from ikattn.analysis.attribution.attribution import Attribution
-from ikattn.analysis.attribution.cost import MUCH, activation_bytes
-from ikattn.analysis.attribution.zeroing import value_zeroing
-from ikattn.analysis.maps import RecordedMaps
-from ikattn.analysis.summary import row_shares
-from ikattn.analysis.through_layers import rollout
+from ikattn.explain.attribution.attribution import Attribution
+from ikattn.explain.attribution.cost import MUCH, activation_bytes
+from ikattn.explain.attribution.zeroing import value_zeroing
+from ikattn.maps.layers import RecordedMaps
+from ikattn.maps.summary import row_shares
+from ikattn.maps.through_layers import rollout
+from ikattn.recorder.entry import recorded
 
 __all__ = ["attribute"]
 
@@ -97,7 +91,7 @@ def attribute(
 
     ``"rollout:MAP"``, for example ``"rollout:encoder"`` or ``"rollout:alti"``: the rollout of a map
     (:func:`ikattn.rollout`), the rows that the target reads; ``"rollout:value_zeroing"`` of
-    :func:`ikattn.analysis.value_zeroing`. Maps without the residual get one half of it. Says
+    :func:`ikattn.explain.value_zeroing`. Maps without the residual get one half of it. Says
     nothing of the logit's sign.
 
     Args:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.analysis._recorder.hooks import Hook
+from ikattn.recorder.calls.hooks import Hook
 
 __all__ = [
     "SUMS",

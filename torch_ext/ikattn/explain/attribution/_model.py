@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ikattn.analysis._recorder.flow import first_tensor
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis._recorder.modes import without_compiled_code
-from ikattn.analysis._recorder.resolvers import find_attention
-from ikattn.analysis.attribution._linear import LinearModel, activations_as_one
+from ikattn.explain.attribution._linear import LinearModel, activations_as_one
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.modes import without_compiled_code
+from ikattn.recorder.plan.resolvers import find_attention
+from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = [
     "Stack",

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.flow import first_tensor
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis.attribution._linear import detached
-from ikattn.analysis.attribution._model import Stack
+from ikattn.explain.attribution._linear import detached
+from ikattn.explain.attribution._model import Stack
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = ["places_of_tokens", "readers_of"]
 

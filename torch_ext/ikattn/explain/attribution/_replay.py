@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.analysis._recorder.sdpa import sdpa_call
-from ikattn.analysis.attribution._linear import SUMS, Activation, LinearModel, detached, name_of
+from ikattn.explain.attribution._linear import SUMS, Activation, LinearModel, detached, name_of
+from ikattn.recorder.calls.sdpa import sdpa_call
 
 __all__ = ["BlockReplay", "Replay"]
 

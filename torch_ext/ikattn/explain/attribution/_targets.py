@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis.attribution._linear import LinearModel
-from ikattn.analysis.attribution._model import logits_of
+from ikattn.explain.attribution._linear import LinearModel
+from ikattn.explain.attribution._model import logits_of
 
 __all__ = ["Choice", "Target", "choose", "predicts_next", "with_answer"]
 

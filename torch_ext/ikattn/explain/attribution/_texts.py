@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis.attribution._model import takes
-from ikattn.analysis.attribution._targets import predicts_next
+from ikattn.explain.attribution._model import takes
+from ikattn.explain.attribution._targets import predicts_next
 
 __all__ = [
     "Conversation",

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis.attribution._linear import tolerance_of
-from ikattn.analysis.attribution._model import Stack, is_of_batch
+from ikattn.explain.attribution._linear import tolerance_of
+from ikattn.explain.attribution._model import Stack, is_of_batch
+from ikattn.recorder.calls.hooks import Hook
 
 __all__ = [
     "check_vectors",

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ikattn.analysis.attribution.page import frame, write_page
-from ikattn.analysis.attribution.page.text import texts_of, words_of_text
-from ikattn.analysis.through_layers import RankedToken
-from ikattn.analysis.tokens import is_byte_level, readable_tokens
+from ikattn.explain.attribution.page import frame, write_page
+from ikattn.maps.through_layers import RankedToken
+from ikattn.maps.tokens import is_byte_level, readable_tokens
+from ikattn.maps.words import texts_of, words_of_text
 
 __all__ = ["Attribution"]
 
@@ -84,7 +84,7 @@ class Attribution:
 
         Example:
             >>> import torch
-            >>> from ikattn.analysis import Attribution
+            >>> from ikattn.explain import Attribution
             >>> scores = torch.tensor([[0.5, 1.0, 2.0, 0.25]])
             >>> found = Attribution(scores, torch.tensor([4.0]), torch.tensor([0.25]))
             >>> found.by_words([[None, 0, 0, 1]]).scores
@@ -110,7 +110,7 @@ class Attribution:
 
         Example:
             >>> import torch
-            >>> from ikattn.analysis import Attribution
+            >>> from ikattn.explain import Attribution
             >>> tokens = [["\u0120x", "=1", "\n", "\u0120y", "=2"]]
             >>> scores = torch.tensor([[0.5, 1.0, 0.0, 2.0, 0.25]])
             >>> Attribution(scores, scores.sum(-1), torch.zeros(1), tokens=tokens).by_lines().tokens
@@ -233,7 +233,7 @@ class Attribution:
 
         Example:
             >>> import tempfile, torch
-            >>> from ikattn.analysis import Attribution
+            >>> from ikattn.explain import Attribution
             >>> scores, tokens = torch.tensor([[0.5, -1.0]]), [["\u0120really", "\u0120late"]]
             >>> found = Attribution(scores, torch.tensor([0.0]), torch.tensor([0.5]), tokens=tokens)
             >>> path = tempfile.mkdtemp() + "/scores.html"

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.flow import first_tensor
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis.attribution._linear import Activation
-from ikattn.analysis.attribution._model import Stack, alone, called_linear, the_stack_of
-from ikattn.analysis.attribution._replay import BlockReplay
-from ikattn.analysis.attribution._vectors import (
+from ikattn.explain.attribution._linear import Activation
+from ikattn.explain.attribution._model import Stack, alone, called_linear, the_stack_of
+from ikattn.explain.attribution._replay import BlockReplay
+from ikattn.explain.attribution._vectors import (
     check_vectors,
     keys_together,
     outputs_of,
@@ -29,6 +27,8 @@ from ikattn.analysis.attribution._vectors import (
     whose,
     without_graph,
 )
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = ["block_maps"]
 
@@ -74,7 +74,7 @@ def block_maps(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis import block_maps
+        >>> from ikattn.explain import block_maps
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
         >>> block_maps(model, {"src": torch.randn(1, 5, 16)}, "feed_forward").shape

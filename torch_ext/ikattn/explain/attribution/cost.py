@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ikattn.analysis.attribution._model import Stack, stacks_of
+from ikattn.explain.attribution._model import Stack, stacks_of
 
 __all__ = ["MUCH", "Estimate", "activation_bytes", "estimate"]
 
@@ -45,7 +45,7 @@ def estimate(model: nn.Module, length: int, *, targets: int = 1, batch: int = 1)
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis import estimate
+        >>> from ikattn.explain import estimate
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32)
         >>> estimate(torch.nn.TransformerEncoder(layer, 2), 100).forwards
         3.0

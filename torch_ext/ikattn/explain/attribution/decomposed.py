@@ -14,16 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis.attribution._linear import Activation
-from ikattn.analysis.attribution._model import (
-    Stack,
-    alone,
-    called_linear,
-    replaced,
-    the_stack_of,
-)
-from ikattn.analysis.attribution._replay import Replay
-from ikattn.analysis.attribution._vectors import (
+from ikattn.explain.attribution._linear import Activation
+from ikattn.explain.attribution._model import Stack, alone, called_linear, replaced, the_stack_of
+from ikattn.explain.attribution._replay import Replay
+from ikattn.explain.attribution._vectors import (
     check_vectors,
     keys_together,
     outputs_of,
@@ -79,7 +73,7 @@ def decomposed_norms(
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis import decomposed_norms
+        >>> from ikattn.explain import decomposed_norms
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
         >>> decomposed_norms(model, {"src": torch.randn(1, 5, 16)}).shape

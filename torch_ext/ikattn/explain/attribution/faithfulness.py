@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis.attribution._model import logits_of
+from ikattn.explain.attribution._model import logits_of
 
 __all__ = ["Faithfulness", "Replacement", "faithfulness"]
 
@@ -109,7 +109,7 @@ def faithfulness(
         >>> config = transformers.BertConfig(**sizes, intermediate_size=32, vocab_size=9)
         >>> model = transformers.BertForSequenceClassification(config).eval()
         >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
-        >>> from ikattn.analysis import faithfulness
+        >>> from ikattn.explain import faithfulness
         >>> found = faithfulness(model, {"input_ids": ids}, torch.rand(1, 5), mask_id=8)
         >>> found.comprehensiveness.shape
         torch.Size([1, 4])

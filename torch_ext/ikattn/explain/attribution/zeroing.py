@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn._memory import takes_memory_for
-from ikattn.analysis._recorder.flow import first_tensor
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis.attribution._linear import body_of, name_of
-from ikattn.analysis.attribution._model import Stack, alone, takes, the_stack_of
-from ikattn.analysis.attribution._vectors import sequences_of
-from ikattn.analysis.summary import row_shares
+from ikattn.explain.attribution._linear import body_of, name_of
+from ikattn.explain.attribution._model import Stack, alone, takes, the_stack_of
+from ikattn.explain.attribution._vectors import sequences_of
+from ikattn.maps.summary import row_shares
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = ["value_zeroing"]
 
@@ -64,7 +64,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
 
     Example:
         >>> import torch
-        >>> from ikattn.analysis import value_zeroing
+        >>> from ikattn.explain import value_zeroing
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
         >>> maps = value_zeroing(model, {"src": torch.randn(1, 5, 16)})

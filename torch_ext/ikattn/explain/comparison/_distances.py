@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from ikattn.analysis._sequences import AXES
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.summary import row_shares
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.sequences import AXES
+from ikattn.maps.summary import row_shares
 
 __all__ = ["ROW_MAPS", "Sums", "add_to", "entropy", "mixing_sums", "row_sums", "shares"]
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._inputs import Inputs, call, main_output
-from ikattn.analysis._recorder.record import record
-from ikattn.analysis._sequences import AXES, cut, sequence_count
-from ikattn.analysis.comparison._distances import ROW_MAPS, Sums, add_to, mixing_sums, row_sums
-from ikattn.analysis.comparison.comparison import Comparison, MapDistance
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch
-from ikattn.analysis.page.labels import short_name
-from ikattn.analysis.recording import Recording
-from ikattn.analysis.tokens import tokens_of_batch
+from ikattn.explain.comparison._distances import ROW_MAPS, Sums, add_to, mixing_sums, row_sums
+from ikattn.explain.comparison._inputs import Inputs, call, main_output
+from ikattn.explain.comparison.comparison import Comparison, MapDistance
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Batch
+from ikattn.maps.page.labels import short_name
+from ikattn.maps.recording import Recording
+from ikattn.maps.sequences import AXES, cut, sequence_count
+from ikattn.maps.tokens import tokens_of_batch
 from ikattn.nn.selection import Selection
+from ikattn.recorder.entry import record
 
 __all__ = ["compare"]
 
@@ -82,7 +82,7 @@ def compare(
         >>> import torch, ikattn
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-        >>> found = ikattn.analysis.compare(model, model, torch.randn(3, 5, 16))
+        >>> found = ikattn.explain.compare(model, model, torch.randn(3, 5, 16))
         >>> float(found["layers.0.self_attn"]["summed"].total_variation)
         0.0
     """

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn.analysis.comparison import page
-from ikattn.analysis.comparison._distances import Sums
-from ikattn.analysis.recording import Recording
-from ikattn.analysis.tokens import Tokens
+from ikattn.explain.comparison import page
+from ikattn.explain.comparison._distances import Sums
+from ikattn.maps.recording import Recording
+from ikattn.maps.tokens import Tokens
 
 __all__ = ["Comparison", "MapDistance"]
 

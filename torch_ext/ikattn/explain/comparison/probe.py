@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._inputs import Inputs, call
-from ikattn.analysis._recorder.record import record
-from ikattn.analysis._sequences import cut, sequence_count
-from ikattn.analysis.comparison._distances import ROW_MAPS, Sums, add_to, row_sums
-from ikattn.analysis.page.labels import layer_labels
+from ikattn.explain.comparison._distances import ROW_MAPS, Sums, add_to, row_sums
+from ikattn.explain.comparison._inputs import Inputs, call
+from ikattn.maps.page.labels import layer_labels
+from ikattn.maps.sequences import cut, sequence_count
 from ikattn.nn.selection import Selection
+from ikattn.recorder.entry import record
 
 __all__ = ["MapProbe"]
 
@@ -57,7 +57,7 @@ class MapProbe:
         >>> import torch, ikattn
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        >>> probe = ikattn.analysis.MapProbe(torch.randn(3, 5, 16))
+        >>> probe = ikattn.explain.MapProbe(torch.randn(3, 5, 16))
         >>> probe(model)["ikattn/layer.1/weights/drift"]
         0.0
     """

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ikattn.analysis._sequences import AXES
-from ikattn.analysis.comparison._distances import Sums, entropy, shares
-from ikattn.analysis.contributions import Contributions
+from ikattn.explain.comparison._distances import Sums, entropy, shares
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.sequences import AXES
 
 __all__ = ["CELLS", "sums_of_layer"]
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ikattn._library import version
-from ikattn.analysis._corpus_sums import CELLS, sums_of_layer
-from ikattn.analysis._sequences import SequenceMaps, sequences
-from ikattn.analysis.attribution.page.text import texts_of, words_of_text
-from ikattn.analysis.comparison._distances import Sums, add_to
-from ikattn.analysis.files import MapFileError, read_arrays, write_arrays
-from ikattn.analysis.maps import Layer, RecordedMaps
-from ikattn.analysis.tokens import Tokens, is_special
+from ikattn.explain.comparison._distances import Sums, add_to
+from ikattn.explain.corpora._sums import CELLS, sums_of_layer
+from ikattn.maps.files import MapFileError, read_arrays, write_arrays
+from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.sequences import SequenceMaps, sequences
+from ikattn.maps.tokens import Tokens, is_special
+from ikattn.maps.words import texts_of, words_of_text
 
 __all__ = ["TOKEN_TYPES", "CorpusMeans", "CorpusSums", "token_types"]
 
@@ -42,7 +42,7 @@ def token_types(tokens: Sequence[str]) -> list[str]:
         it), "word" (a word, or the beginning of one) or "piece" (what goes on with a word).
 
     Example:
-        >>> from ikattn.analysis import token_types
+        >>> from ikattn.explain import token_types
         >>> token_types(["[CLS]", "im", "##plicit", "kernel", ".", "[SEP]"])
         ['special', 'word', 'piece', 'word', 'punctuation', 'special']
     """
@@ -132,7 +132,7 @@ class CorpusSums:
         >>> import torch, ikattn
         >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-        >>> found = ikattn.analysis.CorpusSums()
+        >>> found = ikattn.explain.CorpusSums()
         >>> for tokens in (["[CLS]", "water", "[SEP]"], ["[CLS]", "it", "was", ".", "[SEP]"]):
         ...     with torch.no_grad(), ikattn.record(model, maps=("weights",)) as recording:
         ...         _ = model(torch.randn(1, len(tokens), 16))

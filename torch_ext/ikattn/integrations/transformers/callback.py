@@ -28,7 +28,7 @@ class ProbeCallback(TrainerCallback):
 
     Args:
         trainer: It hears of the callback by ``trainer.add_callback``.
-        probe: From the model to numbers by name, such as :class:`ikattn.analysis.MapProbe`. It must
+        probe: From the model to numbers by name, such as :class:`ikattn.explain.MapProbe`. It must
             leave the model as it is.
         every: Steps of the optimiser; None: after each evaluation.
 
@@ -39,7 +39,7 @@ class ProbeCallback(TrainerCallback):
         >>> import ikattn
         >>> from ikattn.integrations.transformers.callback import ProbeCallback
         >>> def add_probe(trainer, inputs):
-        ...     probe = ikattn.analysis.MapProbe(inputs)
+        ...     probe = ikattn.explain.MapProbe(inputs)
         ...     trainer.add_callback(ProbeCallback(trainer, probe, every=100))
     """
 

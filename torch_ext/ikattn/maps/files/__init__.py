@@ -35,13 +35,13 @@ from torch import Tensor
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.files._common import MapFileError, Sink
-from ikattn.analysis.files._json import JsonSink, read_json
-from ikattn.analysis.files._npz import NumpySink, read_npz
-from ikattn.analysis.files._safetensors import SafetensorsSink, read_safetensors
-from ikattn.analysis.maps import Batch, Layer, RecordedMaps
-from ikattn.analysis.reduction import TopSources
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.files._common import MapFileError, Sink
+from ikattn.maps.files._json import JsonSink, read_json
+from ikattn.maps.files._npz import NumpySink, read_npz
+from ikattn.maps.files._safetensors import SafetensorsSink, read_safetensors
+from ikattn.maps.layers import Batch, Layer, RecordedMaps
+from ikattn.maps.reduction import TopSources
 
 __all__ = [
     "DEFINITIONS",
@@ -99,7 +99,7 @@ class MapWriter:
 
     Example:
         >>> import tempfile, torch, ikattn
-        >>> from ikattn.analysis import Layer, MapWriter, load_maps
+        >>> from ikattn.maps import Layer, MapWriter, load_maps
         >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
         >>> maps = ikattn.Contributions(summed=torch.rand(2, 5, 5))
         >>> path = tempfile.mkdtemp() + "/maps.safetensors"

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ikattn.analysis.files._common import DTYPES, MapFileError
+from ikattn.maps.files._common import DTYPES, MapFileError
 
 __all__ = ["JsonSink", "read_json"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ikattn._optional import optional
-from ikattn.analysis.files._common import MapFileError
+from ikattn.maps.files._common import MapFileError
 
 __all__ = ["NumpySink", "read_npz"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ikattn._optional import optional
-from ikattn.analysis.files._common import MapFileError, raw_bytes
+from ikattn.maps.files._common import MapFileError, raw_bytes
 
 __all__ = ["SafetensorsSink", "read_safetensors"]
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
-from ikattn.analysis._sequences import AXES, SequenceMaps, sequences
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Layer, RecordedMaps
-from ikattn.analysis.page.arrays import Arrays
-from ikattn.analysis.page.labels import layer_labels, short_name, text_of
-from ikattn.analysis.page.template import json_in_script, template
-from ikattn.analysis.tokens import Tokens
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.page.arrays import Arrays
+from ikattn.maps.page.labels import layer_labels, short_name, text_of
+from ikattn.maps.page.template import json_in_script, template
+from ikattn.maps.sequences import AXES, SequenceMaps, sequences
+from ikattn.maps.tokens import Tokens
 
 __all__ = ["describe", "page_bytes", "write_page", "write_page_to"]
 
@@ -44,7 +44,7 @@ def write_page(
 
     Example:
         >>> import tempfile, torch, ikattn
-        >>> from ikattn.analysis import Batch, Layer, Recording
+        >>> from ikattn.maps import Batch, Layer, Recording
         >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
         >>> maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
         >>> batch = Batch({"layer.0": maps})
@@ -73,10 +73,15 @@ def write_page_to(
     """
     title = title or short_name(recording.model) or "Attention maps"
     before, between, after = template(
-        "page/page.html",
+        "maps/page/page.html",
         title,
-        styles=("page/base.css", "page/page.css"),
-        scripts=("page/base.js", "page/maps.js", "page/flow.js", "page/page.js"),
+        styles=("maps/page/base.css", "maps/page/page.css"),
+        scripts=(
+            "maps/page/base.js",
+            "maps/page/maps.js",
+            "maps/page/flow.js",
+            "maps/page/page.js",
+        ),
     )
     file.write(before)
     arrays = Arrays(file)

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ikattn.analysis.files._common import raw_bytes
+from ikattn.maps.files._common import raw_bytes
 
 __all__ = ["Arrays"]
 

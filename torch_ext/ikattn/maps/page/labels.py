@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from ikattn.analysis.maps import Layer
+from ikattn.maps.layers import Layer
 
 __all__ = ["layer_labels", "short_name", "text_of"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 from io import BytesIO
 
-from ikattn.analysis._sequences import AXES
-from ikattn.analysis.maps import Layer, RecordedMaps
-from ikattn.analysis.page import describe, page_bytes, write_page_to
+from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.page import describe, page_bytes, write_page_to
+from ikattn.maps.sequences import AXES
 
 __all__ = ["notebook_view"]
 

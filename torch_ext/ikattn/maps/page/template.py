@@ -32,7 +32,7 @@ def template(
     """The parts of a page between which its contents go.
 
     Args:
-        markup: A file of HTML, as a path in ``ikattn/analysis``.
+        markup: A file of HTML, as a path in ``ikattn``.
         title: Taken literally.
         styles, scripts: Files likewise, in the order in which they count.
         values: Of further places in the markup.
@@ -58,7 +58,7 @@ def json_in_script(contents: Any) -> bytes:
 
 
 def _text(path: str) -> str:
-    return (files("ikattn.analysis") / path).read_text(encoding="utf-8")
+    return (files("ikattn") / path).read_text(encoding="utf-8")
 
 
 def _hash(source: str) -> str:

@@ -16,11 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ikattn.analysis.contributions import (
-    Contributions,
-    contributions,
-    streamed_contributions,
-)
+from ikattn.maps.contribution_maps import Contributions, contributions, streamed_contributions
 from ikattn.ops.attention import implicit_kernel_weights
 
 # Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.

@@ -15,7 +15,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.recorder.calls.attention_call import AttentionCall
 
 __all__ = ["in_own_coordinates", "pays"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.hooks import Hook
+from ikattn.recorder.calls.hooks import Hook
 
 __all__ = [
     "FLOATS",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.attention_call import AttentionCall
+from ikattn.recorder.calls.attention_call import AttentionCall
 
 __all__ = ["calls_sdpa", "hearing_sdpa", "sdpa_call"]
 

@@ -13,18 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.hooks import Hook
-from ikattn.analysis._recorder.modes import (
-    as_the_model_runs,
-    model_has_autocast,
-    model_has_gradients,
-)
-from ikattn.analysis._recorder.projection import FLOATS, Projection, describe
 from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn._projection import project
 from ikattn.nn._softmax import rbf_key_bias, select_away
 from ikattn.nn.functional import ExtraKeys, with_extra_keys
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
+from ikattn.recorder.calls.projection import FLOATS, Projection, describe
 
 _signature = inspect.signature(StockMultiheadAttention.forward)
 _layer_signature = inspect.signature(nn.TransformerEncoderLayer.forward)

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.integrations.transformers._attention import scaled_query
 from ikattn.integrations.transformers._interface import (
     Given,
@@ -29,6 +28,7 @@ from ikattn.integrations.transformers._interface import (
     register_attention,
 )
 from ikattn.integrations.transformers._kernels import IMPLICIT, kernel_of
+from ikattn.recorder.calls.attention_call import AttentionCall
 
 __all__ = ["NORMS", "interface_call", "listening"]
 

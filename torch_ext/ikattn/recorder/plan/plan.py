@@ -10,18 +10,12 @@ from typing import Literal
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._recorder.resolvers import Site, described_by, find_attention
-from ikattn.analysis._recorder.run_maps import (
-    ALL_MAPS,
-    LEDGER,
-    USUAL_MAPS,
-    defined_maps,
-    why_undefined,
-)
-from ikattn.analysis._recorder.torch_attention import out_projection_of
 from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
+from ikattn.recorder.calls.torch_attention import out_projection_of
+from ikattn.recorder.plan.parts import AttentionParts
+from ikattn.recorder.plan.resolvers import Site, described_by, find_attention
+from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS, defined_maps, why_undefined
 
 __all__ = ["Asked", "Plan", "asked_maps", "describe", "left_out", "plan_layers"]
 

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._recorder.sdpa import calls_sdpa
-from ikattn.analysis._recorder.torch_parts import torch_attention
-from ikattn.analysis._recorder.transformers_parts import transformers_attention
 from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.recorder.calls.sdpa import calls_sdpa
+from ikattn.recorder.plan.parts import AttentionParts
+from ikattn.recorder.plan.torch_parts import torch_attention
+from ikattn.recorder.plan.transformers_parts import transformers_attention
 
 __all__ = [
     "AttentionParts",
@@ -60,14 +60,14 @@ def register_resolver(family: str, resolver: Resolver) -> None:
         TypeError: resolver is not callable.
 
     Example:
-        >>> import ikattn.analysis
-        >>> from ikattn.analysis import AttentionParts
+        >>> import ikattn
+        >>> from ikattn.recorder import AttentionParts
         >>> def resolve(module, ancestors):
         ...     if type(module).__name__ != "MyAttention":
         ...         return None
         ...     norm = ancestors[0].norm1
         ...     return AttentionParts("mine", module.out, block="pre", kind="self", pre_norm=norm)
-        >>> ikattn.analysis.register_resolver("mine", resolve)
+        >>> ikattn.recorder.register_resolver("mine", resolve)
     """
     if not callable(resolver):
         raise TypeError(f"register_resolver: resolver must be callable, got {resolver!r}")

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn.analysis._alti import alti
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.parts import AttentionParts
-from ikattn.analysis._sequences import AXES
-from ikattn.analysis.contributions import MAPS, Contributions, NormStats
+from ikattn.maps.contribution_maps import MAPS, Contributions, NormStats
+from ikattn.maps.mixing import alti
+from ikattn.maps.sequences import AXES
 from ikattn.ops.attention import similarity_and_magnitude
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.plan.parts import AttentionParts
 
 LEDGER = ("weights", "similarity", "magnitude")
 ALL_MAPS = (*LEDGER, *MAPS, "alti")

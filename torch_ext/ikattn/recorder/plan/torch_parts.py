@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.analysis._recorder.parts import AttentionParts, Side
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.recorder.plan.parts import AttentionParts, Side
 
 __all__ = ["torch_attention"]
 

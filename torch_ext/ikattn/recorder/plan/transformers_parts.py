@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from ikattn.analysis._recorder.parts import AttentionParts, Side
+from ikattn.recorder.plan.parts import AttentionParts, Side
 
 __all__ = ["transformers_attention"]
 

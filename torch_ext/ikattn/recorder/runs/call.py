@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.claims import Claim, Settlement
-from ikattn.analysis._recorder.flow import Seen, see
-from ikattn.analysis._recorder.heads import FollowedHeads
-from ikattn.analysis._recorder.runs import Run
-from ikattn.analysis._recorder.transfers import Arrival
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Batch, Layer
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Batch, Layer
+from ikattn.recorder.calls.heads import FollowedHeads
+from ikattn.recorder.runs.run import Run
+from ikattn.recorder.runs.transfers import Arrival
+from ikattn.recorder.sums.claims import Claim, Settlement
+from ikattn.recorder.sums.tensors import Seen, see
 
 __all__ = ["Call", "Entered", "MadeLayer", "is_running", "note_ids", "tokens_before"]
 

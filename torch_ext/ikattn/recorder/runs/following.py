@@ -13,26 +13,26 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.calls import Call
-from ikattn.analysis._recorder.claims import settle
-from ikattn.analysis._recorder.distances import TOLERANCES, Distance
-from ikattn.analysis._recorder.flow import rows_of, same_rows, see
-from ikattn.analysis._recorder.heads import Product
-from ikattn.analysis._recorder.known_sums import takes_waiting
-from ikattn.analysis._recorder.making import Maker, as_batch
-from ikattn.analysis._recorder.modes import as_the_model_runs
-from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.projection import (
+from ikattn.maps.contribution_maps import NormStats
+from ikattn.recorder.calls.heads import Product
+from ikattn.recorder.calls.modes import as_the_model_runs
+from ikattn.recorder.calls.projection import (
     Projection,
     describe,
     effective_projection,
     plain_projection,
 )
-from ikattn.analysis._recorder.run_maps import awaited_norms
-from ikattn.analysis._recorder.runs import Run
-from ikattn.analysis._recorder.sketches import Sketches
-from ikattn.analysis._recorder.torch_blocks import block_of, second_half, why_no_norm, why_no_sum
-from ikattn.analysis.contributions import NormStats
+from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.plan.run_maps import awaited_norms
+from ikattn.recorder.runs.call import Call
+from ikattn.recorder.runs.making import Maker, as_batch
+from ikattn.recorder.runs.run import Run
+from ikattn.recorder.runs.sketches import Sketches
+from ikattn.recorder.runs.torch_blocks import block_of, second_half, why_no_norm, why_no_sum
+from ikattn.recorder.sums.claims import settle
+from ikattn.recorder.sums.distances import TOLERANCES, Distance
+from ikattn.recorder.sums.known_sums import takes_waiting
+from ikattn.recorder.sums.tensors import rows_of, same_rows, see
 
 __all__ = ["Follower"]
 

@@ -13,17 +13,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._memory import memory_for
-from ikattn.analysis._recorder.calls import Call, MadeLayer
-from ikattn.analysis._recorder.claims import Settlement
-from ikattn.analysis._recorder.modes import as_the_model_runs, model_has_gradients
-from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.room import check_room
-from ikattn.analysis._recorder.rows import RowsAsked
-from ikattn.analysis._recorder.run_maps import convert_tensors, make_maps
-from ikattn.analysis._recorder.runs import Run
-from ikattn.analysis._recorder.transfers import Transfers
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.maps import Layer
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Layer
+from ikattn.recorder.calls.modes import as_the_model_runs, model_has_gradients
+from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.plan.run_maps import convert_tensors, make_maps
+from ikattn.recorder.runs.call import Call, MadeLayer
+from ikattn.recorder.runs.room import check_room
+from ikattn.recorder.runs.rows import RowsAsked
+from ikattn.recorder.runs.run import Run
+from ikattn.recorder.runs.transfers import Transfers
+from ikattn.recorder.sums.claims import Settlement
 
 __all__ = ["Maker", "OnLayer", "OnRun", "as_batch"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.calls import Entered
 from ikattn.nn import _masks
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.runs.call import Entered
 
 __all__ = ["fill_padding", "has_other_keys", "mask_argument", "padding_of_decoder"]
 

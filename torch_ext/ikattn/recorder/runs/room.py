@@ -10,9 +10,9 @@ from collections.abc import Collection
 import torch
 
 from ikattn import _memory
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.rows import RowsAsked, pair_maps
-from ikattn.analysis._sequences import AXES
+from ikattn.maps.sequences import AXES
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.runs.rows import RowsAsked, pair_maps
 
 __all__ = ["check_room"]
 
@@ -54,7 +54,7 @@ def check_room(
                 f"on: {B} x {L} x {S} pairs of {H} heads take {_in_words(count * size)}, and "
                 f"{_in_words(free)} of {place} are free; ask for reduce= (such as 'columns'), "
                 "layers= (fewer at a time) or queries= (some rows), or write them to disk by "
-                "on_layer= (ikattn.analysis.LayerWriter)"
+                "on_layer= (ikattn.maps.LayerWriter)"
             )
 
 

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.coordinates import in_own_coordinates, pays
-from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.run_maps import Surroundings, make_maps, stacked
-from ikattn.analysis._sequences import AXES
-from ikattn.analysis.contributions import Contributions
-from ikattn.analysis.reduction import (
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.reduction import (
     Columns,
     Diagonal,
     FunctionOfRows,
@@ -34,6 +29,11 @@ from ikattn.analysis.reduction import (
     own_tokens,
     reduction_of,
 )
+from ikattn.maps.sequences import AXES
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.coordinates import in_own_coordinates, pays
+from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.plan.run_maps import Surroundings, make_maps, stacked
 
 __all__ = ["Queries", "RowsAsked", "check_kinds", "pair_maps", "rows_asked"]
 

@@ -22,9 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.attention_call import AttentionCall, joined, with_values_of
-from ikattn.analysis._recorder.claims import Claim
-from ikattn.analysis._recorder.distances import (
+from ikattn.maps.contribution_maps import Contributions, NormStats
+from ikattn.recorder.calls.attention_call import AttentionCall, joined, with_values_of
+from ikattn.recorder.calls.heads import FollowedHeads, Gate
+from ikattn.recorder.calls.projection import Projection, describe
+from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.plan.run_maps import Surroundings
+from ikattn.recorder.sums.claims import Claim
+from ikattn.recorder.sums.distances import (
     TOLERANCES,
     Distance,
     NearestRows,
@@ -33,7 +38,16 @@ from ikattn.analysis._recorder.distances import (
     distance,
     sum_tolerance,
 )
-from ikattn.analysis._recorder.flow import (
+from ikattn.recorder.sums.known_sums import (
+    KnownSum,
+    forget,
+    known_sum,
+    remember,
+    sum_distance,
+    takes_waiting,
+)
+from ikattn.recorder.sums.multipliers import Variant, multiplier_of
+from ikattn.recorder.sums.tensors import (
     Seen,
     Sum,
     address_of,
@@ -45,21 +59,7 @@ from ikattn.analysis._recorder.flow import (
     same_rows,
     see,
 )
-from ikattn.analysis._recorder.heads import FollowedHeads, Gate
-from ikattn.analysis._recorder.known_sums import (
-    KnownSum,
-    forget,
-    known_sum,
-    remember,
-    sum_distance,
-    takes_waiting,
-)
-from ikattn.analysis._recorder.multipliers import Variant, multiplier_of
-from ikattn.analysis._recorder.plan import Plan
-from ikattn.analysis._recorder.projection import Projection, describe
-from ikattn.analysis._recorder.run_maps import Surroundings
-from ikattn.analysis._recorder.token_order import TokenOrder
-from ikattn.analysis.contributions import Contributions, NormStats
+from ikattn.recorder.sums.token_order import TokenOrder
 
 __all__ = ["Run"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.projection import Projection
+from ikattn.recorder.calls.projection import Projection
 
 __all__ = ["Sketches"]
 

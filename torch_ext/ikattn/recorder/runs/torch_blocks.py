@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.distances import TOLERANCES
-from ikattn.analysis._recorder.flow import see
-from ikattn.analysis._recorder.projection import describe
-from ikattn.analysis._recorder.runs import Run
-from ikattn.analysis._recorder.token_order import Added, normed
-from ikattn.analysis.contributions import NormStats
+from ikattn.maps.contribution_maps import NormStats
+from ikattn.recorder.calls.projection import describe
+from ikattn.recorder.runs.run import Run
+from ikattn.recorder.sums.distances import TOLERANCES
+from ikattn.recorder.sums.tensors import see
+from ikattn.recorder.sums.token_order import Added, normed
 
 __all__ = ["block_of", "second_half", "why_no_norm", "why_no_sum"]
 

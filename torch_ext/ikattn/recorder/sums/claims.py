@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ikattn.analysis._recorder.distances import Distance, offs_of
+from ikattn.recorder.sums.distances import Distance, offs_of
 
 __all__ = ["Claim", "Settlement", "settle"]
 

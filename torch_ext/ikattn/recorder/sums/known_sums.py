@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.distances import Distance, SumOfRows, sum_tolerance
-from ikattn.analysis._recorder.flow import Seen
+from ikattn.recorder.sums.distances import Distance, SumOfRows, sum_tolerance
+from ikattn.recorder.sums.tensors import Seen
 
 __all__ = ["KnownSum", "forget", "known_sum", "remember", "sum_distance", "takes_waiting"]
 

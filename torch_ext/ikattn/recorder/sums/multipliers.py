@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.flow import Seen
+from ikattn.recorder.sums.tensors import Seen
 
 __all__ = ["Variant", "are_alike", "multiplied", "multiplier_of"]
 

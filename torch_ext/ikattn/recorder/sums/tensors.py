@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.distances import share_of_sum, sum_tolerance
+from ikattn.recorder.sums.distances import share_of_sum, sum_tolerance
 
 __all__ = [
     "Seen",

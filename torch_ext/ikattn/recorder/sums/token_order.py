@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.analysis._recorder.flow import Seen, see
-from ikattn.analysis._recorder.multipliers import are_alike
-from ikattn.analysis.contributions import NormStats
+from ikattn.maps.contribution_maps import NormStats
+from ikattn.recorder.sums.multipliers import are_alike
+from ikattn.recorder.sums.tensors import Seen, see
 
 __all__ = ["Added", "TokenOrder", "normed"]
 

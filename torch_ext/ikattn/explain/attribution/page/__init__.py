@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
-from ikattn.analysis.attribution.page.text import text_span, texts_of
-from ikattn.analysis.files._common import raw_bytes
-from ikattn.analysis.page.template import json_in_script, template
-from ikattn.analysis.tokens import is_special
+from ikattn.maps.files._common import raw_bytes
+from ikattn.maps.page.template import json_in_script, template
+from ikattn.maps.tokens import is_special
+from ikattn.maps.words import text_span, texts_of
 
 if TYPE_CHECKING:
-    from ikattn.analysis.attribution.attribution import Attribution
+    from ikattn.explain.attribution.attribution import Attribution
 
 __all__ = ["frame", "write_page"]
 
@@ -57,10 +57,10 @@ def frame(found: Attribution) -> str:
 
 def _page(contents: dict[str, Any], title: str, kind: str) -> bytes:
     before, after = template(
-        "attribution/page/page.html",
+        "explain/attribution/page/page.html",
         title,
-        styles=("attribution/page/page.css",),
-        scripts=("page/base.js", "attribution/page/page.js"),
+        styles=("explain/attribution/page/page.css",),
+        scripts=("maps/page/base.js", "explain/attribution/page/page.js"),
         values={"kind": kind},
     )
     return before + json_in_script(contents) + after

@@ -15,16 +15,16 @@ import torch
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
-from ikattn.analysis._sequences import SequenceMaps, sequences
-from ikattn.analysis.comparison._distances import ROW_MAPS, shares
-from ikattn.analysis.maps import Layer
-from ikattn.analysis.page.arrays import Arrays
-from ikattn.analysis.page.labels import layer_labels, text_of
-from ikattn.analysis.page.template import json_in_script, template
-from ikattn.analysis.tokens import Tokens
+from ikattn.explain.comparison._distances import ROW_MAPS, shares
+from ikattn.maps.layers import Layer
+from ikattn.maps.page.arrays import Arrays
+from ikattn.maps.page.labels import layer_labels, text_of
+from ikattn.maps.page.template import json_in_script, template
+from ikattn.maps.sequences import SequenceMaps, sequences
+from ikattn.maps.tokens import Tokens
 
 if TYPE_CHECKING:
-    from ikattn.analysis.comparison.comparison import Comparison
+    from ikattn.explain.comparison.comparison import Comparison
 
 __all__ = ["write_page"]
 
@@ -65,10 +65,10 @@ def write_page(
         "sequences": shown,
     }
     before, between, after = template(
-        "comparison/page/page.html",
+        "explain/comparison/page/page.html",
         title or " beside ".join(comparison.names),
-        styles=("page/base.css", "page/page.css", "comparison/page/page.css"),
-        scripts=("page/base.js", "page/maps.js", "comparison/page/page.js"),
+        styles=("maps/page/base.css", "maps/page/page.css", "explain/comparison/page/page.css"),
+        scripts=("maps/page/base.js", "maps/page/maps.js", "explain/comparison/page/page.js"),
     )
     with whole_file(path) as written:
         written.write(before + file.getvalue() + between + json_in_script(contents) + after)

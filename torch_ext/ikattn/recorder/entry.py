@@ -8,19 +8,19 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.graphs import GraphRecorder, graph_layers
-from ikattn.analysis._recorder.modes import without_compiled_code
-from ikattn.analysis._recorder.plan import Asked, asked_maps, describe, plan_layers
-from ikattn.analysis._recorder.recorder import OnLayer, OnRun, Recorder
-from ikattn.analysis._recorder.rows import Queries, RowsAsked, check_kinds, rows_asked
-from ikattn.analysis._recorder.run_maps import ALL_MAPS
-from ikattn.analysis._recorder.sdpa import hearing_sdpa
-from ikattn.analysis._recorder.transformers_attention import listening
-from ikattn.analysis.layer_writer import LayerWriter
-from ikattn.analysis.recording import Recording
-from ikattn.analysis.reduction import Reduction
 from ikattn.integrations.transformers._interface import Given
+from ikattn.maps.layer_writer import LayerWriter
+from ikattn.maps.recording import Recording
+from ikattn.maps.reduction import Reduction
 from ikattn.nn.selection import Selection
+from ikattn.recorder.calls.modes import without_compiled_code
+from ikattn.recorder.calls.sdpa import hearing_sdpa
+from ikattn.recorder.calls.transformers_attention import listening
+from ikattn.recorder.graphs import GraphRecorder, graph_layers
+from ikattn.recorder.plan.plan import Asked, asked_maps, describe, plan_layers
+from ikattn.recorder.plan.run_maps import ALL_MAPS
+from ikattn.recorder.recorder import OnLayer, OnRun, Recorder
+from ikattn.recorder.runs.rows import Queries, RowsAsked, check_kinds, rows_asked
 
 __all__ = ["record", "recorded"]
 
@@ -67,7 +67,7 @@ def record(
     Args:
         model: Any module that holds attention.
         maps: Names of maps: "value_norms", "per_head", "summed" (N), "with_residual" (N_Res),
-            "with_norm" (N_ResLN), "encoder" (N_Enc), "alti" (:func:`ikattn.analysis.alti`, through
+            "with_norm" (N_ResLN), "encoder" (N_Enc), "alti" (:func:`ikattn.maps.alti`, through
             the norm after the residual sum where there is one; of cross-attention the residual has
             the rest of a row), "mixing_ratio" (of each map from
             "summed" to "encoder" that the layer has), "weights", "similarity", "magnitude";
@@ -88,8 +88,8 @@ def record(
         check: "rows" holds two rows of every tensor to what the model computed, "all" every row.
         reduce: What to keep of each map of queries and keys, in ``reduced`` of a layer's maps:
             "columns", "diagonal", "top_k" (8 of each row), or an object of
-            :class:`ikattn.analysis.Columns`, ``Diagonal``, ``TopK``, ``Groups`` or your own
-            :class:`ikattn.analysis.Reduction`. A function of rows ``[B, R, S]`` (``[B, H, R, S]``)
+            :class:`ikattn.maps.Columns`, ``Diagonal``, ``TopK``, ``Groups`` or your own
+            :class:`ikattn.maps.Reduction`. A function of rows ``[B, R, S]`` (``[B, H, R, S]``)
             and the number of the first query returns a tensor ``[B, R, ..]``; those of blocks of
             rows stand below each other. ``[L, S]`` is never held. None: whole maps.
         queries: The rows to make, a slice or a list of numbers, in every layer and call. They count

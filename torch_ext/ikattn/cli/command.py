@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from ikattn._command.errors import Notice, sentence
-from ikattn._command.tables import Table, is_table
 from ikattn._info import info
 from ikattn._library import cmake_prefix_path
+from ikattn.cli.errors import Notice, sentence
+from ikattn.cli.tables import Table, is_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,7 +139,7 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _selftest(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from ikattn._command import selftest
+    from ikattn.cli import selftest
 
     return selftest.main(
         parsed.device,
@@ -151,7 +151,7 @@ def _selftest(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from ikattn._command.job import FORMATS
+    from ikattn.cli.job import FORMATS
 
     parser = _add(
         commands,
@@ -277,7 +277,7 @@ def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from ikattn._command.attribute import Question, answer, table
+    from ikattn.cli.attribute import Question, answer, table
 
     names = Question.__dataclass_fields__
     _print(table(*answer(Question(**{name: getattr(parsed, name) for name in names}))))
@@ -285,9 +285,9 @@ def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _analyze(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from ikattn._command.analyze import analyze
-    from ikattn._command.job import FORMATS, LINE_FORMATS, Job, drawable_maps
-    from ikattn._command.shards import Shard
+    from ikattn.cli.analyze import analyze
+    from ikattn.cli.job import FORMATS, LINE_FORMATS, Job, drawable_maps
+    from ikattn.cli.shards import Shard
 
     parser = parsed.parser
     maps = _choices(parser, "--maps", parsed.maps, _known_maps())
@@ -354,8 +354,8 @@ def _sources(
 
 
 def _known_maps() -> tuple[str, ...]:
-    from ikattn._command.job import GROUPS
-    from ikattn.analysis._recorder.run_maps import ALL_MAPS
+    from ikattn.cli.job import GROUPS
+    from ikattn.recorder.plan.run_maps import ALL_MAPS
 
     return (*ALL_MAPS, *GROUPS)
 
@@ -386,7 +386,7 @@ def _positive(text: str) -> int:
 
 
 def _device(text: str) -> str:
-    from ikattn._command.shards import Shard
+    from ikattn.cli.shards import Shard
 
     try:
         name = Shard.of(None).device(text)
