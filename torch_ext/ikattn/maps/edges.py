@@ -71,7 +71,7 @@ def edge_contributions(
     Example:
         >>> import torch, ikattn
         >>> weights, vectors = torch.rand(5, 2), torch.randn(3, 2, 8)
-        >>> maps = ikattn.edge_contributions(weights, vectors, torch.tensor([0, 1, 2, 0, 1]))
+        >>> maps = ikattn.maps.edge_contributions(weights, vectors, torch.tensor([0, 1, 2, 0, 1]))
         >>> maps.per_head.shape, maps.summed.shape
         (torch.Size([5, 2]), torch.Size([5]))
     """
