@@ -214,11 +214,11 @@ def test_a_model_of_images_is_told_what_it_reads(
     config = transformers.ViTConfig(**sizes, intermediate_size=32, image_size=8, patch_size=4)
     for kind in ("ViTModel", "ViTForImageClassification"):
         getattr(transformers, kind)(config).save_pretrained(tmp_path / "vit")
-        for command in (
+        for words in (
             analysis(tmp_path / "vit", tmp_path / "out"),
             ("attribute", "--model", tmp_path / "vit", "--prompt", "w1"),
         ):
-            assert "reads pixel_values, and this command gives it text" in told(capsys, *command)
+            assert "reads pixel_values, and this command gives it text" in told(capsys, *words)
 
 
 def test_a_model_that_needs_an_image_beside_the_text_is_told(

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ikattn.maps import Recording
 from ikattn.recorder import record
-from ikattn.recorder.runs import following, transfers
-from ikattn.recorder.runs import run as runs
+from ikattn.recorder.runs import following, residual_sum, transfers
 from ikattn.recorder.sums.known_sums import known_sum
 
 B, L, D, H = 2, 5, 16, 4
@@ -38,7 +37,7 @@ class OnItsWay(transfers.Arrival):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "takes_waiting", lambda x: True)
+    monkeypatch.setattr(residual_sum, "takes_waiting", lambda x: True)
     monkeypatch.setattr(transfers.Transfers, "arrival", lambda self: OnItsWay())
 
 
@@ -69,7 +68,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         count[0] += 1
         return find_sum(*args, **kwargs)
 
-    monkeypatch.setattr(runs, "find_sum", counted)
+    monkeypatch.setattr(residual_sum, "find_sum", counted)
     return count
 
 
@@ -248,7 +247,7 @@ def test_on_the_cpu_a_sum_whose_scale_changes_is_found_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where a hook takes away a part of an attention, in every second call."""
-    monkeypatch.setattr(runs, "takes_waiting", lambda x: False)
+    monkeypatch.setattr(residual_sum, "takes_waiting", lambda x: False)
     count = looks(monkeypatch)
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=H, n_embd=D, vocab_size=11, n_positions=L)

@@ -33,9 +33,9 @@ from typing import Any
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.index import overview, write_index
 from ikattn.cli.job import Job, Line, Source, drawable_maps, read_lines
-from ikattn.cli.ledger import Ledger
 from ikattn.cli.model import AnalyzedModel
 from ikattn.cli.parts import SUMS, merge_sums, open_part
+from ikattn.cli.progress import Ledger
 from ikattn.cli.results import one_at_a_time, open_results
 from ikattn.maps.layers import Batch
 from ikattn.maps.recording import Recording

@@ -16,7 +16,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from ikattn._whole_files import whole_file
 from ikattn.cli.job import Job, drawable_maps
-from ikattn.cli.ledger import Ledger, read_entry
+from ikattn.cli.progress import Ledger, read_entry
 from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
 from ikattn.maps.page.template import template
 from ikattn.maps.recording import Recording

@@ -16,8 +16,8 @@ from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.job import LINE_FORMATS, Job, Source
-from ikattn.cli.ledger import Ledger, lines_of, read_entry
 from ikattn.cli.parts import SUMS
+from ikattn.cli.progress import Ledger, lines_of, read_entry
 
 __all__ = ["one_at_a_time", "open_results"]
 

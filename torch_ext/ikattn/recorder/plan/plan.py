@@ -74,6 +74,15 @@ class Plan:
         """Whether it may compute its attention without what tells of its runs."""
         return self.seen_by == "sdpa"
 
+    def limit(self) -> nn.Module | None:
+        """Returns the module around the layer at whose end its sum must have been formed."""
+        known = self.parts.pre_norm or self.parts.norm
+        if known is not None:
+            for module in self.ancestors:
+                if any(part is known for part in module.modules()):
+                    return module
+        return self.ancestors[min(2, len(self.ancestors) - 1)] if self.ancestors else None
+
     def wants(self, name: str) -> bool:
         """Whether a map is asked for, of layers that have it at least."""
         return name in (*self.asked.required, *self.asked.where_defined)
