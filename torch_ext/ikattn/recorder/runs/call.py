@@ -78,6 +78,10 @@ class Call:
     pending: list[Run] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)  # not looked at yet
     query_padding: dict[str, Tensor | None] = field(default_factory=dict)  # by side
+    # Padding of the queries of self-attention, by the module around it and by itself
+    self_attention: dict[nn.Module | None, dict[nn.Module, Tensor | None]] = field(
+        default_factory=dict
+    )
     padded_length: int | None = None  # of what nn.TransformerEncoder has nested
     layers: dict[str, Layer] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)

@@ -187,11 +187,17 @@ class Opener:
                 )
         times = call.times_run[module] = call.times_run.get(module, 0) + 1
         name = plan.name if times == 1 else f"{plan.name}#{times}"
+        around = plan.ancestors[0] if plan.ancestors else None
         if attention.kind == "self":
             call.query_padding[parts.side] = attention.query_padding
-        elif parts.kind == "cross" or parts.side == "decoder":
+            call.self_attention.setdefault(around, {})[module] = attention.query_padding
+        else:
             sizes = attention.sizes[::2]
-            if parts.side in call.query_padding:
+            beside = list(call.self_attention.get(around, {}).values())
+            padding = None
+            if parts.kind != "cross" and parts.side != "decoder":  # its own block tells, if one can
+                padding = beside[0] if len(beside) == 1 else None
+            elif parts.side in call.query_padding:
                 padding = call.query_padding[parts.side]
             else:  # its self-attention is not recorded
                 padding = padding_of_decoder(call.running, *sizes)
