@@ -180,7 +180,7 @@ def test_vectors_with_the_norms_found_make_up_what_the_blocks_compute(family: st
         value = values.pop(0)
         a = weights[name].weights
         width = value.size(1) * value.size(-1)
-        y = vectors(a, value, effective_projection(parts.out_proj, width, value).weight)
+        y = vectors(a, value, effective_projection(parts.out_proj, width, value, "layer").weight)
         assert_close(maps.summed, norms(y), TOLERANCE, "summed")
         # rows of padding are no rows of the output
         bias = getattr(parts.out_proj, "bias", None)

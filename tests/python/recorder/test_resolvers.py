@@ -152,17 +152,19 @@ def test_an_out_projection_is_what_it_computes() -> None:
             return 3 * super().forward(x)
 
     like, linear, conv, triple = torch.ones(1), nn.Linear(3, 5), Conv1D(), Triple(3, 5)
-    assert effective_projection(linear, 3, like).weight is linear.weight
-    weight, bias = effective_projection(conv, 3, like)
+    assert effective_projection(linear, 3, like, "layer").weight is linear.weight
+    weight, bias = effective_projection(conv, 3, like, "layer")
     torch.testing.assert_close(weight, conv.weight.T)
     torch.testing.assert_close(bias, torch.ones(5))
-    weight, bias = effective_projection(triple, 3, like)
+    weight, bias = effective_projection(triple, 3, like, "layer")
     torch.testing.assert_close(weight, 3 * triple.weight)
     torch.testing.assert_close(bias, 3 * triple.bias)
     linear.register_forward_hook(lambda module, args, output: -output)
-    torch.testing.assert_close(effective_projection(linear, 3, like).weight, -linear.weight)
+    torch.testing.assert_close(
+        effective_projection(linear, 3, like, "layer").weight, -linear.weight
+    )
     with pytest.raises(TypeError, match=r"a torch.*Bilinear, must be a linear map"):
-        effective_projection(nn.Bilinear(2, 2, 2), 2, like)
+        effective_projection(nn.Bilinear(2, 2, 2), 2, like, "layer")
 
 
 def test_attention_function_of_transformers_is_recognised_in_a_class_of_ones_own(

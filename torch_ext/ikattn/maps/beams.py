@@ -37,7 +37,8 @@ def followed_beams(
         own, ended = rows[:, step].clamp_min(0), rows[:, step] < 0
         if int(own.max()) >= count:
             raise ValueError(
-                f"joined: beam_indices must name one of {count} rows, got {int(own.max())}"
+                f"joined: beam_indices must be below {count}, the sequences of call {step}, got "
+                f"{int(own.max())}"
             )
         taken = rows_of_call(call, own)
         if found and bool(ended.any()):

@@ -94,8 +94,12 @@ def edge_contributions(
             f"{list(source.shape)}"
         )
     source = source.long()
-    if source.device.type == "cpu" and source.numel() and int(source.min()) < 0:
-        raise IndexError(f"{name}: source must be in [0, {len(vectors)}), got {int(source.min())}")
+    if source.device.type == "cpu":
+        outside = source[(source < 0) | (source >= len(vectors))]
+        if outside.numel():
+            raise IndexError(
+                f"{name}: source must be in [0, {len(vectors)}), got {int(outside[0])}"
+            )
     wide = vectors.double()  # heads may cancel
     moved = weights.double().abs() * torch.linalg.vector_norm(wide, dim=-1)[source]
     per_head = moved.to(weights.dtype)

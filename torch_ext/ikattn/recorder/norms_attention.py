@@ -19,7 +19,7 @@ from ikattn.integrations.transformers._interface import (
     attention_function,
     register_attention,
 )
-from ikattn.recorder.calls.projection import effective_projection
+from ikattn.recorder.calls.projection import describe, effective_projection
 from ikattn.recorder.calls.transformers_attention import NORMS, interface_call
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import find_attention, resolve
@@ -99,7 +99,7 @@ class _NormsAttention:
         assert parts.out_proj is not None
         with without_autocast(query.device):
             width = call.query.size(1) * call.value.size(-1)
-            projection = effective_projection(parts.out_proj, width, value)
+            projection = effective_projection(parts.out_proj, width, value, describe(module))
             maps = make_maps(call, projection.weight, Surroundings(), {self._map})
         found = getattr(maps, self._map)
         assert isinstance(found, Tensor)

@@ -363,7 +363,7 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
         elif map_name in DEFINITIONS:
             setattr(maps, map_name, tensor)
         else:
-            raise ValueError(f"{map_name!r} is the name of no map")
+            raise ValueError(f"{map_name!r} is none of the maps {', '.join(DEFINITIONS)}")
     for (number, layer, key), parts in largest.items():
         recording.batches[number].layers[layer].reduced[key] = TopSources(**parts)
     return recording

@@ -79,13 +79,14 @@ def plain_projection(module: nn.Module) -> Projection | None:
     return Projection(weight.mT if is_conv else weight, bias)
 
 
-def effective_projection(module: nn.Module, width: int, like: Tensor) -> Projection:
+def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str) -> Projection:
     """What a linear module computes: what it makes of the identity, less what it makes of zero.
 
     Args:
         module: The out-projection.
         width: Its inputs, H d_v.
         like: A tensor with the type and device of these.
+        layer: The name of the attention that it belongs to, for errors.
 
     Raises:
         TypeError: The module cannot be applied to ``[1, width, width]``.
@@ -100,16 +101,22 @@ def effective_projection(module: nn.Module, width: int, like: Tensor) -> Project
             made = module(rows.unsqueeze(0))
         except Exception as error:
             raise TypeError(
-                f"record: the out-projection, a {describe(module)}, must be a linear map of "
-                f"[1, L, {width}], got an error when it was applied: {error}"
+                f"record: the out-projection of {layer}, a {describe(module)}, must be a linear "
+                f"map of [1, L, {width}], got an error when it was applied: {error}. layers=... "
+                "leaves the layer out"
             ) from error
     if not isinstance(made, Tensor) or made.dim() != 3 or made.shape[:2] != (1, width + 1):
         raise TypeError(
-            f"record: the out-projection, a {describe(module)}, must make a tensor [1, L, D] of "
-            f"[1, L, {width}]"
+            f"record: the out-projection of {layer}, a {describe(module)}, must make a tensor "
+            f"[1, L, D] of [1, L, {width}], got {_shape_of(made)}. layers=... leaves the layer out"
         )
     made = widened(made[0])
     return Projection((made[:-1] - made[-1]).mT, made[-1])
+
+
+def _shape_of(made: object) -> object:
+    """Returns how an error names what a module has made."""
+    return list(made.shape) if isinstance(made, Tensor) else type(made).__name__
 
 
 def _is_plain(x: Tensor) -> bool:

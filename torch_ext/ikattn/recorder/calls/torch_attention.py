@@ -90,8 +90,12 @@ def inputs_of(
     return given["query"], given["key"], given["value"]
 
 
-def out_projection_of(module: StockMultiheadAttention) -> Projection:
-    """Its out-projection, whose parameters it uses without calling it.
+def out_projection_of(module: StockMultiheadAttention, layer: str) -> Projection:
+    """Returns the out-projection, whose parameters ``nn.MultiheadAttention`` uses uncalled.
+
+    Args:
+        module: The attention.
+        layer: Its name, for errors.
 
     Raises:
         TypeError: Their tensors are no plain ones.
@@ -104,8 +108,8 @@ def out_projection_of(module: StockMultiheadAttention) -> Projection:
         if not is_plain or not fits:
             where = "offloaded (a meta tensor)" if x.is_meta else f"a {type(x).__name__}, {x.dtype}"
             raise TypeError(
-                f"record: out_proj.{name} of an nn.MultiheadAttention must be a plain "
-                f"floating-point tensor [E, E] or [E], got {where}, of a {describe(out_proj)}"
+                f"record: out_proj.{name} of {layer} must be a plain floating-point tensor [E, E] "
+                f"or [E], got {where}, of a {describe(out_proj)}. layers=... leaves the layer out"
             )
     return Projection(weight, bias)
 

@@ -161,7 +161,7 @@ def plan_layers(
         plan = Plan(site.name, site.module, site.ancestors, site.parts, asked)
         plan.maps(site.parts.kind)
         if isinstance(site.module, StockMultiheadAttention):
-            out_projection_of(site.module)
+            out_projection_of(site.module, site.name)
         plans.append(plan)
     if not plans and not may_be_none:
         names = ", ".join(site.name for site in sites)

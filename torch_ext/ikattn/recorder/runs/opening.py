@@ -54,7 +54,7 @@ class Opener:
             plan = replace(plan, parts=replace(plan.parts, block="none"))  # nothing to follow
         run = self._begin(call, plan, attention, None, drops)
         y = output[0] if isinstance(output, tuple) else output
-        run.projection = out_projection_of(module)
+        run.projection = out_projection_of(module, plan.title)
         if plan.parts.block == "found" and not y.is_nested and y.numel():
             inputs = [x for x in inputs_of(module, args, kwargs) if x.numel()]
             run.order = TokenOrder.of(y, module.batch_first, inputs, call.norms)
@@ -78,7 +78,9 @@ class Opener:
             row = run.a_row()
             heads, own = run.attention.context_of_row(0, row.place), row.of(own[:1])
         step = "weights times values, through its out-projection, are not its output"
-        apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
+        apart = run.projected(
+            out_projection_of(module, run.plan.title), heads, own, self._checks_all
+        )
         call.claim(run.claim(step, apart))
 
     def interface_called(self, call: Call, plan: Plan, given: Given, output: Any) -> None:
@@ -187,13 +189,13 @@ class Opener:
                 )
         times = call.times_run[module] = call.times_run.get(module, 0) + 1
         name = plan.name if times == 1 else f"{plan.name}#{times}"
-        around = plan.ancestors[0] if plan.ancestors else None
+        parent = plan.ancestors[0] if plan.ancestors else None
         if attention.kind == "self":
             call.query_padding[parts.side] = attention.query_padding
-            call.self_attention.setdefault(around, {})[module] = attention.query_padding
+            call.self_attention.setdefault(parent, {})[module] = attention.query_padding
         else:
             sizes = attention.sizes[::2]
-            beside = list(call.self_attention.get(around, {}).values())
+            beside = list(call.self_attention.get(parent, {}).values())
             padding = None
             if parts.kind != "cross" and parts.side != "decoder":  # its own block tells, if one can
                 padding = beside[0] if len(beside) == 1 else None

@@ -48,7 +48,7 @@ class Projections:
         has_changed = run.is_probed and apart is not None and apart.is_too_far
         if known is None or has_changed:
             with as_the_model_runs(gradients=not self._detach):
-                known = effective_projection(module, x.size(-1), x)
+                known = effective_projection(module, x.size(-1), x, run.plan.title)
             if self._detach:
                 self._known[module] = known
             apart = self._apart(call, run, module, known, x, y)
