@@ -1,4 +1,4 @@
-"""What ends a command, and the sentence that tells of it: the one place that words exceptions."""
+"""Exceptions that end a command, and the one place that turns exceptions into sentences."""
 
 from __future__ import annotations
 

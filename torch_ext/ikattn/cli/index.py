@@ -28,7 +28,7 @@ _CELLS = 16  # rows and columns of a small map
 
 
 def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
-    """What the index shows of a line, in a few hundred bytes.
+    """Returns a line's overview for the index, in a few hundred bytes.
 
     Args:
         recording: Of that line alone, without padding.

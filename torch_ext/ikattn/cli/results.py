@@ -95,7 +95,7 @@ def _enter_with_others(
 
 
 def _put_in_order(job: Job, source: Source, target: Source | None) -> None:
-    """What only a process that is alone may do."""
+    """Puts a directory in order, which only a process that is alone may do."""
     _refuse_what_others_wrote(job.out)
     if job.restart:
         _remove_results(job.out)
@@ -140,7 +140,7 @@ def _refuse_what_others_wrote(out: Path) -> None:
 
 
 def _remove_results(out: Path) -> None:
-    """What a run writes, and nothing else; the entries first, that none outlives its files."""
+    """Removes the files that a run writes, and no others; entries first, so none outlives its files."""
     (out / "lines.jsonl").unlink(missing_ok=True)
     for path in out.iterdir():
         if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK, _ENTRANCE):

@@ -34,7 +34,7 @@ Call = dict[str, Any]
 
 
 class Result(NamedTuple):
-    """What came of a family; error: the largest over what is allowed."""
+    """The result of a family; error: the largest over the allowed one."""
 
     family: str
     proven: str | None
@@ -335,7 +335,7 @@ def _time(function: Callable[..., Any], call: Call, without: str = "") -> float:
 
 
 def cpu_environments() -> dict[str, dict[str, str]]:
-    """What chooses each set that this library holds and this processor may have."""
+    """Returns the settings that choose each set of instructions of this library and processor."""
     isas = json.loads(torch.ops.ikattn.build_info())["isas"]
     capabilities = {"baseline": "default", "avx2": "avx2", "avx512": "avx512"}
     found = {
@@ -391,7 +391,7 @@ def child(family: str, device: str, is_timed: bool) -> None:
 
 
 def child_program(family: str, device: str, is_timed: bool) -> str:
-    """What Python runs in the process of a family."""
+    """Returns the program of the process of a family."""
     call = f"child({family!r}, {device!r}, {is_timed})"
     return f"from ikattn.cli.selftest import child; {call}"
 

@@ -43,7 +43,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class LedgerShares:
-    """Which factor makes some tokens contribute more than others. See :func:`ledger_shares`.
+    """Shares of factors in the contributions of tokens. See :func:`ledger_shares`.
 
     Attributes:
         per_head: Shares ``[B, H]`` of all that varies in a head.
@@ -135,7 +135,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
     count = visible.sum(-1, keepdim=True).clamp_min(1)
 
     def deviations(x: Tensor) -> Tensor:
-        """From the mean of the row over visible keys; 0 elsewhere. [B, H, L, S]."""
+        """Returns deviations from the row's mean over visible keys, 0 elsewhere: [B, H, L, S]."""
         x = x.masked_fill(~visible, 0)
         return (x - x.sum(-1, keepdim=True) / count).masked_fill(~visible, 0)
 
@@ -203,7 +203,7 @@ def _log_ledger(
 
 
 def _in_range(factor: Tensor) -> Tensor:
-    """Which entries have an exact logarithm: subnormal numbers have lost their digits."""
+    """Tells which entries have an exact logarithm: subnormal numbers have lost their digits."""
     return (factor >= torch.finfo(factor.dtype).tiny) & factor.isfinite()
 
 

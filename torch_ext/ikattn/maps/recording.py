@@ -153,7 +153,7 @@ class Recording(RecordedMaps):
         return page.write_page(self, path, tokens, target_tokens, title=title)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page, or a table where that would take more than 2 MB."""
+        """Returns the page for a notebook, or a table where the page would take more than 2 MB."""
         return notebook_view(self, len(self.graphs))
 
     def plot(

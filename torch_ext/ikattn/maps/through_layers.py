@@ -1,4 +1,4 @@
-"""From maps of single layers to what an output token draws from the input.
+"""Rollout: maps of single layers multiplied, down to the input of a model.
 
 Symbols: B batch, L queries, S keys (L = S in self-attention), N layers; A_l is the map of layer l,
 ``[L, S]``, row i saying what token i takes from each token.

@@ -16,7 +16,7 @@ _BYTE_LEVEL = str.maketrans("ĠĊ", " \n")
 
 
 def texts_of(tokens: Sequence[str], *, byte_level: bool = False) -> list[str]:
-    """What each token adds to the text; joined they are the text.
+    """Returns the text that each token adds; joined they are the text.
 
     Knows the marks of byte-level BPE ("Ġ"), sentencepiece ("▁"), WordPiece ("##"), subword-nmt
     ("@@") and CLIP ("</w>"). Tokens without any mark are words. A letter of several tokens stands

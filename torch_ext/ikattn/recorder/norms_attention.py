@@ -76,7 +76,7 @@ class _NormsAttention:
 
     def __init__(self, name: str) -> None:
         self._map = name
-        # Of modules that have run, the modules around them, innermost first.
+        # Modules around each module that has run, innermost first.
         self._around: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
     def __call__(

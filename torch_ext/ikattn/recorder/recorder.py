@@ -92,7 +92,7 @@ class Recorder:
     # --- Hooks
 
     def add_hooks(self, model: nn.Module, plans: Sequence[Plan]) -> None:
-        """Those of calls embrace the others: before them on the way in, after them on the way out.
+        """Adds hooks; those of calls come first on the way in, and last on the way out.
 
         Every module around a layer is watched, so that a part of the model may be called alone.
         """

@@ -58,7 +58,7 @@ VERSION = 1  # raised when an older ikattn could no longer read what this one wr
 
 _IDS = ("input_ids", "input_mask", "target_ids", "target_mask")  # fields of Batch
 
-# What every file says of its maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
+# Definitions that stand in every file of maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
 DEFINITIONS = {
     "weights": "[B, H, L, S] the attention weights a_ij^h",
     "value_norms": "[B, H, S] |f_h(x_j)|, f_h(x_j) = W_O^h v_j^h, value bias included",

@@ -1,4 +1,4 @@
-"""What the formats of map files share."""
+"""Sinks, types and errors that the formats of map files share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an out-projection computes, whatever it is made of.
+"""Out-projections as linear maps, whatever they are made of.
 
 Sizes: H heads, d_v head size of value, D model size.
 """
@@ -37,7 +37,7 @@ class Projection(NamedTuple):
     bias: Tensor | None
 
     def after(self, before: Projection) -> Projection:
-        """What this makes of the outputs of another, which mixes no numbers."""
+        """Returns this map applied after another, which mixes no numbers."""
         weight = widened(self.weight)
         bias = self.bias
         if before.bias is not None:
@@ -45,7 +45,7 @@ class Projection(NamedTuple):
         return Projection(weight * before.weight.diagonal(), bias)
 
     def of_columns(self, columns: Tensor) -> Projection:
-        """What this makes of numbers that are in these of its columns."""
+        """Returns this map for inputs that stand in some of its columns."""
         return Projection(self.weight[:, columns], self.bias)
 
 
@@ -80,7 +80,7 @@ def plain_projection(module: nn.Module) -> Projection | None:
 
 
 def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str) -> Projection:
-    """What a linear module computes: what it makes of the identity, less what it makes of zero.
+    """Returns a module's linear map: its output for the identity less its output for zero.
 
     Args:
         module: The out-projection.

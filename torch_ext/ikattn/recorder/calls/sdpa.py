@@ -120,7 +120,7 @@ def _bound(
 def sdpa_call(
     layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[AttentionCall, float]:
-    """What a call of the function was given, taken for self-attention, and its dropout.
+    """Returns the inputs of a call, taken for self-attention, and its dropout.
 
     Raises:
         NotImplementedError: Tensors that are not ``[B, H, L, d]``.

@@ -1,4 +1,4 @@
-"""What an ``nn.MultiheadAttention``, stock or ours, computed in one call.
+"""Calls of ``nn.MultiheadAttention``, stock or ours.
 
 Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size.
 """
@@ -34,7 +34,7 @@ def torch_call(
     frequencies: tuple[Tensor, Tensor | None] | None,
     padded_length: int | None,
 ) -> AttentionCall:
-    """What the attention of a call that has just been made was given.
+    """Returns the inputs of attention in a call that has just been made.
 
     Args:
         module: The module that was called.
@@ -190,7 +190,7 @@ def _padded(
 
 
 def _key_bias(module: Any, key: Tensor, padding: Tensor | None) -> Tensor | None:
-    """What is added to the logits of keys [N, H, S, d], as [N, H or 1, S]."""
+    """Returns the bias of the logits of keys [N, H, S, d], as [N, H or 1, S]."""
     bias = None if padding is None else as_bias(padding, key.dtype).unsqueeze(1)
     kernel, learned = getattr(module, "kernel", "dot"), getattr(module, "magnitude", None)
     own = None

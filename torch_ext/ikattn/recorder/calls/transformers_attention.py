@@ -90,7 +90,7 @@ def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener
 
 
 def interface_call(module: nn.Module, given: Given, kind: str | None) -> AttentionCall:
-    """What the attention of a call of an attention function was given.
+    """Returns the inputs of attention in a call of an attention function.
 
     Raises:
         NotImplementedError: The call asks for something that this package cannot compute.

@@ -1,4 +1,4 @@
-"""What to record of a model, found out before it runs."""
+"""Plans: the layers and maps to record of a model, found before it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What to record of one layer of attention."""
+    """A layer of attention to record, and the maps to make of it."""
 
     name: str
     module: nn.Module
@@ -57,14 +57,14 @@ class Plan:
 
     @property
     def dropout_hint(self) -> str:
-        """What helps where a sum was not seen, for errors: "" in evaluation."""
+        """Advice where a sum was not seen, for errors: "" in evaluation."""
         if not self.module.training:
             return ""
         return "; it is in training mode, where dropout may change the summands: try model.eval()"
 
     @property
     def seen_by(self) -> Literal["torch", "interface", "sdpa"]:
-        """What tells of its runs."""
+        """The source that tells of its runs."""
         if isinstance(self.module, StockMultiheadAttention):
             return "torch"
         return "interface" if calls_interface(self.module) else "sdpa"
@@ -121,7 +121,7 @@ class Plan:
 def plan_layers(
     model: nn.Module, asked: Asked, layers: Selection | None, *, may_be_none: bool = False
 ) -> tuple[list[Plan], list[str]]:
-    """What to record of each selected layer; with may_be_none there need not be any.
+    """Plans each selected layer; with may_be_none there need not be any.
 
     Returns:
         The plans, and where all layers are recorded the names of attention that no recording sees.
@@ -175,7 +175,7 @@ def left_out(model: nn.Module, sites: Iterable[Site]) -> list[str]:
 
 
 def asked_maps(maps: Iterable[str] | Asked | None) -> Asked:
-    """What ``maps`` stands for.
+    """Returns the names that ``maps`` stands for.
 
     Raises:
         ValueError: It names no map, or one that does not exist.

@@ -45,7 +45,7 @@ class Entered:
     reports: int = 0  # of its attention, before it began
     following: FollowedHeads | None = None  # of an attention module, while it runs
     normed: list[Seen] = field(default_factory=list)  # inputs of norms that it has called
-    # What linear modules were called with since its last attention, by address, which is kept from
+    # Inputs of linear modules since its last attention, by address, which is kept from
     # others as long, and how many outputs they have made of it
     projected: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 

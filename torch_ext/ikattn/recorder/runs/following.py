@@ -123,7 +123,7 @@ class Follower:
 
     @staticmethod
     def _why(run: Run) -> str:
-        """What came in between heads and an out-projection, as far as it was seen."""
+        """Returns the operation between heads and an out-projection, as far as it was seen."""
         why = run.why_no_projection
         if not why and run.following is not None and run.following.stop:
             why = f"they went through {run.following.stop!r}, which is no multiplication"

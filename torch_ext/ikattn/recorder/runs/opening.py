@@ -67,7 +67,7 @@ class Opener:
         self._follower.projected(call, run, y)
 
     def _check_torch(self, call: Call, run: Run, module: Any, y: Tensor) -> None:
-        """Of a module that does not call its out-projection: heads and projection at once."""
+        """Claims heads and projection at once, where a module does not call its out-projection."""
         own = y.unsqueeze(0) if y.dim() == 2 else y if module.batch_first else y.transpose(0, 1)
         if self._checks_all:
             heads = run.attention.context()
@@ -133,7 +133,7 @@ class Opener:
                 run.following.begin(heads, places, run.keep_heads)
 
     def _kind_of(self, call: Call, plan: Plan, query: Tensor, S: int) -> Literal["self", "cross"]:
-        """Which of both a call of queries ``[B, H, L, d]`` and S keys is."""
+        """Tells self- from cross-attention, for queries ``[B, H, L, d]`` and S keys."""
         B, H, L, d = query.shape
         if plan.parts.kind is not None:
             return plan.parts.kind
@@ -220,7 +220,7 @@ class Opener:
         return run
 
     def _residual_of(self, call: Call, run: Run) -> Tensor | None:
-        """Of a layer whose parts are known: what the norm before it, or it, was called with."""
+        """Returns the input of the norm before a layer of known parts, or of the layer."""
         parts = run.plan.parts
         if parts.block == "none":
             return None

@@ -1,4 +1,4 @@
-"""Which tokens of a run are padding, and which key is a query's own.
+"""Padding of a run, and the key that is a query's own.
 
 Sizes: B batch, L queries, S keys.
 """
@@ -148,7 +148,7 @@ def _ends_with(y: Tensor, x: Tensor) -> bool:
 
 
 def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module was called with as its attention_mask; ``...`` where it has none."""
+    """Returns a module's argument attention_mask; ``...`` where it has none."""
     if _NAME in kwargs:
         return kwargs[_NAME]
     kind: Any = type(module)

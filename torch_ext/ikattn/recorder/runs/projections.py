@@ -40,7 +40,7 @@ class Projections:
         self._scaling: dict[nn.Module, bool] = {}  # modules that mix no numbers of their input
 
     def of(self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor) -> Projection:
-        """What an out-projection computes, cached for the recording unless it has a gradient."""
+        """Returns an out-projection's map, cached for the recording unless it has a gradient."""
         plain = plain_projection(module)
         run.is_probed = plain is None
         known = plain or self._known.get(module)

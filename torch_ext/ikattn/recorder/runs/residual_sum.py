@@ -154,7 +154,7 @@ def _known(
 
 
 def _adds_up_written_into(run: Run, x: Tensor, found: Sum, scale: float | Tensor) -> bool:
-    """Of a sum that was written into what is added: whether it is one in every row."""
+    """Tells whether a sum that was written into its summand holds in every row."""
     if run.variants[found.variant].seen.is_as_it_was:
         return True
     whole = Sum(found.residual, 0, scale)

@@ -78,7 +78,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _state_of(projection: Projection) -> object:
-    """What changes when something is written into a projection; None where nothing tells."""
+    """Returns a value that changes when a projection is written into; None: nothing tells."""
     tensors = [x for x in projection if x is not None]
     if any(x.is_inference() for x in tensors):
         return None
