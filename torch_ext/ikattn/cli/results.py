@@ -140,7 +140,7 @@ def _refuse_what_others_wrote(out: Path) -> None:
 
 
 def _remove_results(out: Path) -> None:
-    """Removes the files that a run writes, and no others; entries first, so none outlives its files."""
+    """Removes the files that a run writes, and no others; no entry outlives its files."""
     (out / "lines.jsonl").unlink(missing_ok=True)
     for path in out.iterdir():
         if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK, _ENTRANCE):
