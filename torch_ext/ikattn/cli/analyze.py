@@ -40,8 +40,6 @@ from ikattn.cli.results import one_at_a_time, open_results
 from ikattn.maps.layers import Batch
 from ikattn.maps.recording import Recording
 
-__all__ = ["analyze"]
-
 _NEEDS = {"npz": ("numpy", "numpy"), "png": ("matplotlib", "'ikattn[viz]'")}
 _NEEDS |= {"sums": ("numpy", "numpy")}
 _NEEDS |= dict.fromkeys(("parquet", "arrow"), ("pyarrow", "'ikattn[corpora]'"))

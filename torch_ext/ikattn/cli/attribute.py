@@ -17,8 +17,6 @@ from ikattn.explain.attribution import Attribution, attribute
 from ikattn.explain.attribution._texts import encoded, taken_by, target_of_text, with_first_token
 from ikattn.maps.pictures import text_width
 
-__all__ = ["Question", "answer", "table"]
-
 
 @dataclass(frozen=True)
 class Question:

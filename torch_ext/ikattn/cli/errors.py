@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["AnalyzeError", "Notice", "doing", "sentence"]
-
 
 class AnalyzeError(Exception):
     """A run that cannot go on; its text is for the user."""

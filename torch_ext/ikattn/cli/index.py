@@ -22,8 +22,6 @@ from ikattn.maps.page.template import template
 from ikattn.maps.recording import Recording
 from ikattn.maps.summary import full_precision, row_shares
 
-__all__ = ["overview", "write_index"]
-
 _CELLS = 16  # rows and columns of a small map
 
 

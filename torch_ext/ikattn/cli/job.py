@@ -14,18 +14,6 @@ from ikattn.cli.tables import Table
 from ikattn.maps.sequences import AXES
 from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS
 
-__all__ = [
-    "FORMATS",
-    "GROUPS",
-    "LINE_FORMATS",
-    "Job",
-    "Line",
-    "Source",
-    "drawable_maps",
-    "read_lines",
-    "single_maps",
-]
-
 LINE_FORMATS = ("html", "npz", "safetensors", "json", "png")  # a file for each line
 FORMATS = (*LINE_FORMATS, "parquet", "arrow", "sums")  # and one for each part of the lines
 GROUPS = {

@@ -27,8 +27,6 @@ from ikattn.recorder.plan.plan import Asked
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.plan.run_maps import why_undefined
 
-__all__ = ["AnalyzedModel"]
-
 _LONGEST = 1 << 20  # tokenizers without a limit give far larger numbers
 
 

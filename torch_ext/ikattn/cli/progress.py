@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 from ikattn.cli.errors import doing
 from ikattn.cli.shards import Shard
 
-__all__ = ["Ledger", "lines_of", "read_entry"]
-
 _BLOCK = 1 << 20  # bytes that are read at once
 
 

@@ -19,8 +19,6 @@ from ikattn.cli.job import LINE_FORMATS, Job, Source
 from ikattn.cli.parts import SUMS
 from ikattn.cli.progress import Ledger, lines_of, read_entry
 
-__all__ = ["one_at_a_time", "open_results"]
-
 
 @contextmanager
 def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Ledger]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Shard"]
-
 
 @dataclass(frozen=True)
 class Shard:

@@ -12,8 +12,6 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.sequences import AXES, sequence_count, size_of
 
-__all__ = ["followed_beams", "rows_of_call"]
-
 
 def followed_beams(
     layers: Mapping[str, Layer], calls: Sequence[Batch], beam_indices: Tensor

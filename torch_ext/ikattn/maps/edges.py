@@ -20,8 +20,6 @@ from torch import Tensor
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
 
-__all__ = ["EdgeContributions", "EdgeMaps", "edge_contributions"]
-
 _EDGES_AT_ONCE = 1 << 16
 _INK, _QUIET, _LINE = "#1d2126", "#656c75", "#c2712f"
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ikattn.maps.contribution_maps import Contributions
 
-__all__ = ["Batch", "Layer", "RecordedMaps", "check_whole", "name_of_layer"]
-
 
 @dataclass(frozen=True)
 class Layer:

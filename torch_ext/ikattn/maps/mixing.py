@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ikattn._memory import takes_memory_for
 from ikattn.maps.contribution_maps import NormStats
 
-__all__ = ["alti"]
-
 MOST_ELEMENTS = 1 << 24  # of [keys, L, D], held at a time
 
 

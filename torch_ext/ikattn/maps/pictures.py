@@ -19,8 +19,6 @@ from ikattn.maps.layers import Layer, RecordedMaps, name_of_layer
 from ikattn.maps.sequences import AXES, SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens
 
-__all__ = ["draw", "text_width"]
-
 _FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 # Scales of the page, too. Lightness falls all the way, so they read without colours.
 _WEIGHT_COLOURS = ("#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563")

@@ -17,8 +17,6 @@ from ikattn.maps.page.notebook import notebook_view
 from ikattn.maps.sequences import sequence_count, tokens_by_call
 from ikattn.maps.tokens import Tokens
 
-__all__ = ["Recording", "load_maps"]
-
 
 @dataclass
 class Recording(RecordedMaps):

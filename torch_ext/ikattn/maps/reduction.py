@@ -15,21 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = [
-    "Columns",
-    "Diagonal",
-    "FunctionOfRows",
-    "Groups",
-    "PairMap",
-    "Reduced",
-    "Reducing",
-    "Reduction",
-    "TopK",
-    "TopSources",
-    "own_tokens",
-    "reduction_of",
-]
-
 
 def own_tokens(padding: Tensor | None, size: int) -> list[Sequence[int]]:
     """The places of the tokens of each sequence that are no padding; of all where none is padded.

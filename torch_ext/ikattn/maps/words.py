@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from ikattn.maps.tokens import is_special
 
-__all__ = ["text_span", "texts_of", "words_of_text"]
-
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece, for letters that it does not know
 _ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")  # of readable_tokens, for parts of a letter
 _BYTE_LEVEL = str.maketrans("ĠĊ", " \n")

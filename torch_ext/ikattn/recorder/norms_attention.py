@@ -26,8 +26,6 @@ from ikattn.recorder.plan.resolvers import find_attention, resolve
 from ikattn.recorder.plan.run_maps import Surroundings, make_maps
 from ikattn.recorder.runs.padding import fill_padding
 
-__all__ = ["register_norms"]
-
 _MAPS_WITHOUT_BLOCK = ("summed", "per_head", "weights", "similarity")
 
 

@@ -45,8 +45,6 @@ from ikattn.recorder.runs.transfers import Arrival
 from ikattn.recorder.sums.claims import Settlement
 from ikattn.recorder.sums.tensors import first_tensor
 
-__all__ = ["OnLayer", "OnRun", "Recorder"]
-
 
 class _Ended(NamedTuple):
     """A call that has ended, whose maps and numbers are on their way."""

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "MapFileError", "Sink", "raw_bytes"]
-
 # The types that maps may have, by their names in files.
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

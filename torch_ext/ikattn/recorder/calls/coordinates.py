@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["in_own_coordinates", "pays"]
-
 MOST_NUMBERS = 1 << 22  # of [B, keys, H, D], held at a time
 
 

@@ -24,8 +24,6 @@ from torch.overrides import (
 
 from ikattn._precision import widened
 
-__all__ = ["FollowedHeads", "Gate", "Product"]
-
 _MOVES = {
     *("reshape", "view", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("chunk", "split", "unbind", "getitem", "narrow", "swapaxes", "movedim", "view_as", "select"),

@@ -17,15 +17,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ikattn._precision import widened
 from ikattn.recorder.calls.hooks import Hook
 
-__all__ = [
-    "FLOATS",
-    "Projection",
-    "describe",
-    "effective_projection",
-    "is_probing",
-    "plain_projection",
-]
-
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _thread = threading.local()
 

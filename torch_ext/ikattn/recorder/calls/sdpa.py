@@ -22,9 +22,6 @@ from torch.nn import functional as F
 from ikattn._precision import widened
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["calls_sdpa", "hearing_sdpa", "sdpa_call"]
-
-
 _NAME = "scaled_dot_product_attention"
 _lock = threading.Lock()
 _heard: list[Callable[[tuple[Any, ...], dict[str, Any], Tensor], None]] = []

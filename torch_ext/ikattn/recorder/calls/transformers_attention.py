@@ -30,8 +30,6 @@ from ikattn.integrations.transformers._interface import (
 from ikattn.integrations.transformers._kernels import IMPLICIT, kernel_of
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["NORMS", "interface_call", "listening"]
-
 NORMS = "ikattn_norms"
 _RECORDING = "ikattn_record_"  # and the name of the implementation that computes the output
 _RECORDABLE = ("eager", "sdpa", NORMS, IMPLICIT)

@@ -17,8 +17,6 @@ from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import Site, described_by, find_attention
 from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS, defined_maps, why_undefined
 
-__all__ = ["Asked", "Plan", "asked_maps", "describe", "left_out", "plan_layers"]
-
 _GROUPS = {"ledger": (*LEDGER, "value_norms", "per_head")}
 
 

@@ -20,8 +20,6 @@ from ikattn.recorder.runs.transfers import Arrival
 from ikattn.recorder.sums.claims import Claim, Settlement
 from ikattn.recorder.sums.tensors import Seen, see
 
-__all__ = ["Call", "Entered", "MadeLayer", "is_running", "note_ids", "tokens_before"]
-
 
 def is_running(wanted: FrameType | None) -> bool:
     """Whether a frame is among those that this thread runs."""

@@ -29,8 +29,6 @@ from ikattn.recorder.sums.claims import settle
 from ikattn.recorder.sums.known_sums import takes_waiting
 from ikattn.recorder.sums.tensors import rows_of, same_rows, see
 
-__all__ = ["Follower"]
-
 
 class Follower:
     """Follows runs of attention from their heads to the end of their blocks.

@@ -25,8 +25,6 @@ from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.transfers import Transfers
 from ikattn.recorder.sums.claims import Settlement
 
-__all__ = ["Maker", "OnLayer", "OnRun", "as_batch"]
-
 OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
 OnRun: TypeAlias = Callable[[Run], None]
 

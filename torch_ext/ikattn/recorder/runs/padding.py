@@ -17,8 +17,6 @@ from ikattn.nn import _masks
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.runs.call import Entered
 
-__all__ = ["fill_padding", "has_other_keys", "mask_argument", "padding_of_decoder"]
-
 _NAME = "attention_mask"
 _decoder_signature = inspect.signature(nn.TransformerDecoderLayer.forward)
 

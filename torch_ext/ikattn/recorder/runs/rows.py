@@ -35,8 +35,6 @@ from ikattn.recorder.calls.coordinates import in_own_coordinates, pays
 from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.plan.run_maps import Surroundings, make_maps, stacked
 
-__all__ = ["Queries", "RowsAsked", "check_kinds", "pair_maps", "rows_asked"]
-
 # Maps that need more than the norms of sums of a token's vectors.
 _OF_THE_BLOCK = {"with_residual", "with_norm", "encoder", "alti", "mixing_ratio"}
 

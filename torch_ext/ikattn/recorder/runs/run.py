@@ -45,8 +45,6 @@ from ikattn.recorder.sums.tensors import (
 )
 from ikattn.recorder.sums.token_order import TokenOrder
 
-__all__ = ["Run"]
-
 Stage: TypeAlias = Literal[
     "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
 ]

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.recorder.calls.projection import Projection
 
-__all__ = ["Sketches"]
-
 SUMS = 8
 
 

@@ -18,8 +18,6 @@ from ikattn.recorder.sums.distances import TOLERANCES
 from ikattn.recorder.sums.tensors import see
 from ikattn.recorder.sums.token_order import Added, normed
 
-__all__ = ["block_of", "second_half", "why_no_norm", "why_no_sum"]
-
 
 def why_no_sum(run: Run, x: Tensor) -> str:
     """Why ``x``, a sum by two of its rows, is none in every row; "" where it is.

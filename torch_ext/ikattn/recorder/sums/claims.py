@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ikattn.recorder.sums.distances import Distance, offs_of
 
-__all__ = ["Claim", "Settlement", "settle"]
-
 
 class Claim(NamedTuple):
     """That rows are the same.

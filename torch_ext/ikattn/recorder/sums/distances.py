@@ -15,20 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "TOLERANCES",
-    "Distance",
-    "NearestRows",
-    "NormedRows",
-    "Numbers",
-    "Rows",
-    "SumOfRows",
-    "distance",
-    "offs_of",
-    "share_of_sum",
-    "sum_tolerance",
-]
-
 # How far off, over the largest number, a row may be that the model and we both compute, where each
 # rounds by itself: products of the model's type, sums of scores and values.
 TOLERANCES = {

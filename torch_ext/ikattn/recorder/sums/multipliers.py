@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.recorder.sums.tensors import Seen
 
-__all__ = ["Variant", "are_alike", "multiplied", "multiplier_of"]
-
 
 @dataclass
 class Variant:

@@ -17,20 +17,6 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.recorder.sums.distances import share_of_sum, sum_tolerance
 
-__all__ = [
-    "Seen",
-    "Sum",
-    "address_of",
-    "find_sum",
-    "first_tensor",
-    "has_rows_like",
-    "may_be_sum",
-    "order_of_rows",
-    "rows_of",
-    "same_rows",
-    "see",
-]
-
 _WIDE = (torch.float32, torch.float64)
 
 

@@ -20,8 +20,6 @@ from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.sums.multipliers import are_alike
 from ikattn.recorder.sums.tensors import Seen, see
 
-__all__ = ["Added", "TokenOrder", "normed"]
-
 _SINGLE = torch.finfo(torch.float32).eps
 MOST_OTHERS = 8  # outputs of modules that are kept to be compared in every row
 
