@@ -1,11 +1,11 @@
 // CPU: threads and the choice of instruction set.
-#include "attention/glue.h"
+#include "attention/operator/glue.h"
 
+#include "attention/calls/determinism.h"
+#include "attention/calls/linear_time.h"
+#include "attention/calls/linear_time_setting.h"
 #include "attention/cpu/kernel.h"
-#include "attention/determinism.h"
-#include "attention/linear_time.h"
-#include "attention/linear_time_setting.h"
-#include "attention/which_kernels.h"
+#include "attention/operator/which_kernels.h"
 #include "support/cpu_glue.h"
 
 namespace ikattn {

@@ -1,7 +1,7 @@
 // The table through which glue.cpp reaches the kernels of one instruction set.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/executor.h"
 
 namespace ikattn {

@@ -1,10 +1,10 @@
 // CUDA: tensors to params, the stream. Built where torch has CUDA.
-#include "attention/glue.h"
+#include "attention/operator/glue.h"
 
+#include "attention/calls/determinism.h"
+#include "attention/calls/linear_time_setting.h"
 #include "attention/cuda/decoding/decoding.h"
 #include "attention/cuda/kernels.h"
-#include "attention/determinism.h"
-#include "attention/linear_time_setting.h"
 #include "support/cuda/glue.h"
 
 namespace ikattn {

@@ -1,5 +1,5 @@
-// Backward pass in linear time (../../linear_time.h). With v' = v - center, g_i = dO_i / Z_i and
-// f_i = g_i . center - delta_i, what a pair contributes begins with s_ij (g_i . v'_j + f_i):
+// Backward pass in linear time (../../calls/linear_time.h). With v' = v - center, g_i = dO_i / Z_i
+// and f_i = g_i . center - delta_i, what a pair contributes begins with s_ij (g_i . v'_j + f_i):
 //
 //   moments of the keys with v' and 1, moments of the queries with g and f
 //   -> dphi_q = half the gradient of psi(q) . (moments of the keys with g_i and f_i)

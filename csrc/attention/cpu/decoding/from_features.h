@@ -2,7 +2,7 @@
 // to read features and values once, as they lie.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/cpu/elements.h"
 #include "support/cpu/vector_math.h"
 

@@ -1,8 +1,8 @@
 // The magnitude of a key, g = magnitude_scale |k|_p^2, and its gradient.
 #pragma once
 
-#include "attention/offsets.h"
-#include "attention/params.h"
+#include "attention/calls/offsets.h"
+#include "attention/calls/params.h"
 #include "support/cpu/elements.h"
 #include "support/cpu/vector_math.h"
 

@@ -9,9 +9,9 @@
 //             where calls are batch-invariant: max g may be that of a key that a row does not see.
 #pragma once
 
+#include "attention/calls/params.h"
 #include "attention/cpu/features/feature_products.h"
 #include "attention/cpu/features/score_features.h"
-#include "attention/params.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

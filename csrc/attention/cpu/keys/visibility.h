@@ -1,8 +1,8 @@
 // What masks and dropout make of one tile [rows][64] of the weight matrix.
 #pragma once
 
-#include "attention/offsets.h"
-#include "attention/params.h"
+#include "attention/calls/offsets.h"
+#include "attention/calls/params.h"
 #include "support/cpu/elements.h"
 #include "support/philox.h"
 

@@ -1,5 +1,5 @@
-// What both passes in linear time (../../linear_time.h) share: which units and queries take them,
-// and the center of the values.
+// What both passes in linear time (../../calls/linear_time.h) share: which units and queries take
+// them, and the center of the values.
 //
 // A causal call goes in chunks: a query sees the keys before its chunk through their moments, those
 // of its chunk pair by pair. Any other call is one chunk, all keys of which moments hold.
@@ -16,9 +16,9 @@
 // call the center moves with the keys before a chunk: those after it must not count.
 #pragma once
 
+#include "attention/calls/linear_time.h"
 #include "attention/cpu/linear/moments.h"
 #include "attention/cpu/queries/queries.h"
-#include "attention/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -2,8 +2,8 @@
 // with.
 #pragma once
 
+#include "attention/calls/linear_time.h"
 #include "attention/cpu/keys/keys.h"
-#include "attention/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {

@@ -1,10 +1,10 @@
-#include "attention/reference.h"
+#include "attention/operator/reference.h"
 
 #include <ATen/ATen.h>
 
 #include <limits>
 
-#include "attention/offsets.h"
+#include "attention/calls/offsets.h"
 #include "support/exact_arithmetic.h"
 #include "support/philox.h"
 

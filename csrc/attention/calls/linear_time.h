@@ -9,7 +9,7 @@
 // CPU; those of CUDA are in cuda/route.cu.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 
 namespace ikattn {
 

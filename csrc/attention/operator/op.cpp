@@ -3,8 +3,8 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
-#include "attention/reference.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/reference.h"
 #include "support/dispatch.h"
 #include "support/memory.h"
 

@@ -6,9 +6,9 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
-#include "attention/key_offsets.h"
-#include "attention/params.h"
+#include "attention/calls/params.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/key_offsets.h"
 #include "support/glue.h"
 #include "support/memory.h"
 #include "support/philox.h"

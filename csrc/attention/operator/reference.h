@@ -2,7 +2,7 @@
 // torch.func, forward-mode duals. Time and memory O(B H L S).
 #pragma once
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 
 namespace ikattn {
 

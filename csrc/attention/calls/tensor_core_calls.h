@@ -1,8 +1,8 @@
 // Which calls the tensor cores take, for the CUDA kernels and for who asks beforehand.
 #pragma once
 
-#include "attention/determinism.h"
-#include "attention/params.h"
+#include "attention/calls/determinism.h"
+#include "attention/calls/params.h"
 
 namespace ikattn {
 

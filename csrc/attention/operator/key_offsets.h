@@ -7,10 +7,10 @@
 #include <array>
 #include <cmath>
 
-#include "attention/arguments.h"
-#include "attention/determinism.h"
-#include "attention/params.h"
-#include "attention/reference.h"
+#include "attention/calls/determinism.h"
+#include "attention/calls/params.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/reference.h"
 #include "support/glue.h"
 
 namespace ikattn {

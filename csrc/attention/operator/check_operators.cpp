@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 
 namespace ikattn {
 namespace {

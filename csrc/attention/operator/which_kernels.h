@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 
 namespace ikattn {
 

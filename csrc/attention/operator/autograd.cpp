@@ -8,8 +8,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
-#include "attention/reference.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/reference.h"
 #include "support/memory.h"
 
 namespace ikattn {

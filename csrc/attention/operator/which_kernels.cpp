@@ -1,9 +1,9 @@
 // why_not_fast and which_kernels: what a call would run on, asked beforehand.
-#include "attention/which_kernels.h"
+#include "attention/operator/which_kernels.h"
 
-#include "attention/determinism.h"
-#include "attention/glue.h"
-#include "attention/linear_time_setting.h"
+#include "attention/calls/determinism.h"
+#include "attention/calls/linear_time_setting.h"
+#include "attention/operator/glue.h"
 #include "support/devices.h"
 #include "support/instruction_set.h"
 

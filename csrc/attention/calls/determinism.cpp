@@ -1,4 +1,4 @@
-#include "attention/determinism.h"
+#include "attention/calls/determinism.h"
 
 #include <c10/util/Exception.h>
 #include <torch/library.h>
