@@ -1,4 +1,4 @@
-// Which kernels a pass of a call takes. Each device's glue tells it from what it chooses them by.
+// The kernels that a pass of a call takes, told by the route of each device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -13,20 +13,20 @@ namespace ikattn {
 struct KernelChoice {
   std::string algorithm;  // "quadratic" or "linear"; "none"
   std::string unit;       // an instruction set; "cuda_cores", "tensor_cores" or "hopper"; "none"
-  std::string reason;     // why nothing faster, or nothing at all; "": nothing is
-  // "int8": scores are products of integers of 8 bits; "float16x2": all products are of float32 as
-  // the sum of two numbers of float16; "": of the unit's own
+  std::string reason;     // why no faster kernels, or none at all; "": there are no faster ones
+  // "int8": scores are products of 8-bit integers; "float16x2": products are of float32 split into
+  // two float16; "": of the unit's own type
   std::string scores;
-  // On which GPU, and at which commit, all of these kernels last passed their tests, or that this
-  // machine has proven them; "the CPU"; "": nobody has.
+  // The GPU and the commit where all of these kernels last passed their tests, or that this machine
+  // has proven them; "the CPU"; "": unproven.
   std::string proven = "";
 };
 
-// `type` is that of query, key and value.
-KernelChoice cpu_kernels(const AttentionParams& params, at::ScalarType type, bool backward);
+KernelChoice cpu_kernels(const AttentionParams& params, bool backward);
 
 namespace cuda {
-// Of the GPU with this index, -1 the current one; without any, of one that is not Hopper.
+// `type` is that of query, key and value. Tells the kernels on the GPU with this index, -1 the
+// current one; without any GPU, on one that is not Hopper.
 KernelChoice kernels(const AttentionParams& params, at::ScalarType type, c10::DeviceIndex index,
                      bool backward);
 }  // namespace cuda
