@@ -1,4 +1,4 @@
-// Whether calls may take linear time, as the environment has it.
+// The setting of the environment for linear time.
 #pragma once
 
 #include "attention/calls/params.h"
