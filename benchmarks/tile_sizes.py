@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZES = "csrc/support/cpu/sizes.h"
 ISAS: dict[str, dict[str, str]] = {"avx512": {}, "avx2": {"ATEN_CPU_CAPABILITY": "avx2"}}
 # A chunk of causal sums is one sweep.
-WITH_IT = {"kBackwardKeyBlocks": ("csrc/attention/linear_time.h", "kCausalChunk", 64)}
+WITH_IT = {"kBackwardKeyBlocks": ("csrc/attention/calls/linear_time.h", "kCausalChunk", 64)}
 # Each size with others, and the calls that go by it.
 ALTERNATIVES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "kTileRows": ((4,), ("forward", "backward")),

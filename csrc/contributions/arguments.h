@@ -7,7 +7,7 @@
 #include <optional>
 #include <tuple>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 #include "ikattn/contributions.h"
 #include "support/checks.h"
 

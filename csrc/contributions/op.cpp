@@ -75,8 +75,8 @@ TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
   register_contribution_maps<checked_reference_maps>(m);
 }
 
-// --- Operators that only check the arguments of others, as in attention/check_operators.cpp; what
-// they return is empty
+// --- Operators that only check the arguments of others, as in
+// attention/operator/check_operators.cpp; what they return is empty
 
 bool is_symbolic(ContributionCall call) {
   const Block& block = call.block;

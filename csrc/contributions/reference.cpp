@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "attention/reference.h"
+#include "attention/operator/reference.h"
 
 namespace ikattn {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 #include "edge_attention/operators.h"
 
 namespace ikattn {

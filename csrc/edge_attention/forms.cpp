@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/arguments.h"
-#include "attention/reference.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/reference.h"
 #include "edge_attention/operators.h"
 #include "edge_attention/reference.h"
 #include "ikattn/attention.h"

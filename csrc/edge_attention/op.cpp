@@ -53,7 +53,8 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("check_edge_key_gradients(" IKATTN_EDGE_KEY_GRADIENTS_SCHEMA ") -> ()", tags);
 }
 
-// --- Operators that only check, as in attention/check_operators.cpp: fake kernels begin with them
+// --- Operators that only check, as in attention/operator/check_operators.cpp: fake kernels begin
+// with them
 
 void check_from_features(IKATTN_EDGE_FEATURES_PARAMETERS) {
   check_edge_features(kFromEdgeFeatures, {IKATTN_EDGE_FEATURES_VALUES});

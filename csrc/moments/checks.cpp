@@ -6,7 +6,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 #include "moments/arguments.h"
 
 namespace ikattn {

@@ -98,56 +98,25 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"merge_moments", merge_moments_op>(m);
 }
 
-void add_key_moments_anywhere(at::Tensor& moments, at::Tensor& reference,
+void composed_add_key_moments(at::Tensor& moments, at::Tensor& reference,
                               const at::Tensor& key_features, const at::Tensor& logits,
                               const at::Tensor& value) {
   check_add_key_moments(moments, reference, key_features, logits, value);
-  const auto [own, own_reference] = key_moments_in_blocks(key_features, logits, value);
+  const auto [own, own_reference] = composed_key_moments(key_features, logits, value);
   const auto [sums, largest] = reference_merged(moments, reference, own, own_reference);
   moments.copy_(sums);
   reference.copy_(largest);
 }
 
-ThreeTensors key_moments_backward_anywhere(const at::Tensor& grad_moments,
-                                           const at::Tensor& key_features, const at::Tensor& logits,
-                                           const at::Tensor& value, const at::Tensor& reference,
-                                           std::array<bool, 3> wanted) {
-  return key_moments_backward_in_blocks(grad_moments, key_features, logits, value, reference,
-                                        wanted);
-}
-
-TwoTensors from_moments_backward_anywhere(const at::Tensor& grad_output,
-                                          const at::Tensor& query_features,
-                                          const at::Tensor& moments, const at::Tensor& reference,
-                                          const at::Tensor& output,
-                                          const at::Tensor& log_normalizer, double eps,
-                                          std::array<bool, 2> wanted) {
-  return from_moments_backward_in_blocks(grad_output, query_features, moments, reference, output,
-                                         log_normalizer, eps, wanted);
-}
-
-FiveTensors causal_backward_anywhere(const at::Tensor& grad_output,
-                                     const std::optional<at::Tensor>& grad_all_moments,
-                                     const at::Tensor& query_features,
-                                     const at::Tensor& key_features, const at::Tensor& logits,
-                                     const at::Tensor& value, const at::Tensor& moments,
-                                     const at::Tensor& reference, const at::Tensor& output,
-                                     const at::Tensor& log_normalizer, double eps,
-                                     std::array<bool, 5> wanted) {
-  return causal_backward_in_blocks(grad_output, grad_all_moments, query_features, key_features,
-                                   logits, value, moments, reference, output, log_normalizer, eps,
-                                   wanted);
-}
-
-// Where no kernel is.
+// Devices without kernels.
 TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
-  implement<"key_moments", key_moments_in_blocks>(m);
-  implement<"add_key_moments_", add_key_moments_anywhere>(m);
-  implement<"key_moments_backward", key_moments_backward_anywhere>(m);
-  implement<"attention_from_moments", from_moments_in_blocks>(m);
-  implement<"attention_from_moments_backward", from_moments_backward_anywhere>(m);
-  implement<"causal_attention_from_moments", causal_in_blocks>(m);
-  implement<"causal_attention_from_moments_backward", causal_backward_anywhere>(m);
+  implement<"key_moments", composed_key_moments>(m);
+  implement<"add_key_moments_", composed_add_key_moments>(m);
+  implement<"key_moments_backward", composed_key_moments_backward>(m);
+  implement<"attention_from_moments", composed_from_moments>(m);
+  implement<"attention_from_moments_backward", composed_from_moments_backward>(m);
+  implement<"causal_attention_from_moments", composed_causal>(m);
+  implement<"causal_attention_from_moments_backward", composed_causal_backward>(m);
 }
 
 // vmap: the reference instead of a loop over the batch.

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 #include "packed_attention/arguments.h"
 #include "support/autograd.h"
 #include "support/philox.h"

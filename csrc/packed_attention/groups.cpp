@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "attention/arguments.h"
-#include "attention/reference.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/reference.h"
 #include "support/philox.h"
 
 namespace ikattn {

@@ -29,7 +29,7 @@ PackedGradients gradients_of_groups(const at::Tensor& grad_output, const PackedR
                                     const PackedCall& call, const Boundaries& boundaries,
                                     const std::vector<Group>& groups, PackedWanted wanted);
 
-// The mathematics in differentiable ATen, as attention/reference.h.
+// The mathematics in differentiable ATen, as attention/operator/reference.h.
 PackedResults reference_packed_attention(const PackedCall& call);
 
 }  // namespace ikattn

@@ -3,7 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 #include "packed_attention/groups.h"
 #include "support/autograd.h"
 #include "support/dispatch.h"

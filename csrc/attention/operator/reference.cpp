@@ -1,10 +1,10 @@
-#include "attention/reference.h"
+#include "attention/operator/reference.h"
 
 #include <ATen/ATen.h>
 
 #include <limits>
 
-#include "attention/offsets.h"
+#include "attention/calls/offsets.h"
 #include "support/exact_arithmetic.h"
 #include "support/philox.h"
 
@@ -17,7 +17,7 @@ int64_t static_size(const at::Tensor& tensor, int64_t axis) {
   return tensor.sym_size(axis).guard_int(__FILE__, __LINE__);
 }
 
-// Repeats each of an axis' heads so that there are H; axis counted from the end.
+// Repeats each of an axis' heads so that there are H.
 at::Tensor to_heads(const at::Tensor& tensor, int64_t axis, int64_t H) {
   const int64_t heads = static_size(tensor, axis);
   return heads == H || heads == 1 ? tensor : tensor.repeat_interleave(H / heads, axis);
@@ -26,10 +26,10 @@ at::Tensor to_heads(const at::Tensor& tensor, int64_t axis, int64_t H) {
 struct Logits {
   at::Tensor weights;         // [B, H, L, S], normalised, before dropout
   at::Tensor log_normalizer;  // [B, H, L]
-  at::Tensor seen;            // [B|1, H|1, S] or undefined: keys some row sees
+  at::Tensor seen;            // [B|1, H|1, S] or undefined: keys that some row sees
 };
 
-// true where a pair may count, [B|1, H|1, L|1, S|1]; undefined where everything may. The first
+// Returns true where a pair is visible, [B|1, H|1, L|1, S|1]; undefined where all are. The first
 // query is number first_query of its sequence.
 at::Tensor visible_pairs(const at::Tensor& query, const at::Tensor& key, int64_t H,
                          const AttentionOptions& options, int64_t first_query) {
@@ -57,7 +57,7 @@ at::Tensor visible_pairs(const at::Tensor& query, const at::Tensor& key, int64_t
   return visible;
 }
 
-// log(s^2 + eps) + g_j + key_bias_j + mask_ij of all pairs, not yet masked.
+// Returns log(s^2 + eps) + g_j + key_bias_j + mask_ij of all pairs, not yet masked.
 at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
                        const std::optional<at::Tensor>& w2, int64_t H,
                        const AttentionOptions& options, double norm_dropout_p) {
@@ -87,9 +87,10 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
   return logits;
 }
 
-// Weights of logits [.., S], -inf where hidden; a row that sees nothing gets zeros.
+// Sets the weights of logits [.., S], which are -inf where hidden; a row that sees nothing gets
+// zeros.
 void normalise(const at::Tensor& logits, Logits& result) {
-  // A column that weighs nothing gives the maximum something to stand on where S = 0.
+  // A column of weight zero gives the maximum an element where S = 0.
   const at::Tensor largest =
       at::amax(at::constant_pad_nd(logits.detach(), {0, 1}, -INFINITY), {-1}, true);
   const at::Tensor reference =
@@ -100,7 +101,7 @@ void normalise(const at::Tensor& logits, Logits& result) {
   result.log_normalizer = (at::log(sum) + reference).squeeze(-1);
 }
 
-// All tensors in the arithmetic type, key already with H heads.
+// Returns the weights of tensors in the arithmetic type, key with H heads.
 Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1,
                           const std::optional<at::Tensor>& w2, int64_t H,
                           const AttentionOptions& options, double norm_dropout_p,

@@ -8,14 +8,14 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
-#include "attention/reference.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/reference.h"
 #include "support/memory.h"
 
 namespace ikattn {
 namespace {
 
-// What of AttentionOptions is not a tensor, under one key: every further one costs a string.
+// Saves the options that are no tensors under one key, for every key costs a string.
 void save_numbers(AutogradContext* ctx, const AttentionOptions& options) {
   ctx->saved_data["numbers"] =
       c10::ivalue::Tuple::create(options.p, options.dropout_p, options.is_causal,
@@ -207,7 +207,7 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
   return Features::apply(x, w1, w2, tokens_first);
 }
 
-// Recorded, it is the composition: decoding has no gradient to be fast for.
+// Takes the reference where a gradient is recorded, for decoding needs none.
 at::Tensor from_features_autograd(const at::Tensor& query_features, const at::Tensor& key_features,
                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
   check_from_features_placement(query_features, key_features, logits, value);
