@@ -28,12 +28,15 @@ HOUSES = (
     House(
         "csrc",
         r"\.(cu|h|cpp)$",
-        r'#include "((?:attention|contributions|edge_attention|moments|nn|packed_attention|support)'
-        r'/[^"]+)"',
+        # The words of CUDA are the interpreter's where it stands in for a GPU.
+        r"(?<!#if defined\(IKATTN_INTERPRETER\)\n)"
+        r'#include "((?:attention|contributions|edge_attention|interpreter|moments|nn'
+        r'|packed_attention|support)/[^"]+)"',
         [
             {"nn"},
             {"contributions", "edge_attention", "moments", "packed_attention"},
             {"attention"},
+            {"interpreter"},
             {"support"},
             {"include"},
         ],

@@ -5,14 +5,14 @@
 // come as barrier_init said, and all bytes that some of them announced. What was done before an
 // arrival, or copied, is seen by those who have waited for the end of its phase.
 //
-// In the interpreter (csrc/support/interpreter/bulk_copies.h) a copy comes as late as it may: when
+// In the interpreter (csrc/interpreter/bulk_copies.h) a copy comes as late as it may: when
 // no thread can go on without it; until then its bytes are NaN.
 #pragma once
 
 #include "support/cuda/launch.h"
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/bulk_copies.h"
+#include "interpreter/bulk_copies.h"
 #else
 
 #include <cuda.h>

@@ -12,7 +12,7 @@
 #include "support/memory.h"
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/torch/device_call.h"
+#include "interpreter/torch/device_call.h"
 #else
 
 #include <c10/cuda/CUDAGuard.h>

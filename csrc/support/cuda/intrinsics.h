@@ -17,7 +17,7 @@
 //   B stored [n][k]                      row lane % 8 + 8 * (lane / 16), chunk lane / 8 % 2
 // Both give b0, b1 of columns 0..7 in registers 0, 1 and of columns 8..15 in registers 2, 3.
 //
-// In the interpreter (csrc/support/interpreter/intrinsics.h) products are exact and fp32 sums run
+// In the interpreter (csrc/interpreter/intrinsics.h) products are exact and fp32 sums run
 // in order of k; a GPU may sum in another order, so compare with a tolerance. A copy's destination
 // holds NaNs until its thread has waited for it; other threads see it after the barrier behind that
 // wait.
@@ -27,7 +27,7 @@
 #include "support/cuda/launch.h"
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/intrinsics.h"
+#include "interpreter/intrinsics.h"
 #else
 
 namespace ikattn {

@@ -3,7 +3,7 @@
 // A .cu file is CUDA C++ that includes this header, support/cuda/intrinsics.h and plain structs; no
 // torch header, no cuda_*.h. nvcc compiles it for a GPU. With IKATTN_INTERPRETER defined, g++
 // compiles the same text as C++ and launch() runs it in the block interpreter of
-// csrc/support/interpreter, which reports shared-memory races, accesses out of bounds, barriers and
+// csrc/interpreter, which reports shared-memory races, accesses out of bounds, barriers and
 // warp operations that not all threads reach.
 //
 // Both builds have
@@ -36,7 +36,7 @@
 #pragma once
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/device.h"
+#include "interpreter/device.h"
 #else
 
 #include <cuda_runtime.h>

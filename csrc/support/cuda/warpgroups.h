@@ -28,7 +28,7 @@ __device__ __forceinline__ void trap_without_warpgroups(const Parameters&...) {
 #endif
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/warpgroups.h"
+#include "interpreter/warpgroups.h"
 #else
 
 namespace ikattn {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "interpreter/interpreter.h"
 #include "interpreter/sample_copies.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace {

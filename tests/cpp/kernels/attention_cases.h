@@ -15,9 +15,9 @@
 
 #include "attention/cpu/kernel.h"
 #include "attention/cuda/kernels.h"
+#include "interpreter/interpreter.h"
 #include "kernels/families.h"
 #include "kernels/memory.h"
-#include "support/interpreter/interpreter.h"
 #include "support/philox.h"
 
 namespace ikattn::truth {

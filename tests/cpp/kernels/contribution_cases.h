@@ -13,9 +13,9 @@
 #include "contributions/cpu/kernel.h"
 #include "contributions/cuda/given_pairs.h"
 #include "contributions/cuda/kernels.h"
+#include "interpreter/interpreter.h"
 #include "kernels/memory.h"
 #include "support/cuda/float16.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn::truth {
 extern const ContributionKernels contribution_kernels;

@@ -9,9 +9,9 @@
 #include <string>
 
 #include "attention/determinism.h"
+#include "interpreter/interpreter.h"
 #include "kernels/families.h"
 #include "support/cuda/families.h"
-#include "support/interpreter/interpreter.h"
 #include "support/settings.h"
 
 namespace ikattn::cuda {

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <vector>
 
+#include "interpreter/interpreter.h"
 #include "kernels/streamed_call.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace {

@@ -1,4 +1,4 @@
-#include "support/interpreter/warpgroups.h"
+#include "interpreter/warpgroups.h"
 
 #include <array>
 #include <deque>

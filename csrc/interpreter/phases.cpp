@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "support/interpreter/block.h"
+#include "interpreter/block.h"
 
 namespace ikattn::interpreter {
 

@@ -3,8 +3,8 @@
 // they read of shared memory must be there when they begin, too.
 #pragma once
 
+#include "interpreter/interpreter.h"
 #include "support/cuda/float16.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace interpreter {

@@ -7,7 +7,7 @@
 #include <concepts>
 #include <type_traits>
 
-#include "support/interpreter/interpreter.h"
+#include "interpreter/interpreter.h"
 
 namespace ikattn {
 

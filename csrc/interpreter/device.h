@@ -12,9 +12,9 @@
 #include <tuple>
 #include <type_traits>
 
+#include "interpreter/interpreter.h"
+#include "interpreter/shared.h"
 #include "support/cuda/families.h"
-#include "support/interpreter/interpreter.h"
-#include "support/interpreter/shared.h"
 
 #define __global__
 #define __device__

@@ -1,4 +1,4 @@
-#include "support/interpreter/fiber.h"
+#include "interpreter/fiber.h"
 
 #include <stdint.h>
 #include <stdlib.h>

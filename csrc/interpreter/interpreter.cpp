@@ -1,4 +1,4 @@
-#include "support/interpreter/interpreter.h"
+#include "interpreter/interpreter.h"
 
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "support/interpreter/block.h"
+#include "interpreter/block.h"
 
 // Weak: only AddressSanitizer brings it.
 extern "C" __attribute__((weak)) void __sanitizer_symbolize_pc(void* pc, const char* format,

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "support/interpreter/barriers.h"
-#include "support/interpreter/fiber.h"
-#include "support/interpreter/interpreter.h"
+#include "interpreter/barriers.h"
+#include "interpreter/fiber.h"
+#include "interpreter/interpreter.h"
 
 namespace ikattn::interpreter {
 

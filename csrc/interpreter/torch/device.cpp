@@ -26,8 +26,8 @@
 #include <cstring>
 #include <string>
 
+#include "interpreter/interpreter.h"
 #include "support/cuda/glue.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn::interpreter {
 namespace {
