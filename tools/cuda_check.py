@@ -6,12 +6,12 @@ and where a kernel whose warpgroups exchange registers does not begin with all o
 the syntax of the glue files against this environment's torch. `make cuda-check`, or, for one file
 and architecture while writing it:
 
-    python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/hopper/forward.cu
+    python tools/cuda_check.py --arch sm_90a csrc/attention/cuda/hopper/forward.cu
 
 or one architecture of all files, and all of those that changed since a commit, or include a header
 that did:
 
-    python cmake/cuda_check.py --arch sm_90a --all-of-changed-since origin/main
+    python tools/cuda_check.py --arch sm_90a --all-of-changed-since origin/main
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def cuda_headers_of(nvcc: str) -> Path | None:
 
 
 def allowed_local_memory() -> list[str]:
-    lines = (ROOT / "cmake" / "cuda_local_memory_allowed.txt").read_text().splitlines()
+    lines = (ROOT / "tools" / "cuda_local_memory_allowed.txt").read_text().splitlines()
     return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
 
 
@@ -205,7 +205,7 @@ def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
         if k.stack_bytes > k.spill_bytes and not has_place:
             wrong.append(
                 f"{short(k.name)} ({k.source}) has {k.stack_bytes} bytes of stack on {k.arch}: "
-                "shorten it, or list it with a reason in cmake/cuda_local_memory_allowed.txt"
+                "shorten it, or list it with a reason in tools/cuda_local_memory_allowed.txt"
             )
         if exchanges_registers(k) and k.registers != WARPGROUP_REGISTERS:
             wrong.append(
