@@ -114,7 +114,7 @@ def level_of(house: House, room: str) -> int:
 
 
 def arrows_upward(house: House, path: Path) -> list[str]:
-    """What a file knows that it may not, in words."""
+    """Names the rooms that a file knows and may not, in words."""
     own = room_of(house, path.relative_to(ROOT / house.folder).as_posix())
     wrong = []
     for name in re.findall(house.known, path.read_text(), re.MULTILINE):

@@ -30,11 +30,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "cuda-check"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100", "sm_120"]
-# Of these the host's code is compiled, too, which differs by IKATTN_HAVE_WARPGROUPS alone; where
-# none of them is asked for, of each.
+# The host's code differs by IKATTN_HAVE_WARPGROUPS alone: it is compiled with these architectures,
+# and with each where none of them is asked for.
 WITH_HOST = ["sm_80", "sm_90a"]
 INCLUDES = ["-Icsrc", "-Icsrc/include"]
-# Of a thread, in a block of 384. With fewer the block would wait for ever for those that its
+# Registers of a thread in a block of 384. With fewer the block would wait for ever for what its
 # products take (setmaxnreg, kProductRegisters in hopper/pipeline.h).
 WARPGROUP_REGISTERS = 168
 
@@ -173,7 +173,7 @@ def with_includes(source: Path) -> set[Path]:
 
 
 def changed_since(commit: str, sources: list[Path]) -> set[Path]:
-    """Those of the sources that differ from a commit, or include what does."""
+    """Finds the sources that differ from a commit, or include a file that does."""
     command = ["git", "diff", "--name-only", commit]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     changed = {(ROOT / name).resolve() for name in done.stdout.splitlines()}
@@ -243,7 +243,7 @@ def main() -> int:
     glue = [path for path in sources if path.suffix == ".cpp"]
     if not arguments.sources:
         glue = sorted((ROOT / "csrc").glob("*/cuda/*.cpp"))
-        # And what else says something of CUDA where the library has it.
+        # Other files also speak of CUDA where the library has it.
         glue += [
             path
             for path in sorted((ROOT / "csrc").glob("*/*.cpp"))
