@@ -23,6 +23,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE, PARAGRAPH = 40, 120
 CLEAN = (  # folders and files without fragments; more are added as they become so
+    "csrc/attention/cuda",
+    "csrc/contributions/cuda",
+    "csrc/edge_attention/cuda",
+    "csrc/interpreter",
+    "csrc/support/cuda",
+    "tests/cpp",
     "tools",
 )
 CODE = (".py", ".h", ".cpp", ".cu")

@@ -165,7 +165,7 @@ void Interpreter::run_block(Index3 block) {
          {});
   }
 
-  // What nobody waited for must not trouble the next block.
+  // Copies that nobody waited for must not trouble the next block.
   for (int t = 0; t < threads_; ++t) {
     pool_[t]->groups.push_back(std::move(pool_[t]->copies));
     for (const std::vector<Copy>& group : pool_[t]->groups) {
@@ -187,7 +187,7 @@ void Interpreter::run_thread(int thread) {
   current_ = -1;
 }
 
-// Until every lane has finished or waits for the block, or some for a phase.
+// Runs a warp until every lane has finished or waits for the block, or some for a phase.
 void Interpreter::run_warp(int warp) {
   current_warp_ = warp;
   while (error_.empty()) {

@@ -93,7 +93,7 @@ Operand b_of(const Product& product) {
   if (product.b_by_rows) return {product.b, inner_of(product), 2 * columns};
   return {product.b, columns, kRowBytes};
 }
-// Of the warp that runs.
+// Returns the A of the warp that runs.
 Operand a_of(const Product& product) {
   return {product.shared_a, 16, kRowBytes, warp_of_operation() % 4 * 16};
 }
@@ -130,7 +130,7 @@ bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   return true;
 }
 
-// What registers of sums hold, and back.
+// Read and write a register of sums.
 float sum_in(const Product& product, int i) {
   if (product.type != ProductType::kInt8) return static_cast<const float*>(product.sums)[i];
   return static_cast<float>(static_cast<const int32_t*>(product.sums)[i]);

@@ -14,7 +14,7 @@ template <typename T>
 constexpr ProductType kProductType =
     std::is_same_v<T, BFloat16> ? ProductType::kBFloat16 : ProductType::kHalf;
 
-// Of one lane.
+// Product as one lane begins it.
 struct Product {
   void* sums;         // float; of kInt8 int32_t
   int count;          // of them; the product has twice as many columns

@@ -11,7 +11,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// As far as `gradients` and grad_value.
+// Computes grad_value, and all that `gradients` asks for, on tensor cores.
 const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
                                   const DeviceExecutor& executor, const Route& route,
                                   const SplitLogits<float>& keys, FoldedTokens& tokens,
@@ -70,7 +70,7 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   return feature_gradients_on_tensor_cores(params, executor, operands, keys, gradients);
 }
 
-// The same in float32, by split products or on CUDA cores, or in float64.
+// Computes the gradients of pairs in float32, by split products or on CUDA cores, or in float64.
 template <typename T>
 const char* float_pairs(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                         const Route& route, const PreparedTokens<T>& tokens,

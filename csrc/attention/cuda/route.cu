@@ -151,9 +151,9 @@ int64_t blocks_of(const AttentionParams& params) {
   return heads * ceil_div(params.L, int64_t{kWarps} * tiles * 16);
 }
 
-// As many parts as give every multiprocessor two blocks, of four tiles or more. Hopper's kernels
-// take whole rows, and a multiprocessor has one of their blocks; where the general form may be
-// needed, it decides.
+// Returns as many parts as give every multiprocessor two blocks, of four tiles or more. Hopper's
+// kernels take whole rows, and a multiprocessor has one of their blocks; where the general form may
+// be needed, it decides.
 int parts_of(const AttentionParams& params) {
   if (every_row_sees_all(params) && can_take_hopper(params) &&
       params.B * params.H * ceil_div(params.L, kWarpgroupRows) >= multiprocessors()) {

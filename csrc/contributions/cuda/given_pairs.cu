@@ -31,8 +31,8 @@ struct GivenTile {
   static constexpr int64_t kFactorWords = fragment_words(16 * kHeadTiles, true);
 
   IKATTN_HOST_DEVICE static int64_t stage_bytes(int64_t H) { return H * kTileQueries * kRowBytes; }
-  // Of the weights [head][query][key], a byte of a row. Pieces of 16 bytes are turned, so that
-  // those that neighbouring lanes read lie in different banks.
+  // Returns the place of a byte of a row of the weights [head][query][key]. Pieces of 16 bytes are
+  // rotated, and neighbouring lanes read from different banks.
   __device__ static __forceinline__ uint32_t place(int head, int query, int byte) {
     const int turn = query % 2 * 4 + head / 2 % 4;
     return static_cast<uint32_t>((head * kTileQueries + query) * kRowBytes +
@@ -125,7 +125,7 @@ struct GivenWeights {
       }
     }
   }
-  // Of the warp's key c.
+  // Returns the weight of the warp's key c.
   __device__ __forceinline__ float weight(int r, int m, int c) const {
     if constexpr (sizeof(W) == 4) {
       return __uint_as_float(words[r][m][c]);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void square_sums(const GivenWeights<W, kHeadTiles>& w
 #pragma unroll
   for (int k = 0; k < kHeadTiles; ++k) left_operands(weights, k, c, scales, a[k]);
   squares[0] = squares[1] = 0;
-  // Of many heads not all at once: their fragments would be in registers together.
+  // Many heads are not unrolled all at once: their fragments would be in registers together.
   [[maybe_unused]] constexpr int kUnrolled = kHeadTiles > 2 ? 2 : 2 * kHeadTiles;
 #pragma unroll kUnrolled
   for (int n = 0; n < 2 * kHeadTiles; ++n) {  // 8 rows

@@ -76,7 +76,8 @@ __device__ __forceinline__ float4 load_four(const float* row, int r) {
   return row != nullptr ? load_vector<float4>(row + r) : make_float4(0, 0, 0, 0);
 }
 
-// Of a row that the four lanes of a `t` share, as kNumbers of Half; they all come.
+// Returns the scale of a row that the four lanes of a `t` share, for kNumbers split operands of
+// Half; all lanes come.
 template <int kNumbers>
 __device__ __forceinline__ RowScale scale_of_row(const float* row, int width) {
   RowRange range;
@@ -142,7 +143,8 @@ struct HeadVectors {
   __device__ __forceinline__ HeadVectors(const GramBlock& block, int slot, int c0,
                                          Shared<const float> scales)
       : of_tokens(scales + slot * kTokens + threadIdx.x % 32 / 4) {
-    // Or addresses would be in registers from one step to the next.
+    // Unknown to the compiler, addresses are computed anew in each step, and take no registers
+    // between.
     const int g = unknown_to_compiler(threadIdx.x) % 32 / 4, h = block.head(slot);
     const int width = static_cast<int>(block.params.width);
     const ValueRows values(block, h, g);
@@ -196,8 +198,8 @@ struct HeadVectors {
     }
   }
 
-  // Of wide rows, behind store(): sums of float32 take the place of products. Those of a token do
-  // not depend on others.
+  // Replaces the products of wide rows by sums in float32, after store(). A token's sums do not
+  // depend on others.
   __device__ __forceinline__ void mend_wide_rows(const GramBlock& block, int slot, int c0,
                                                  Shared<float> vectors) const {
     bool is_wide = of_dimensions[0].is_wide() || of_dimensions[1].is_wide();
@@ -281,9 +283,10 @@ struct TokenGram {
   static __device__ __forceinline__ double element(const float4& four, int i) {
     return static_cast<double>(i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w);
   }
-  // To entries [triangle(H)] of the token; begins anew.
+  // Stores the entries [triangle(H)] of the token, and begins anew.
   __device__ __forceinline__ void store(const GramBlock& block, double* entries) {
-    // Or places would be in registers from one part to the next.
+    // Unknown to the compiler, places are computed anew in each part, and take no registers
+    // between.
     const int lane = unknown_to_compiler(threadIdx.x) % 32, H = static_cast<int>(block.params.H);
 #pragma unroll
     for (int index = 0; index < 8; ++index) {
@@ -311,7 +314,8 @@ struct Steps {
     const int step = c0 / kColumns % kCount;
     return dynamic_shared<float>(kScaleBytes) + step * heads * kHeadPitch;
   }
-  // Of the turns 0 and 1; on each scheduler there are warps of both.
+  // Returns in which of the turns 0 and 1 a warp makes vectors; on each scheduler there are warps
+  // of both.
   __device__ static __forceinline__ int turn_of_making() {
     return kIsOneGroup ? threadIdx.x / 128 % 2 : 1;
   }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<con
   const int lane = threadIdx.x % 32, entries = factor_entry(H, H - 1, H - 1) + 1;
   for (int h = 0; h < H; ++h) {
     const double pivot = gram[factor_entry(H, h, h)], size = sizes[h];
-    // What is left of a vector that depends on those before it is rounding. NaN stays.
+    // Rounding is all that remains of a vector that depends on others before it. NaN stays.
     const bool vanishes = pivot <= size * (4 * H * 0x1p-53);
     const double inverse = vanishes ? 0.0 : rsqrt(pivot), norm = pivot * inverse;
     float* row = factors + int64_t{factor_entry(H, h, h)} * kFactorBlock;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_fragments(int H, Shared<const double> root
   }
 }
 
-// What the parts of a Gram matrix leave, and its root, by a warp for each token. Dynamic shared
+// Adds up the parts of a Gram matrix and computes its root, a token in each warp. Dynamic shared
 // memory: for each warp gram [triangle(H)] and sizes [H]; places [triangle(H)].
 __global__ void __launch_bounds__(kRootThreads) gram_root_kernel(TokenGramParams params) {
   const int H = static_cast<int>(params.H), entries = static_cast<int>(triangle(H));

@@ -12,7 +12,8 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7fffffffu;
 }
 
-// Of a row's elements the largest magnitude, and the smallest that is not zero, less one, as bits.
+// Range of a row's elements: the largest magnitude, and the smallest that is not zero, less one, as
+// bits.
 struct RowRange {
   uint32_t largest = 0, smallest = ~0u;
 
@@ -20,7 +21,7 @@ struct RowRange {
     largest = max(largest, magnitude_bits(x));
     smallest = min(smallest, magnitude_bits(x) - 1);  // zero is the largest of all then
   }
-  // Of all that the `kLanes` neighbours have.
+  // Combines the ranges of `kLanes` neighbours.
   template <int kLanes>
   __device__ __forceinline__ void combine() {
     largest = max_of_lanes<kLanes>(largest);

@@ -13,7 +13,7 @@ constexpr int kEdgeLanes = 8, kEdgesAtOnce = 32 / kEdgeLanes;
 // Twice, so that the second loads are under way while the first are waited for.
 constexpr int kTurns = 2, kEdgeStep = kTurns * kEdgesAtOnce;
 
-// Which of the edges, and which of its columns, a lane has.
+// Edge of a lane, and the first of its columns.
 struct EdgeLane {
   int edge, first;
 
@@ -130,7 +130,8 @@ __device__ __forceinline__ T warp_dot(const T* a, const T* b, int64_t count, int
   return sum_of_lanes(sum);
 }
 
-// What is added to the logarithm of the score of edge e; of an exponential score, without it.
+// Returns the term that is added to the logarithm of the score of edge e; for an exponential score,
+// to the score.
 template <typename T>
 __device__ __forceinline__ T bias_of(const EdgeParams<T>& p, int64_t e, int64_t h) {
   const T of_key = p.key_logits[p.source[e] * p.H + h];
@@ -147,7 +148,7 @@ __device__ __forceinline__ const T* value_of(const EdgeParams<T>& p, int64_t e, 
   return p.value + (p.source[e] * p.H + h) * p.d_v;
 }
 
-// What a score is made of, of the product of features.
+// Returns the similarity for a product of features.
 template <typename T>
 __device__ __forceinline__ T scaled(const EdgeParams<T>& p, T product) {
   return p.exponential ? product : product / static_cast<T>(2 * p.F);

@@ -19,7 +19,8 @@
 
 namespace ikattn {
 
-// By one thread. Before others use it: fence_barriers() by that thread, and __syncthreads.
+// Initialises a barrier; one thread does. Before others use it: fence_barriers() by that thread,
+// and __syncthreads.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -34,7 +35,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Until the phase of this parity is over, of the one that goes on and the one before.
+// Waits until the phase of this parity is over, of the one that goes on and the one before.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t is_over = 0;
   while (is_over == 0) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void begin_box(uint32_t to, const RowMap& map, int ba
 
 namespace detail {
 
-// Of the driver, without linking it; nullptr: it is too old.
+// Finds the driver's function without linking it; nullptr: the driver is too old.
 inline auto tensor_map_encoder() {
   static const auto encoder = [] {
     void* symbol = nullptr;

@@ -72,7 +72,7 @@ class RowPairs {
   __device__ __forceinline__ void store(int64_t offset, int64_t first, int64_t columns,
                                         const Pair& pair) const {
     const int64_t own = first + threadIdx.x % 4 * 2;
-    // Of an even number of columns, each pair lies within the row or beyond it as a whole.
+    // Pairs of an even number of columns lie within the row or beyond it as a whole.
     if (!is_together_ || (columns % 2 != 0 && first + kWidth > columns)) {
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {

@@ -1,4 +1,4 @@
-// What the glue of every CUDA kernel needs: the stream, memory, errors. Includes torch.
+// Parts that the glue of every CUDA kernel needs: the stream, memory, errors. Includes torch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,7 +18,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-// Of the tensors that the kernels take.
+// Dispatch key of the tensors that the kernels take.
 #define IKATTN_CUDA_KEY CUDA
 
 namespace ikattn::cuda {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&registers)[4], uint32_t r
                : "r"(row_address));
 }
 
-// The same of the transposed matrices: register i holds matrix i, rows 2t and 2t+1, column g.
+// Loads the transposed matrices: register i holds matrix i, rows 2t and 2t+1, column g.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&registers)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
@@ -158,7 +158,7 @@ __device__ __forceinline__ float fast_rsqrt(float x) {
   return result;
 }
 
-// To nearest, ties away from zero.
+// Rounds to nearest, ties away from zero.
 __device__ __forceinline__ float tf32_rounded(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
@@ -200,8 +200,9 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
                      to_float(T{static_cast<uint16_t>(packed >> 16)}));
 }
 
-// What x unit is off a whole number of cycles. Rounded by an addition: an instruction that rounds
-// takes the place of a sine. Beyond 2^22 the whole number is not the nearest.
+// Returns x unit less the nearest whole number of cycles. It is rounded by an addition: an
+// instruction that rounds takes the place of a sine. Beyond 2^22 the whole number is not the
+// nearest.
 __device__ __forceinline__ float remainder_in_cycles(float x, float unit = 1.0f) {
   constexpr float kLastBitIsOne = 12582912.0f;  // 1.5 2^23
   const float whole = fmaf(x, unit, kLastBitIsOne) - kLastBitIsOne;

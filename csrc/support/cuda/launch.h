@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_vector(T* to, const Vector& value) {
   *reinterpret_cast<Vector*>(to) = value;
 }
 
-// Of the current device; 1 where it cannot be told.
+// Returns how many multiprocessors the current device has; 1 where nobody tells.
 inline int multiprocessors() {
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||

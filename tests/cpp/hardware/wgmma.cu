@@ -135,7 +135,7 @@ bool is_right(const char* name) {
   return error == nullptr && wrong == 0;
 }
 
-// The same of integers of 8 bits, K of them on the inner axis: by columns alone, N = 128 of a in
+// Multiplies integers of 8 bits, K of them on the inner axis: by columns alone, N = 128 of a in
 // registers, N = 64 of both in shared memory. Two integers are a column of 16 bits.
 template <int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)

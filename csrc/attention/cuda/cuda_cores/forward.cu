@@ -16,8 +16,8 @@ constexpr int64_t forward_shared() {
   return (2 * kDepth * kPitch + 2 * kTile * kPitch) * int64_t{sizeof(T)};
 }
 
-// What the weights of a row are relative to: the largest logit so far, whose second part counts
-// where it is large.
+// Number that the weights of a row are relative to: the largest logit so far, whose second part
+// counts where it is large.
 template <typename T>
 class RowReference {
  public:

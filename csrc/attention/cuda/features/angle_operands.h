@@ -36,11 +36,11 @@ template <typename T>
 constexpr int kPartsOfFrequency = sizeof(T) == 4 ? 1 : 2;
 template <typename T>
 constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kPartsOfFrequency<T>;
-// Which of them is Half.
+// Index of the plane that is Half.
 template <typename T>
 constexpr int kHalfPlane = std::is_same_v<T, BFloat16> ? 2 : 0;
 
-// What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
+// Operands that the products read: tokens in rows at multiples of 16 bytes, as they lie or copied.
 struct AngleOperands {
   FeatureSource queries, keys;
   FrequencyRows frequencies;  // for tokens of float32, and the backward

@@ -45,13 +45,14 @@ const char* feature_gradients_on_tensor_cores(const AttentionBackwardParams& par
 bool goes_in_one_pass(const FeatureSource& source);
 template <typename T>
 struct Magnitude;
-// Of one side's tokens, and its share of the frequencies': grad_x is written, grad_w1 and grad_w2
-// are added to, those that are there.
+// Computes the gradients of one side's tokens and its share of the frequencies': writes grad_x, and
+// adds to grad_w1 and grad_w2; absent ones are left out.
 const char* gradients_in_one_pass(const FeatureSource& source, const SplitFrequencies& frequencies,
                                   const FeatureGradients& grad_phi, const Array& grad_x,
                                   const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
                                   const DeviceExecutor& executor);
-// Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
+// Adds one side's share to the gradients of the frequencies, grad_w1 and grad_w2; absent ones are
+// left out.
 const char* frequency_gradients_on_tensor_cores(const FeatureSource& source,
                                                 const FrequencyRows& frequencies,
                                                 const FeatureGradients& grad_phi, float* grad_w1,

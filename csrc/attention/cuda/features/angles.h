@@ -18,7 +18,7 @@ __device__ __forceinline__ void sincos_cycles(double angles, double& sine, doubl
   sincospi(2 * (angles - rint(angles)), &sine, &cosine);
 }
 
-// Of a token's angles x . w1 and x . w2; stationary: the first stands for both.
+// Sines and cosines of a token's angles x . w1 and x . w2; stationary: the first stands for both.
 template <typename T>
 struct Angle {
   T sin1, cos1, sin2, cos2;

@@ -38,7 +38,8 @@ struct FrequencyTile {
   __device__ __forceinline__ void begin_gradients(const Half* from, const float* row_scales,
                                                   int64_t width, int64_t left,
                                                   int remaining) const {
-    // Of 32 frequencies alone, the sines follow; nobody stores what they are taken for.
+    // The sines follow 32 frequencies; where there are fewer, nobody stores what is read in their
+    // place.
     cosines.template begin<kFrequencyTokens>(0, from, width, left, remaining);
     sines.template begin<kFrequencyTokens>(0, from + sine_step(width), width,
                                            left - sine_step(width), remaining);

@@ -126,7 +126,7 @@ __device__ __forceinline__ void load_narrow_frequencies(const FeatureSource& sou
   }
 }
 
-// What a block adds up: a share of the tokens. kD: dimensions, or more.
+// Adds up a share of the tokens in a block. kD: dimensions, or more.
 //   out [B, heads, N, d], or absent; parts without memory: frequencies' gradients are not wanted
 template <typename T, int kD>
 __global__ void __launch_bounds__(kTokenThreads, 2)

@@ -1,4 +1,4 @@
-// Which form a key head takes, and what that form needs of each of its keys
+// The form that a key head takes, and numbers that the form needs of each of its keys
 // (tensor_cores/choose_form.cu).
 #pragma once
 
@@ -8,13 +8,13 @@
 
 namespace ikattn::cuda {
 
-// Of the folded form.
+// Scales of the folded form.
 struct FoldScales {
   float c, scaled_eps;
   double most_spread;  // in nats, what it bears
 };
 
-// What is left of every key, and of every head; see FoldedTokens.
+// Results of choosing the form, for every key and every head; see FoldedTokens.
 struct FoldedKeys {
   float *scales, *terms, *lows;
   BFloat16* magnitudes;  // nullptr: not wanted
@@ -23,7 +23,7 @@ struct FoldedKeys {
   unsigned* items_taken;
 };
 
-// What the form of heads follows from, and where it goes.
+// Logits from which the form of heads follows, and results of the choice.
 struct KeyForms {
   SplitLogits<float> logits;
   FoldScales scales;
@@ -38,7 +38,7 @@ struct HeadForm {
   double reference;
   bool is_general, is_unclean;
 };
-// Of the max and the min of the logits, infinities where there is none.
+// Returns the form for the max and the min of the logits, which are infinities where there is none.
 __device__ __forceinline__ HeadForm form_of_spread(double most, double least, bool is_unclean,
                                                    double most_spread) {
   return {most == -INFINITY ? 0.0 : most, most_spread < 0 || most - least > most_spread,
@@ -85,7 +85,7 @@ __device__ __forceinline__ float norm_that_counts(const AttentionParams& params,
 }
 __device__ __forceinline__ bool has_weight(const FoldedKey& key) { return key.scale >= 0x1p-26f; }
 
-// What is left of a head: by one thread, of numbers of all its keys.
+// Stores a head's results; one thread does, from sums over all its keys.
 __device__ __forceinline__ void store_head(const KeyForms& forms, const HeadForm& form, unsigned bh,
                                            unsigned keys_that_count, float norm,
                                            float weighted_norm) {

@@ -37,8 +37,8 @@ class OwnFeatures {
     is_together_ = strides % 4 == 0 && reinterpret_cast<uintptr_t>(phi.data) % 8 == 0;
   }
 
-  // Those of 16 frequencies from m0 on. angles[set][m][j][i], in units of `unit` of a cycle: of
-  // tile m of tokens and j of 8 frequencies.
+  // Stores the features of 16 frequencies from m0 on. angles[set][m][j][i], in units of `unit` of a
+  // cycle: of tile m of tokens and j of 8 frequencies.
   __device__ __forceinline__ void store(int m0, float unit,
                                         const float (&angles)[kSets][2][2][4]) const {
     const int remaining = M_ - m0 - static_cast<int>(threadIdx.x) % 4 * 4;

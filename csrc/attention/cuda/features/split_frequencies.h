@@ -78,7 +78,7 @@ class SplitTile {
     unit_ = frequencies.units[2 * set_of(head_)];
   }
 
-  // What sums of products are multiplied with to be angles.
+  // Returns the factor that turns sums of products into angles.
   __device__ __forceinline__ float unit() const { return unit_; }
 
   // angles[set][m] += tile m of the warp's tokens, of the index-th tile, by 16 frequencies from m0
@@ -135,7 +135,7 @@ class SplitTile {
            (frequencies_.slices > 1 ? slice : index) % 2 * kTokenBytes;
   }
 
-  // Which set of frequencies serves a head of all batches'.
+  // Returns the set of frequencies that serves a head of all batches'.
   __device__ __forceinline__ int64_t set_of(unsigned head) const {
     const unsigned heads = static_cast<unsigned>(source_.heads);
     return source_.frequency_batch(head / heads) * source_.frequency_heads +
@@ -153,7 +153,7 @@ class SplitTile {
       cp_async_16(to + step * (kRowStep * kRowBytes), from + step * (kRowStep * kSliceColumns));
     }
   }
-  // Those of the warp: four rows at a time.
+  // Begins to copy the warp's tokens, four rows at a time.
   __device__ __forceinline__ void begin_tokens(int index, int slice) const {
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
     const int row = threadIdx.x / 32 * 32 + lane / kChunks;

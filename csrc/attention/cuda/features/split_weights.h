@@ -8,8 +8,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Which of 32 frequencies has a row of SplitFrequencies: a product's lanes have columns 2t and 2t +
-// 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
+// Returns the frequency, of 32, that a row of SplitFrequencies has: a product's lanes have columns
+// 2t and 2t + 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
 __device__ __forceinline__ int frequency_of_row(int row) {
   const int column = row % 8, tile = row / 8 % 2;
   return row / 16 * 16 + column / 2 * 4 + tile * 2 + column % 2;

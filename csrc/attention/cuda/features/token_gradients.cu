@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kProductThreads, 2)
     tf32_token_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
                                FeatureGradients grad_phi, int64_t width, Array out,
                                Magnitude<float> magnitude) {
-  // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
+  // Number of split operands of gradients and frequencies. With one, ptxas loads more ahead than
+  // registers hold.
   constexpr int kParts = 2;
   using L = TokenGradientLayout<T, kSets>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();

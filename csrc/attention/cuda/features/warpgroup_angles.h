@@ -50,7 +50,7 @@ class WarpTokens {
                                         int first) const {
     begin(source, rows_of(source, b, x_head), first);
   }
-  // The same, of rows_of() it.
+  // Begins to copy tokens from `first` on of the rows that rows_of() returns.
   __device__ __forceinline__ void begin(const FeatureSource& source, const T* x, int first) const {
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int lane = thread % 32, chunk = lane % 8;
@@ -97,7 +97,7 @@ class WarpTokens {
   }
 
  private:
-  // Of the warp of a thread.
+  // Returns where the slices of a thread's warp begin.
   __device__ __forceinline__ uint32_t place_of(unsigned thread) const {
     return base_ + thread / 128 * slices_ * kSliceBytes + thread / 32 % 4 * (16 * 128);
   }

@@ -91,9 +91,9 @@ __device__ __forceinline__ void make_weights(const uint32_t (&rounded)[kKeys / 1
   fence_async();
 }
 
-// What those who multiply do along the tiles of an item: begin_scores() waits for a tile and begins
-// its scores, round() frees them, make(stage) makes its weights, and begin_output(stage) begins to
-// multiply these with its values.
+// Passes the tiles of an item, as the multiplying warpgroups do: begin_scores() waits for a tile
+// and begins its scores, round() frees them, make(stage) makes its weights, and begin_output(stage)
+// begins to multiply these with its values.
 //   kCrosses: of the last tile, whether make must hide pairs beyond the diagonal
 template <bool kCrosses, typename Begin, typename Round, typename Make, typename BeginOutput>
 __device__ __forceinline__ void pass_rounded_tiles(const TileBarriers<1, kInt8Tiles>& barriers,

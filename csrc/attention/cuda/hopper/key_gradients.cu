@@ -41,13 +41,13 @@ struct KeyLayout {
   static constexpr int64_t kBytes = kNumbers + kItems * kItemNumbers * 4;
 };
 
-// From where an item's own tokens, and the tiles it passes along, are copied.
+// Maps of the memory that an item's own tokens, and the tiles it passes along, are copied from.
 struct PairMaps {
   KeyMaps own;
   RowMap score_queries, queries, gradients;  // the first of integers
 };
 
-// What the third warpgroup of a block does.
+// Copies a block's tokens and tiles; its third warpgroup does.
 template <typename L, Pairs kPairs>
 __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,

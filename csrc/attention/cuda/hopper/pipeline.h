@@ -1,6 +1,6 @@
-// What the kernels of warpgroups share. A block is three of them: two multiply, and one thread of
-// the third begins the copies, up to three tiles ahead of those who read. Nobody else waits for
-// anybody: a stage has a barrier for its tile to be there, and one for it to be read.
+// Pipeline that the kernels of warpgroups share. A block is three of them: two multiply, and one
+// thread of the third begins the copies, up to three tiles ahead of those who read. Nobody else
+// waits for anybody: a stage has a barrier for its tile to be there, and one for it to be read.
 //
 // There are no more blocks than run at once. An item is 128 tokens of a head, and what they meet:
 // a block takes one after the other, and the first tiles of the next are on their way while the
@@ -25,9 +25,9 @@ constexpr int kWarpgroupRows = kWarpgroups * 64;  // of a block
 // One is read by products that go on while the next is waited for, and one is copied.
 constexpr int kTilesInFlight = 3;
 constexpr int kBoxColumns = 64;
-// Of a thread: 168 are there for each, of which those that copy need few.
+// Registers of a thread: 168 are there for each, and the copying ones need few.
 constexpr int kProductRegisters = 240, kCopyRegisters = 24;
-// Else those who multiply would wait for registers that nobody gives.
+// Registers that nobody gives away would keep the multiplying warpgroups waiting.
 static_assert(kProductThreads * kProductRegisters + 128 * kCopyRegisters <=
               kWarpgroupThreads * 168);
 // Whether a block may have as much shared memory, and kBoxes, where boxes begin, are multiples of
@@ -50,8 +50,8 @@ struct Boxes {
       begin_box(base + box * kBox, map, batch, head, row, box * kBoxColumns, barrier);
     }
   }
-  // Of the operand at their begin: 16 columns of rows, from the k-th 16 on; and 16 rows, from the
-  // k-th 16 on, of a box.
+  // Returns the operand of 16 columns of rows, from the k-th 16 on, or of 16 rows of a box, from
+  // the k-th 16 on; `operand` is where they begin.
   __device__ static __forceinline__ uint64_t by_columns(uint64_t operand, int k) {
     return wgmma_operand_after(operand, k / 4 * kBox + k % 4 * 32);
   }
@@ -90,8 +90,8 @@ struct Items {
     return static_cast<int>(gridDim.x + atomicAdd(taken, 1u));
   }
 };
-// What those who multiply hear of an item, in shared memory: its index, or -1 after the last, and
-// the state of its head. Each has 16 bytes of its own.
+// Numbers that tell the multiplying threads of an item, in shared memory: its index, or -1 after
+// the last, and the state of its head. Each has 16 bytes of its own.
 constexpr int kItemNumbers = 4;
 
 // In shared memory from `first` on: for each stage that its tile is there, and that it is read; the
@@ -101,7 +101,7 @@ struct TileBarriers {
   static constexpr uint32_t kBytes = (2 * kStages + 2 * kItems + 1) * 8;
   uint32_t first;
 
-  // By the whole block, which meets.
+  // Initialises the barriers; all threads of the block call it, and it synchronises them.
   __device__ __forceinline__ explicit TileBarriers(uint32_t place) : first(place) {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kStages; ++stage) {
@@ -163,9 +163,9 @@ struct ItemPlace {
   }
 };
 
-// What the third warpgroup does. For each item, state_of(index) is the state of its head;
-// begin(index, place, barrier) begins the copies of its own tokens, `bytes` of them, and returns
-// how many tiles it passes; copy(tile, stage, barrier) begins those of a tile.
+// Copies items, as the third warpgroup does. For each item, state_of(index) is the state of its
+// head; begin(index, place, barrier) begins the copies of its own tokens, `bytes` of them, and
+// returns how many tiles it passes; copy(tile, stage, barrier) begins the copies of a tile.
 template <int kItems, int kStages, typename StateOf, typename Begin, typename Copy>
 __device__ __forceinline__ void copy_items(const TileBarriers<kItems, kStages>& barriers,
                                            const Items& items, Shared<int> numbers, uint32_t bytes,
@@ -197,9 +197,9 @@ __device__ __forceinline__ void copy_items(const TileBarriers<kItems, kStages>& 
   barrier_arrive(barriers.item_full(place.index));
 }
 
-// What those who multiply do along the tiles of an item: begin(tile, stage) begins the products
-// that make what a tile is about, make(tile, stage) turns it into factors, once they are over, and
-// fences what it reads of the tile; pack() makes them A. Meanwhile the tensor cores are at the tile
+// Passes the tiles of an item, as the multiplying warpgroups do: begin(tile, stage) begins the
+// products for a tile, make(tile, stage) turns them into factors, once they are over, and fences
+// its reads of the tile; pack() makes the factors A. Meanwhile the tensor cores are at the tile
 // before: begin_sums(stage) begins to multiply its factors with it.
 template <int kItems, typename Begin, typename BeginSums, typename Make, typename Pack>
 __device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers, TileStage& stage,
@@ -261,7 +261,7 @@ const char* map_values(RowMap& map, const AttentionParams& params, const FoldedT
                   tokens.value.stride, kRows);
 }
 
-// From where keys and values of a call are copied.
+// Maps of the memory that keys and values of a call are copied from.
 struct KeyMaps {
   RowMap keys, values;
 };
@@ -287,8 +287,8 @@ struct KeyTiles {
     Keys::copy(place, maps.keys, 0, bk, tile * kKeys, barrier);
     Values::copy(place + kValues, maps.values, batch, value_head, tile * kKeys, barrier);
   }
-  // By all that multiply, whose phase at their meeting is of parity `parity`: what is not finite
-  // among the values of the tile at `place` becomes zero.
+  // Makes zero of the values of the tile at `place` that are not finite. All multiplying threads
+  // call it, and synchronise at the barrier `meeting`, whose phase has the parity `parity`.
   __device__ __forceinline__ static void clean(Shared<unsigned char> place, uint32_t meeting,
                                                uint32_t parity) {
     clean_values<T, kKeys * V, kProductThreads>(place + kValues);
@@ -319,7 +319,7 @@ __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
     wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// The same of integers of 8 bits, two in each of kWidth columns.
+// Begins products of integers of 8 bits, two in each of kWidth columns.
 template <int kRows, int kWidth>
 __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (&a)[kWidth / 16][4],
                                            uint32_t b) {
@@ -329,7 +329,7 @@ __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (
     wgmma_int8(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// The same of an a in shared memory; Left, Right: boxes of both.
+// Begins products of an a in shared memory; Left, Right: boxes of both.
 template <typename T, typename Left, typename Right>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[32], uint32_t a, uint32_t b) {
   const uint64_t left = wgmma_operand(a), right = wgmma_operand(b);
@@ -364,7 +364,7 @@ template <int kBoxes>
 __device__ __forceinline__ float sum_at(const float (&sums)[kBoxes][32], int half, int n, int c) {
   return sums[n / 8][n % 8 * 4 + 2 * half + c];
 }
-// What products have left as sums [64][8 kTiles] becomes A.
+// Packs sums [64][8 kTiles] of products into A.
 template <typename T, int kTiles>
 __device__ __forceinline__ void pack_left(const float (&sums)[4 * kTiles],
                                           uint32_t (&a)[kTiles / 2][4]) {

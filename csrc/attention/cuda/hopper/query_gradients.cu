@@ -44,7 +44,7 @@ struct QueryMaps {
   KeyMaps keys;
 };
 
-// What the third warpgroup of a block does.
+// Copies a block's queries and tiles; its third warpgroup does.
 template <typename L, Pairs kPairs>
 __device__ __forceinline__ void copy_queries(const AttentionBackwardParams& params,
                                              const FoldedTokens& tokens, const FoldedRows& rows,
@@ -65,7 +65,7 @@ __device__ __forceinline__ void copy_queries(const AttentionBackwardParams& para
       [](int, int, uint32_t) {});
 }
 
-// What a thread's two rows, the first of them row0, bring to their pairs.
+// Numbers of a thread's two rows, the first of them row0, that their pairs need.
 struct RowNumbers {
   int row0;
   float fit[2], fitting_delta[2], normalizer[2];

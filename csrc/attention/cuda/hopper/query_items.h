@@ -1,5 +1,5 @@
-// What the kernels share whose items are queries: what the third warpgroup copies, what hides pairs
-// of a tile, and, of both forward kernels, what an item's rows become.
+// Steps that the kernels whose items are queries share: copies by the third warpgroup, hidden pairs
+// of a tile, and, in both forward kernels, the results of an item's rows.
 #pragma once
 
 #include "attention/cuda/hopper/pipeline.h"
@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// What the third warpgroup does: items of queries, and tiles of kKeys keys and their values.
+// Copies items of queries, and tiles of kKeys keys and their values, as the third warpgroup does.
 //   copy_rows(at, barrier): begins the copies of an item's own rows, `bytes` of them
 //   copy_numbers(tile, stage, barrier): begins those of what lies beside a tile, `number_bytes`
 template <typename L, int kKeys, Pairs kPairs, typename CopyRows, typename CopyNumbers>
@@ -47,12 +47,12 @@ __device__ __forceinline__ void clean_tile(uint32_t state, Shared<unsigned char>
   parity ^= 1;
 }
 
-// From where a forward copies.
+// Maps of the memory that a forward copies from.
 struct ForwardMaps {
   RowMap queries;
   KeyMaps keys;
 };
-// Of features in 16-bit columns, F of a row, and tiles of kKeys keys.
+// Makes the maps for features in 16-bit columns, F of a row, and tiles of kKeys keys.
 template <int F, int kKeys>
 const char* map_forward(ForwardMaps& maps, const AttentionParams& params,
                         const FoldedTokens& tokens, const void* phi_q, const void* phi_k) {
@@ -61,7 +61,7 @@ const char* map_forward(ForwardMaps& maps, const AttentionParams& params,
   return error != nullptr ? error : map_keys<F, kKeys>(maps.keys, params, tokens, phi_k);
 }
 
-// What the third warpgroup of a forward does.
+// Copies for a forward, as the third warpgroup does.
 //   terms: a number of each key, [B, key_heads, padded S], of which L::kTerms has [stage][kKeys]
 template <typename L, int kKeys, Pairs kPairs, typename Term>
 __device__ __forceinline__ void copy_forward(const AttentionParams& params,

@@ -23,7 +23,7 @@ struct ShortBackwardMaps {
   KeyMaps keys;
 };
 
-// What the third warpgroup of a block does: copies, unit after unit.
+// Copies unit after unit, as the third warpgroup of a block does.
 template <typename L>
 __device__ __forceinline__ void copy_units(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,
@@ -147,7 +147,7 @@ struct ShortBackward {
     }
   }
 
-  // Of one of a tile's keys, by a thread each: the gradient of its logit.
+  // Adds up the gradient of the logit of one of a tile's keys; each thread takes one.
   //   scale: what the sum is multiplied with
   __device__ __forceinline__ void add_logits(const AttentionParams& params, const ShortUnit& unit,
                                              int tile, int bk, float scale, const float* logits,
@@ -204,7 +204,7 @@ struct ShortBackward {
   }
 };
 
-// What the gradients of keys are made and stored with.
+// Operands and results of the gradients of keys.
 struct ShortKeys {
   const FoldedTokens& tokens;
   const FoldedRows& rows;
@@ -212,7 +212,8 @@ struct ShortKeys {
   const FoldedGradients& gradients;
   float* between;
 
-  // Of a tile: grad_phi_k, by one warpgroup, or by the other one grad_value and the logits'.
+  // Adds a tile's grad_phi_k, in one warpgroup, or grad_value and the logits' gradients, in the
+  // other.
   //   read: the barrier at which a warp arrives that reads no factor any more
   template <typename T, int F, int V, bool kCausal>
   __device__ __forceinline__ void add(const AttentionBackwardParams& params,
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   }
   take_registers<kProductRegisters>();
 
-  // The same for all warps of a warpgroup, and the compiler knows it.
+  // A shuffle tells the compiler that all warps of a warpgroup have the same index.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const Block block{shared, base, group};
   const ShortKeys of_keys{tokens, rows, logits, gradients, between};

@@ -15,7 +15,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// What a thread has found of two queries.
+// Sums of a thread for two queries.
 template <int V>
 struct ShortRows {
   float output[V / kBoxColumns][32] = {};  // sum of w V
@@ -123,7 +123,8 @@ struct ShortKeys {
   }
 };
 
-// What stands beside the keys' features: e_j or terms, and ones. By the whole block.
+// Copies the columns beside the keys' features: e_j or terms, and ones. All threads of the block
+// call it.
 template <bool kInt8>
 __device__ __forceinline__ void copy_columns(const AttentionParams& params,
                                              const FoldedTokens& tokens, const ShortPlaces& places,
@@ -142,8 +143,8 @@ __device__ __forceinline__ void copy_columns(const AttentionParams& params,
   }
 }
 
-// Of queries that are not finite features become zero, and poison NaN: such a query spoils its row,
-// if it sees a key.
+// Makes zeros of the features of queries that are not finite, and NaN of their poison: such a query
+// spoils its row, if it sees a key.
 template <int kSteps>
 __device__ __forceinline__ void clear_poisoned(float (&poison)[2], uint32_t (&phi)[kSteps][4]) {
 #pragma unroll
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   const int bk = own_head.bk, b = own_head.b, key_head = own_head.key_head;
   const uint32_t state = tokens.state[bk];
   if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
-  // The same for all warps of a warpgroup, and the compiler knows it.
+  // A shuffle tells the compiler that all warps of a warpgroup have the same index.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int slices = operands.split.slices, M = static_cast<int>(params.M);
   const int tiles = places.tiles;

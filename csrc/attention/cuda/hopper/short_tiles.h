@@ -1,5 +1,5 @@
-// What the kernel of short calls on Hopper passes along: tokens and what becomes of them, values,
-// and which queries a block has.
+// Parts of the kernels of short calls on Hopper: tokens and their features, values, and the queries
+// of a block.
 #pragma once
 
 #include "attention/cuda/features/feature_values.h"
@@ -59,7 +59,7 @@ __device__ __forceinline__ int row_of_group() {
   return static_cast<int>(thread / 32 % 4 * 16 + thread % 32 / 4);
 }
 
-// What the features of a thread's two keys are multiplied with, of a warpgroup's 64 from j0 on.
+// Loads the factors of the features of a thread's two keys, of a warpgroup's 64 from j0 on.
 __device__ __forceinline__ void load_scales(const AttentionParams& params,
                                             const FoldedTokens& tokens, int bk, int j0,
                                             float (&scales)[2]) {
@@ -107,13 +107,13 @@ __device__ __forceinline__ void make_features(const float (&angles)[F / 2], int 
       float cosines[4], sines[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Of each 32 frequencies four tiles of w1 stand before those of w2.
+        // Four tiles of w1 stand before four of w2 for each 32 frequencies.
         const int first = 4 * (m / 2 * 8 + m % 2 * 2 + i / 2) + 2 * half + i % 2;
         half_sums_of_products<kInt8 ? FeatureForm::kInt8 : FeatureForm::kHalf>(
             angles[first], angles[first + 16], unit, sines[i], cosines[i]);
         not_finite[half] = fmaf(cosines[i], 0.0f, not_finite[half]);
       }
-      // By bits: what a hidden key holds may be NaN.
+      // Masks clear hidden keys, for these may hold NaN.
       const uint32_t counts = scales[half] == 0 ? 0u : 0xffffffffu;
       if constexpr (kInt8) {
         const uint32_t mask = counts & int8_present(remaining);
@@ -160,7 +160,7 @@ struct ShortItem {
     head = static_cast<int>(index / blocks);
     i0 = static_cast<int>(blocks - 1 - index % blocks) * kWarpgroupRows;
   }
-  // Of a head.
+  // Returns the number of items of a head.
   __host__ __device__ static int64_t count(const AttentionParams& params) {
     return (params.L + kWarpgroupRows - 1) / kWarpgroupRows;
   }
@@ -174,7 +174,7 @@ class ShortValues {
  public:
   using Tile = Boxes<kKeys, V>;
 
-  // Of the items first, first + shares, .. below end.
+  // Begins with the items first, first + shares, .. below end.
   __device__ __forceinline__ ShortValues(const AttentionParams& params, const ShortPlaces& places,
                                          Shared<unsigned char> shared, const RowMap& map,
                                          bool is_unclean, int first, int shares, int end)
@@ -231,7 +231,8 @@ class ShortValues {
     __syncwarp();
     advance(released_, released_parity_);
   }
-  // By all, where no tile is copied again: what is not finite becomes zero.
+  // Makes zero of all values that are not finite, where no tile is copied again. All multiplying
+  // threads call it.
   __device__ __forceinline__ void clean_all() const {
     for (int stage = 0; stage < places_.stages; ++stage) {
       barrier_wait(base_ + places_.full(stage), 0);
@@ -239,13 +240,13 @@ class ShortValues {
                                                   (places_.values + stage * Tile::kBytes));
     }
   }
-  // What no query has met is waited for, too: a block may not end before its copies.
+  // Waits for tiles that no query needed, too: a block may not end before its copies.
   __device__ __forceinline__ void finish() const {
     for (int stage = 0; !places_.is_ring() && stage < places_.stages; ++stage) {
       barrier_wait(base_ + places_.full(stage), 0);
     }
   }
-  // After an item.
+  // Ends an item: values that stay are taken from the first on again.
   __device__ __forceinline__ void end_item() {
     if (!places_.is_ring()) index_ = 0;
   }

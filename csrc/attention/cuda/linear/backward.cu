@@ -8,8 +8,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of the queries, as sums over them read them: those of all heads that share keys one after the
-// other, N = L H / key_heads of them; in causal calls so in each chunk.
+// Rows of the queries, as sums over them read them: all heads that share keys one after the other,
+// N = L H / key_heads rows; in causal calls so in each chunk.
 struct LinearRows {
   Half* phi;           // [B, key_heads, N, padded F]  nullptr: features lie so
   Half* gradients;     // [B, key_heads, N, 64]  dO / Z, in its own units
@@ -77,7 +77,8 @@ __device__ __forceinline__ bool is_by_pairs(const AttentionParams& params,
   return tokens.quadratic_blocks[bh * blocks + i / kLinearQueries] != 0;
 }
 
-// Of causal calls: LinearRows::weighted_bound. Others may have far smaller sums of weights.
+// Bounds weighted rows of causal calls, LinearRows::weighted_bound. Other calls may have far
+// smaller sums of weights.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
     weighted_bound_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
@@ -109,7 +110,7 @@ __device__ __forceinline__ bool keeps_digits(const AttentionParams& params,
                                              int64_t bh, int64_t i, float normalizer,
                                              float square) {
   if (tokens.quadratic_blocks != nullptr) {
-    // Those of the first chunk are in no sums.
+    // Queries of the first chunk are in no sums.
     return i < keys.prefixes.tokens || !is_by_pairs(params, tokens, bh, i);
   }
   const float mean = share_of_mean * head.squares / static_cast<float>(2 * params.M);
@@ -270,7 +271,8 @@ LinearTokens added_queries(const AttentionParams& params, const FoldedTokens& to
   return added;
 }
 
-// What keys have of the queries whose sums these are; values float32 where pairs go on from them.
+// Computes the gradients of keys from sums over queries; those of values in float32 where pairs add
+// to them.
 const char* key_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                           const FoldedTokens& tokens, const LinearTokens& keys,
                           const LinearRows& own, const LinearSums& of_queries, const float* logits,

@@ -136,7 +136,7 @@ Prefixes prefixes_of(const AttentionParams& params, Pass pass) {
       ceil_div(std::max(least, ceil_div(params.L, count + 1)), kEntryTokens) * kEntryTokens;
   Prefixes prefixes;
   prefixes.count = 0;
-  // Of heads that share keys; an empty call has none.
+  // Heads that share keys make one group; an empty call has none.
   const int64_t group = is_backward ? params.H / std::max<int64_t>(1, params.key_heads) : 1;
   if (tokens * group > int64_t{1} << 16) return prefixes;
   prefixes.tokens = static_cast<int>(tokens);

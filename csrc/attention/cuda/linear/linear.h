@@ -53,8 +53,8 @@ inline int moment_slices(const AttentionParams& params) {
   return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
 }
 
-// What a query's sum of weights has to be, over its mean of random directions. Weights of bfloat16,
-// with 8 bits, err as moments do where a quarter of that is left.
+// Returns the least sum of a query's weights, over its mean of random directions. Weights of
+// bfloat16, with 8 bits, have errors as large as the moments' where a quarter of that is left.
 inline float share_of_mean(const AttentionParams& params) {
   return params.value.type == ElementType::kBFloat16 ? 0.0625f : 0.25f;
 }
@@ -130,7 +130,7 @@ struct TableMemory {
   MemoryInTurn<Half> squares;
 };
 
-// Of a key head, about its sums; see LinearSums.
+// Numbers of a key head beside its sums; see LinearSums.
 struct LinearHead {
   float terms;  // their sum
   float
@@ -154,8 +154,8 @@ struct LinearSums {
 LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens, Pass pass);
 LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& tokens);
 
-// Of keys the center is taken from their moments. key_centers, of queries: m [B, key_heads, 64] of
-// their keys, with which they have in place of gram: gram + sum over columns of m moment.
+// Adds up tokens. Keys take the center from their moments. key_centers, of queries: m [B,
+// key_heads, 64] of their keys, and gram becomes gram + sum over columns of m moment.
 const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                        const LinearTokens& tokens, const float* key_centers, bool wants_moments,
                        bool wants_squares, TableMemory& memory, LinearSums& sums);
@@ -255,7 +255,7 @@ __device__ __forceinline__ bool is_idle(const LinearTokens& tokens, const Prefix
          (are_by_pairs(tokens, quadratic_blocks, at, 0) &&
           are_by_pairs(tokens, quadratic_blocks, at, kLinearQueries));
 }
-// Which of the sums of all heads and prefixes its tokens take.
+// Returns which of the sums of all heads and prefixes the tokens of a block take.
 __device__ __forceinline__ int64_t place_of_sums(const LinearTokens& tokens,
                                                  const Prefixes& prefixes, const EntryBlock& at) {
   return int64_t{at.bh / tokens.group} * prefixes.count + prefixes.of(at.first);

@@ -1,4 +1,5 @@
-// What tokens add up to, for others that do not meet them: moments, and their Gram matrix.
+// Sums over tokens, from which others compute their results in linear time: moments, and their Gram
+// matrix.
 #include <algorithm>
 #include <cmath>
 
@@ -241,9 +242,9 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
                 [&](int r, int n, int i) { return sums[r][n][i]; });
 }
 
-// As many as give every multiprocessor eight blocks, where a share of all heads has so many; of
-// 1024 tokens or more, and of 2^16 at most: tensor cores add up towards zero, so that a sum errs by
-// as many of its last bits as it has products.
+// Returns as many shares as give every multiprocessor eight blocks, where a share of all heads has
+// so many; of 1024 tokens or more, and of 2^16 at most: tensor cores add up towards zero, and a
+// sum's error is as many of its last bits as it has products.
 Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   const int64_t for_all = ceil_div(int64_t{8} * multiprocessors(), blocks > 0 ? blocks : 1);
   const int64_t for_digits = ceil_div(tokens.N, int64_t{1} << 16);
@@ -257,7 +258,7 @@ Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   return shares;
 }
 
-// Of tokens that prefixes add up: shares of `each`, of which chunks have whole ones.
+// Divides tokens that prefixes add up into shares of `each`, of which chunks have whole ones.
 Shares shares_of_prefixes(const LinearTokens& tokens, int64_t each) {
   const Prefixes& prefixes = tokens.prefixes;
   const int64_t chunk = int64_t{prefixes.group} * prefixes.tokens;
@@ -268,7 +269,8 @@ Shares shares_of_prefixes(const LinearTokens& tokens, int64_t each) {
   shares.begin = prefixes.from_end ? chunk : 0;
   shares.count = static_cast<int>(ceil_div(end - shares.begin, each));
   shares.of_prefix = static_cast<int>(chunk / each);
-  // From the end the first has what comes after the last keys, which may be more than a chunk.
+  // The first prefix from the end has all tokens after the last keys, which may be more than a
+  // chunk.
   shares.of_first =
       prefixes.from_end ? shares.count - (prefixes.count - 1) * shares.of_prefix : shares.of_prefix;
   return shares;

@@ -199,7 +199,7 @@ const char* launch_rows(bool lie_in_eights, ElementType type, const Launch& laun
                                         : launch.template operator()<Half>();
 }
 
-// Of a token's eight lanes.
+// Returns whether x holds for all of a token's eight lanes.
 __device__ __forceinline__ bool all_of_row(bool x) {
   const unsigned votes = __ballot_sync(0xffffffffu, x);
   return (votes >> (threadIdx.x % 32 / kTokenLanes * kTokenLanes) & 0xffu) == 0xffu;
@@ -224,7 +224,7 @@ __device__ __forceinline__ double squares_of(const T (&x)[8], bool is_half) {
   for (int i = 0; i < 8; ++i) squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
   return squares;
 }
-// Of eight columns: adds up squares, and not_finite becomes NaN where one is not finite.
+// Adds up the squares of eight columns; not_finite becomes NaN where one is not finite.
 template <typename T>
 __device__ __forceinline__ void add_row(const T (&x)[8], bool is_half, double& squares,
                                         T& not_finite) {

@@ -20,7 +20,7 @@ constexpr int kSliceColumns = 64;
 struct Block {
   float element[4][2];
 };
-// Of a tile's sums, two of 8 columns side by side.
+// Makes a block of a tile's sums, two of 8 columns side by side.
 __device__ __forceinline__ Block block_of(const float (&sums)[2][4]) {
   Block block;
 #pragma unroll
@@ -84,8 +84,8 @@ template <typename T>
 struct Slice {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
   static constexpr bool kIsFloat = sizeof(T) == 4;
-  // Of float32: lanes g, t read row g, columns 2t and 2t + 1, half a warp at a time, from different
-  // banks. 16 bits are swizzled.
+  // Pitch of rows. In float32 lanes g, t read row g, columns 2t and 2t + 1, half a warp at a time,
+  // from different banks. 16 bits are swizzled.
   static constexpr uint32_t kRowBytes = kIsFloat ? (kSliceColumns + 8) * 4 : kSliceColumns * 2;
 
   Shared<unsigned char> memory;
@@ -101,7 +101,8 @@ struct Slice {
     constexpr int kWidth = 16 / sizeof(T), kChunks = kSliceColumns / kWidth;
     constexpr int kRowStep = kProductThreads / kChunks;
     static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0);
-    // Or what follows from it would stay in registers from one tile to the next.
+    // Unknown to the compiler, addresses are computed anew for each tile, and take no registers
+    // between.
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int row = thread / kChunks, chunk = thread % kChunks;
     const int64_t remaining = columns - chunk * kWidth;
@@ -119,7 +120,7 @@ struct Slice {
     }
   }
 
-  // The same of two sources side by side, all rows of 32 columns.
+  // Begins to copy rows of two sources side by side, 32 columns of each.
   template <int kRows>
   __device__ __forceinline__ void begin_halves(const T* left, const T* right, int64_t stride,
                                                int64_t count) const {
@@ -151,7 +152,7 @@ struct Slice {
     }
     return result;
   }
-  // Those of the transposed slice: columns of this one are its rows.
+  // Loads a block of the transposed slice: columns of this one are its rows.
   __device__ __forceinline__ Block transposed_block(int row0, int column0) const {
     const int lane = threadIdx.x % 32;
     Block result;

@@ -61,12 +61,12 @@ struct FragmentPlaces {
 #pragma unroll
     for (int k = 0; k < 4; ++k) place[k] = start + swizzled(row, 2 * k + half, row_bytes);
   }
-  // Of A, and of B that lies [k][n] and is read with trans.
+  // Returns the places of A, and of B that lies [k][n] and is read with trans.
   __device__ static __forceinline__ FragmentPlaces of_rows(uint32_t start, uint32_t row_bytes) {
     const int lane = threadIdx.x % 32;
     return FragmentPlaces(start, lane % 16, lane / 16, row_bytes);
   }
-  // Of B that lies [n][k].
+  // Returns the places of B that lies [n][k].
   __device__ static __forceinline__ FragmentPlaces of_columns(uint32_t start, uint32_t row_bytes) {
     const int lane = threadIdx.x % 32;
     return FragmentPlaces(start, lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes);

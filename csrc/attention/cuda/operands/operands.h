@@ -34,13 +34,13 @@ inline bool is_wide(const AttentionParams& params) {
 // Per-token numbers that are copied 64 or 128 at a time lie in rows of this many.
 __host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 127) / 128 * 128; }
 
-// What weights are multiplied with in the general form, and where 1 / Z' is: 2^15 moves them to
-// where Half is dense; bfloat16 is dense everywhere.
+// Factor of weights in the general form, which 1 / Z' has in return: 2^15 moves them to where Half
+// is dense; bfloat16 is dense everywhere.
 template <typename T>
 constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
 
-// Of the general form: weights are squares of scores times `square`, plus `eps`. Made before a
-// kernel, whose instructions read parameters where registers are few.
+// Scales of the general form: weights are squares of scores times `square`, plus `eps`. Made before
+// a kernel, whose instructions read parameters where registers are few.
 struct GeneralScales {
   float square, eps;
 };
@@ -118,12 +118,12 @@ __device__ __forceinline__ float fitting_power(float bound) {
   return __uint_as_float(static_cast<uint32_t>(min(127 + 14 + 127 - exponent, 254)) << 23);
 }
 
-// Not negative: floats of which the order is that of their bits.
+// Raises a bound to x, which is not negative: such floats have the order of their bits.
 __device__ __forceinline__ void raise(uint32_t* bound, double x) {
   constexpr double kLargest = 3e38;
   if (x - x == 0) atomicMax(bound, __float_as_uint(static_cast<float>(min(x, kLargest))));
 }
-// By a whole warp, whose numbers are of one bound.
+// Raises one bound by the numbers of a whole warp.
 __device__ __forceinline__ void raise_by_warp(uint32_t* bound, double x) {
   const double most = max_of_lanes(x - x == 0 ? x : 0.0);
   if (threadIdx.x % 32 == 0 && most > 0) raise(bound, most);
@@ -155,12 +155,13 @@ struct FeatureGradients {
       : rows(executor.take<Half>(heads * N * width)),
         scales(executor.take<float>((width + 127) / 128 * heads * padded_tokens(N))) {}
 };
-// Of a slice and a head among `heads`, all batches', that of the first token.
+// Returns where the scale of a head's first token stands, for one slice; `heads` counts all
+// batches'.
 __device__ __forceinline__ int64_t scale_place(int64_t slice, int64_t heads, int64_t bh,
                                                int64_t N) {
   return (slice * heads + bh) * padded_tokens(N);
 }
-// What the pairs leave to the tokens.
+// Gradients that the pairs leave to the tokens.
 struct FoldedGradients {
   FeatureGradients phi_q, phi_k;
   float* logits;  // [B, key_heads, S]

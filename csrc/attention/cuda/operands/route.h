@@ -1,5 +1,5 @@
-// Which kernels a pass of a call takes. Decided once, from types, sizes, options and the GPU; the
-// drivers (forward.cu, backward.cu) act by it, and which_kernels tells it.
+// Kernels that a pass of a call takes, decided once, from types, sizes, options and the GPU. The
+// drivers (forward.cu, backward.cu) act by this decision, and which_kernels tells it.
 #pragma once
 
 #include <vector>

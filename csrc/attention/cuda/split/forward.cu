@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          // What is hidden may have a value that is not finite.
+          // Hidden pairs may have a value that is not finite.
           const bool meets = s[n][c] != 0 && !pairs.drops(n, c);
           s[n][c] = meets ? s[n][c] * keys.value_units[n][c % 2] : 0.0f;
         }

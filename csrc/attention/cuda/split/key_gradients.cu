@@ -17,8 +17,8 @@ struct KeyLayout {
   static constexpr int64_t kBytes = kValue + kSplitRows * int64_t{4} * V;
 };
 
-// What a block adds up: registers hold the sums of both sides where there is neither mask nor
-// dropout, and 64 columns of the value at most; else each side has blocks of its own.
+// Sums of a block: registers hold both sides' where there is neither mask nor dropout, and 64
+// columns of the value at most; else each side has blocks of its own.
 enum class KeySums { kAll, kFeatures, kValue };
 template <int V, Pairs kPairs>
 constexpr bool kHoldsAll = V == 64 && kPairs == Pairs::kCausal;
@@ -76,7 +76,7 @@ struct SplitQueryColumns {
   }
 };
 
-// What a thread's two keys bring to their pairs, and the gradients of their logits so far.
+// Numbers of a thread's two keys that their pairs need, and the gradients of their logits so far.
 struct SplitKeyRows {
   TwoParts<float> logits[2];
   float feature_units[2], value_units[2];
@@ -108,7 +108,7 @@ struct SplitKeyRows {
         const PairGradient gradient = pair_gradient(at, n, c, logits[c / 2], queries.query(n, c),
                                                     similarity, incoming, constants);
         logit_sums[c / 2] += gradient.logit;
-        // What is hidden may have units of anything.
+        // Hidden pairs may have units of anything.
         x[n][c] = gradient.weight == 0 ? 0.0f : gradient.weight * gradient_unit;
         s[n][c] = gradient.similarity == 0 ? 0.0f : gradient.similarity * unit;
       }

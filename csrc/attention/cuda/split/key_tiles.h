@@ -1,5 +1,5 @@
-// What blocks that own queries have in common, in both passes: the queries of a warp, and the tiles
-// of keys and values that the block passes along, two in flight.
+// Parts of blocks that own queries, in both passes: the queries of a warp, and the tiles of keys
+// and values that the block passes along, two in flight.
 #pragma once
 
 #include "attention/cuda/split/pairs.h"
@@ -70,7 +70,7 @@ template <int F>
 struct HeldQueries {
   SplitFragment features[F / 16 + 1];
 
-  // Of queries from i on.
+  // Loads queries from i on.
   __device__ __forceinline__ HeldQueries(const AttentionParams& params, const SplitRows& queries,
                                          int64_t bh, int64_t i) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -1,6 +1,6 @@
-// What the kernels of split products make of pairs: weights, and what they bring to gradients. The
-// general form of operands/operands.h, in float32. A thread has those of fragments: rows g and
-// g + 8 of 16, columns 2t and 2t + 1 of two tiles of 8.
+// Weights of pairs, and their gradients, in the kernels of split products. The general form of
+// operands/operands.h, in float32. A thread has those of fragments: rows g and g + 8 of 16, columns
+// 2t and 2t + 1 of two tiles of 8.
 #pragma once
 
 #include "attention/cuda/split/products.h"
@@ -30,8 +30,8 @@ __device__ __forceinline__ float difference(TwoParts<float> a, TwoParts<float> b
   return (a.high - b.high) + (a.low - b.low);
 }
 
-// What the weights of a thread's two rows are relative to, the largest logit so far, and what they
-// have added up to.
+// Running softmax of a thread's two rows: the largest logit so far, and the sum of the weights
+// relative to it.
 struct WeightRows {
   float sums[2] = {};
   TwoParts<float> largest[2] = {{minus_infinity<float>(), 0}, {minus_infinity<float>(), 0}};
@@ -63,7 +63,8 @@ struct WeightRows {
         if (seen[pair]) {
           weight = (similarity * similarity + eps) *
                    exponential(difference(logits[pair], largest[half]));
-          // Of 23 bits, which two numbers of Half hold: what meets the values is what is added up.
+          // Weights have 23 bits, which two numbers of Half hold: the products with values and the
+          // sums take the same numbers.
           weight = __uint_as_float(__float_as_uint(weight) & ~1u);
         }
         sums[half] += weight;
@@ -101,7 +102,7 @@ struct WeightRows {
   }
 };
 
-// What every pair of a backward kernel has in common.
+// Numbers that all pairs of a backward kernel share.
 struct PairConstants {
   float norm, eps, kept;  // 1 / 4M; kept: the rescale of dropout
 
@@ -117,7 +118,8 @@ struct PairQuery {
   float delta;
 };
 
-// Of a pair: the weight under dropout, and the gradients of its logit and of its similarity.
+// Gradients of a pair: the weight under dropout, and the gradients of its logit and of its
+// similarity.
 struct PairGradient {
   float weight, logit, similarity;
 };

@@ -20,22 +20,22 @@ __device__ __forceinline__ void split_two(float first, float second, uint32_t& h
 // at multiples of 128 bytes.
 class SplitPlaces {
  public:
-  // Of left operands, and of right ones that lie [inner][column].
+  // Returns the places of left operands, and of right ones that lie [inner][column].
   __device__ static __forceinline__ SplitPlaces of_rows(uint32_t start, uint32_t row_bytes) {
     const uint32_t lane = threadIdx.x % 32;
     return SplitPlaces(start + swizzled(lane % 16, lane / 16, row_bytes));
   }
-  // Of right operands that lie [column][inner].
+  // Returns the places of right operands that lie [column][inner].
   __device__ static __forceinline__ SplitPlaces of_columns(uint32_t start, uint32_t row_bytes) {
     const uint32_t lane = threadIdx.x % 32;
     return SplitPlaces(start + swizzled(lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes));
   }
-  // Those so many bytes further on, a multiple of 128. They are computed anew where they are asked
-  // for: no register holds what differs from them.
+  // Returns the places so many bytes further on, a multiple of 128. They are computed anew where
+  // they are asked for: no register holds the difference.
   __device__ __forceinline__ SplitPlaces behind(uint32_t bytes) const {
     return SplitPlaces(unknown_to_compiler(place_ + bytes));
   }
-  // Of the k-th sixteen columns.
+  // Returns the place of the k-th sixteen columns.
   __device__ __forceinline__ uint32_t at(int k) const {
     return (place_ ^ static_cast<uint32_t>(k % 4 * 32)) + k / 4 * 128;
   }
@@ -123,10 +123,10 @@ __device__ __forceinline__ float quotient_of_powers(float over, float under) {
   return exponent < -126 ? 0.0f : __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// What a thread's two rows of left operands are multiplied with to fit in Half: powers of two, that
-// follow the largest of a row so far, and what its sums are multiplied with since. So they depend
-// on nothing but the row, and what is added up errs by 2^-40 of its largest term, as that counts in
-// the end, at most where it leaves Half.
+// Powers of two that make a thread's two rows of left operands fit in Half, by the largest number
+// of a row so far, and the factors that its sums have been multiplied with since. They depend on
+// nothing but the row, and a sum has an error of 2^-40 of its largest term, as that counts in the
+// end, at most where it leaves Half.
 class RowFits {
  public:
   // Pairs become an operand; ratios: what the sums of what came before are to be multiplied with,
@@ -160,13 +160,13 @@ class RowFits {
     }
     return operand;
   }
-  // Of which the sums are to be multiplied.
+  // Returns the unit of a row's sums.
   __device__ __forceinline__ float unit(int half) const {
     return quotient_of_powers(1.0f, fits_[half]);
   }
 
  private:
-  // What came before counts as little as ratio says, and so leaves room for what comes.
+  // Earlier sums count as little as ratio says, which leaves room for later ones.
   __device__ __forceinline__ void raise(int half, float& ratio) {
     const int faded = 126 - static_cast<int>(__float_as_uint(ratio) >> 23);
     const int room = 253 - static_cast<int>(__float_as_uint(fits_[half]) >> 23);

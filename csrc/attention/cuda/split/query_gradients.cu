@@ -5,7 +5,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Behind the tiles lie the block's own features and rows of grad_output.
+// Bytes behind the tiles: the block's own features and rows of grad_output.
 template <int F, int V>
 struct QueryLayout {
   static constexpr uint32_t kQuery = kStages * KeyTileLayout<F, V>::kStage;
@@ -13,7 +13,7 @@ struct QueryLayout {
   static constexpr int64_t kBytes = kGradient + kSplitRows * int64_t{4} * V;
 };
 
-// What a thread's two queries bring to their pairs.
+// Numbers of a thread's two queries that their pairs need.
 struct QueryPair {
   PairQuery queries[2];
   float feature_units[2], gradient_units[2];

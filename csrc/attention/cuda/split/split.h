@@ -18,7 +18,7 @@ struct SplitRows {
   float* units;  // [heads, padded N]  powers of two; 0: a row of zeros, or none; NaN: not finite
 };
 
-// What both passes read.
+// Operands of both passes.
 struct SplitTokens {
   SplitRows query, key;  // features; a row that is not finite is zeros
   SplitRows value;       // of B G heads
@@ -27,7 +27,7 @@ struct SplitTokens {
   const float* low;
 };
 
-// What the backward's queries bring.
+// Operands of the backward's queries.
 struct SplitQueries {
   SplitRows gradient;  // grad_output
   // [B, H, padded L]  RowState's; high of log Z is infinity where there is no query
@@ -46,7 +46,7 @@ const char* split_queries(const AttentionBackwardParams& params, const DeviceExe
 const char* split_forward(const AttentionParams& params, const DeviceExecutor& executor,
                           const PreparedTokens<float>& prepared);
 
-// As far as `gradients` and grad_value.
+// Computes grad_value, and all that `gradients` asks for.
 const char* split_pair_gradients(const AttentionBackwardParams& params,
                                  const DeviceExecutor& executor,
                                  const PreparedTokens<float>& prepared, const RowState<float>& rows,

@@ -8,13 +8,13 @@
 namespace ikattn::cuda {
 namespace {
 
-// What a thread's two queries bring to their pairs.
+// Numbers of a thread's two queries that their pairs need.
 template <Pairs kPairs>
 struct QueryRows {
   float delta[2], fit[2];
   float normalizer[2], low[2];  // general
 
-  // Of queries i and i + 8.
+  // Loads the numbers of queries i and i + 8.
   __device__ __forceinline__ void load(const AttentionParams& params, const FoldedRows& rows,
                                        int64_t bh, int64_t i) {
     const int64_t base = bh * padded_tokens(params.L);
@@ -76,12 +76,13 @@ struct QueryRows {
   }
 };
 
-// Of 16 queries that a thread's two keys meet: columns of the turned pairs.
+// Numbers of the 16 queries that a thread's two keys are paired with: columns of the transposed
+// pairs.
 struct QueryColumns {
   float normalizer[2][2], delta[2][2];
   float low[2][2];  // general
 };
-// Those of the chunk-th 16 of kQueries queries, whose numbers lie one array after the other.
+// Loads the numbers of the chunk-th 16 of kQueries queries, which lie one array after the other.
 template <Pairs kPairs, int kQueries>
 __device__ __forceinline__ QueryColumns load_queries(Shared<const float> numbers, int chunk) {
   QueryColumns queries;
@@ -91,13 +92,13 @@ __device__ __forceinline__ QueryColumns load_queries(Shared<const float> numbers
   return queries;
 }
 
-// What a thread's two keys bring to their pairs, and the gradients of their logits so far.
+// Numbers of a thread's two keys that their pairs need, and the gradients of their logits so far.
 template <typename T, Pairs kPairs>
 struct KeyRows {
   float fit[2], terms[2], lows[2];
   float logit_sums[2] = {};
 
-  // Of keys j and j + 8.
+  // Loads the numbers of keys j and j + 8.
   //   fit_of_head: KeyScales::fit
   __device__ __forceinline__ void load(const AttentionParams& params, const FoldedTokens& tokens,
                                        int64_t bk, int64_t j, float fit_of_head) {

@@ -6,9 +6,10 @@
 
 namespace ikattn::cuda {
 
-// Of the backward. Queries that are not in tokens.quadratic_blocks have the gradients of their
-// features so far where the results will be, and so have keys, with those of their logits. The
-// first chunks of a head's keys go by pairs, as many as tokens.quadratic_heads says.
+// Gradients with which the backward begins. Queries that are not in tokens.quadratic_blocks have
+// the gradients of their features so far where the results will be, and so have keys, with those of
+// their logits. The first chunks of a head's keys go by pairs, as many as tokens.quadratic_heads
+// says.
 struct GradientBegins {
   int chunk = 0, most = 0;       // tokens of a chunk, 0: there are none; chunks that go on, at most
   const float* value = nullptr;  // [B, key_heads, S, 64]  gradients; nullptr: not wanted
@@ -32,7 +33,7 @@ struct GradientBegins {
 
 namespace {
 
-// Which kernels go on: linear time has no wider values.
+// Whether kernels go on from such gradients: linear time has no wider values.
 template <int V, Pairs kPairs>
 constexpr bool kGoesOn = kPairs == Pairs::kCausal && V == 64;
 

@@ -23,8 +23,8 @@ struct KeyLogit {
   }
 };
 
-// By the max and the spread of the logits, what is hidden and poisoned left out. By the whole
-// block.
+// Returns the form of a head by the max and the spread of its logits, leaving out hidden and
+// poisoned keys. All threads of the block call it. By the whole block.
 //   maxima, minima [warps]
 template <int kThreads>
 __device__ __forceinline__ HeadForm form_of_head(const float* high, const float* low, int64_t S,
@@ -55,8 +55,8 @@ __device__ __forceinline__ HeadForm form_of_head(const float* high, const float*
   return form_of_spread(most, least, any_unclean, most_spread);
 }
 
-// Of the keys that a thread, or a warp, has seen: how many count, and the largest norms of their
-// values, of those, too, whose features have weight.
+// Bounds of the keys that a thread, or a warp, has seen: how many count, and the largest norms of
+// their values, once of all, once where features have weight.
 struct KeyBounds {
   int count = 0;
   float norm = 0, weighted_norm = 0;

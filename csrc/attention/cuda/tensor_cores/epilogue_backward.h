@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a key head.
+// Scales of a key head.
 struct KeyScales {
   float fit;                     // makes sqrt(K e_j) |s_ij| (dP - delta) fit; see rows.h
   float features, logit, value;  // multiply what pairs add up to
@@ -72,7 +72,7 @@ __device__ __forceinline__ float normalizer_of(const AttentionParams& params,
   if (i < params.L) return rows.normalizer[at.bh * padded_tokens(params.L) + i];
   return kGeneral ? INFINITY : 0.0f;
 }
-// What the sums of a query's features are multiplied with, in `units`.
+// Returns the factor of the sums of a query's features, in `units`.
 template <bool kGeneral>
 __device__ __forceinline__ float query_scale(const AttentionParams& params, float normalizer,
                                              float fit, float units) {

@@ -1,4 +1,4 @@
-// What the forward kernels on tensor cores make of the sums of a row.
+// Results of the forward kernels on tensor cores, made from the sums of a row.
 #pragma once
 
 #include "attention/cuda/tensor_cores/pairs.h"
@@ -18,8 +18,8 @@ Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, 
 const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                           const Parts& parts);
 
-// What causal calls in linear time have found of the keys before a query's chunk, of blocks that
-// are not in tokens.quadratic_blocks: pairs go on from there.
+// Sums over the keys before a query's chunk, which causal calls in linear time compute for blocks
+// that are not in tokens.quadratic_blocks: pairs go on from there.
 struct Begins {
   const float* output = nullptr;  // [B, H, L, padded d_v]  sum of w V; nullptr: there are none
   const float* sums = nullptr;    // [B, H, L]              sum of w
@@ -34,7 +34,7 @@ struct Begins {
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                            const Parts& parts, const Begins& begins, bool general_alone);
 
-// The same of wide rows, all of them.
+// Computes the forward of wide rows, all of them.
 const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                          const Parts& parts);
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ double logarithm(float x) {
   const bool is_small = x < 0x1p-126f;
   const uint32_t bits = __float_as_uint(is_small ? x * 0x1p64f : x);
   if (bits >= 0x7f800000u) return static_cast<double>(x);  // infinity, or NaN
-  // Between the roots of a half and of two.
+  // The mantissa lies between the roots of a half and of two.
   const uint32_t above_root = bits - 0x3f3504f3u;
   const int exponent = static_cast<int>(above_root) >> 23;
   const float mantissa = __uint_as_float((above_root & 0x007fffffu) + 0x3f3504f3u);
@@ -55,7 +55,7 @@ __device__ __forceinline__ double logarithm(float x) {
              static_cast<double>(logf(mantissa)));
 }
 
-// Of a row; `reference` is log Z where the sum is 1.
+// Returns the logarithm of a row's normalizer; `reference` is log Z where the sum is 1.
 __device__ __forceinline__ double log_normalizer_of(float sum, double reference) {
   return sum == 0 ? minus_infinity<double>() : logarithm(sum) + reference;
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_result(const AttentionParams& params, cons
                     : make_float2(weighted(n, 0) * scale, weighted(n, 1) * scale);
   });
 }
-// What a block has found of it: its part, or the results. reference: ForwardRows'.
+// Stores what a block has of a row: its part, or the results. reference: ForwardRows'.
 template <typename T, int V, bool kGeneral, typename Weighted>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
                                           const Parts& parts, int64_t part, const QueryBlock& at,

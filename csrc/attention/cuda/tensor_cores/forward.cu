@@ -18,7 +18,7 @@ struct Layout {
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
 };
 
-// What the rows of a warp begin with.
+// Loads the sums with which the rows of a warp begin.
 template <int V, typename Rows, int kRowTiles>
 __device__ __forceinline__ void load_begins(const AttentionParams& params, const Begins& begins,
                                             const QueryBlock& at, Rows (&rows)[kRowTiles],

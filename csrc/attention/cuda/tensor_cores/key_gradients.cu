@@ -19,7 +19,7 @@ struct KeyLayout {
   static constexpr int64_t kBytes = kKeys + (kHoldsKeys ? 0 : kStep * 2 * F);
 };
 
-// What the sums of a thread's two keys, j0 and 8 further on, begin with.
+// Loads the sums with which a thread's two keys, j0 and 8 further on, begin.
 template <typename T, int F, int V, Pairs kPairs>
 __device__ __forceinline__ void load_begins(const AttentionBackwardParams& params,
                                             const FoldedGradients& gradients,

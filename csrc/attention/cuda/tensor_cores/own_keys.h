@@ -1,5 +1,4 @@
-// What the kernels whose blocks own keys do alike: how they pass along queries, and what a warp
-// adds up for its keys.
+// Steps of the kernels whose blocks own keys: copies of queries, and a warp's sums for its keys.
 #pragma once
 
 #include "attention/cuda/tensor_cores/backward_pairs.h"
@@ -35,8 +34,9 @@ struct QueryTiles {
   }
 };
 
-// What a thread copies of these tiles into stages, where L says what lies: features from kFeatures
-// on, rows of grad_output from kGradients, and from kNumbers what queries bring to their pairs.
+// Copies of these tiles into stages, a thread's share; L says where they lie: features from
+// kFeatures on, rows of grad_output from kGradients, and from kNumbers the queries' numbers for
+// their pairs.
 template <typename L, typename T, int F, int V, Pairs kPairs, int kQueries>
 struct QueryCopy {
   const AttentionBackwardParams& params;
@@ -89,14 +89,14 @@ struct QueryCopy {
   }
 };
 
-// What a warp adds up for its 16 keys, of 16 queries at a time. T: of the values and grad_output.
+// Sums of a warp for its 16 keys, over 16 queries at a time. T: type of the values and grad_output.
 template <typename T, int F, int V, Pairs kPairs>
 struct KeySums {
   FragmentPlaces gradient_columns, query_rows, gradient_rows;  // in a stage
   KeyRows<T, kPairs> keys;                                     // and the gradients of their logits
   float features[1][F / 8][4] = {}, values[1][V / 8][4] = {};
 
-  // From a stage's begin on, queries' features and rows of grad_output.
+  // Finds the fragments of queries' features and of rows of grad_output, from a stage's begin on.
   __device__ __forceinline__ KeySums(uint32_t queries, uint32_t gradients)
       : gradient_columns(FragmentPlaces::of_columns(gradients, 2 * V)),
         query_rows(FragmentPlaces::of_rows(queries, 2 * F)),

@@ -13,7 +13,7 @@ namespace {
 // exp(x)
 __device__ __forceinline__ float fast_exponential(float x) { return fast_exp2(x * 1.44269504f); }
 
-// Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
+// Keys that the queries of a tile see; rows and columns count from the tile's first. Beyond the
 // last token there are zeros, which change nothing.
 template <Pairs kPairs>
 struct TileVisibility {
@@ -42,13 +42,13 @@ struct TileVisibility {
     return mask.type != ElementType::kBool ||
            static_cast<const uint8_t*>(mask.data)[place(row, column)] != 0;
   }
-  // Of a visible pair.
+  // Returns the float mask of a visible pair, which is added to its logit.
   __device__ __forceinline__ float logit(int row, int column) const {
     if (mask.type == ElementType::kNone || mask.type == ElementType::kBool) return 0;
     return bounded_offset(load_element<float>(mask, place(row, column)));
   }
-  // Of the general form: exp(logit - log Z) for the logit and its normalizer in two parts each; 0
-  // for what is hidden.
+  // Returns exp(logit - log Z) in the general form, for the logit and its normalizer in two parts
+  // each; 0 for a hidden pair.
   __device__ __forceinline__ float exponential(int row, int column, float high, float low,
                                                float normalizer, float normalizer_low) const {
     if (!(*this)(row, column) || high == minus_infinity<float>()) return 0;
@@ -64,8 +64,8 @@ struct TileVisibility {
   }
 };
 
-// What dropout drops of a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of two
-// tiles of 8.
+// Pairs that dropout drops in a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of
+// two tiles of 8.
 struct FragmentDropout {
   uint32_t dropped = 0;  // bit 4n + c: register c of column tile n
 
@@ -115,7 +115,7 @@ struct PairPlaces {
   int row, column;  // of the first pair's query and key, from the tile's first on
   FragmentDropout dropout;
 
-  // Of the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and
+  // Takes the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and
   // keys from j0 on.
   __device__ __forceinline__ PairPlaces(const AttentionParams& params,
                                         const TileVisibility<kPairs>& which, int64_t bh, int64_t i0,
@@ -149,7 +149,7 @@ __device__ __forceinline__ void rejoin_after() {
   if constexpr (kDrops<kPairs>) __syncwarp();
 }
 
-// Of 16 keys that a thread's two queries meet.
+// Numbers of the 16 keys that a thread's two queries are paired with.
 struct KeyColumns {
   float terms[2][2];
   float lows[2][2];  // general
@@ -159,8 +159,8 @@ struct KeyColumns {
     return {terms[n][c % 2], lows[n][c % 2]};
   }
 };
-// Those of the chunk-th 16 of kStep keys, whose terms, and in the general form lows, lie one array
-// after the other.
+// Loads the numbers of the chunk-th 16 of kStep keys, whose terms, and in the general form lows,
+// lie one array after the other.
 template <Pairs kPairs>
 __device__ __forceinline__ KeyColumns load_keys(Shared<const float> numbers, int chunk) {
   KeyColumns keys;

@@ -42,7 +42,7 @@ __device__ __forceinline__ float units_of(const AttentionParams& params, const F
   return gradient_scale_of(rows, at.bk) * value_scale_of(tokens, value_head_of(params, at.b, at.h));
 }
 
-// What the sums of a warp's queries begin with.
+// Loads the sums with which a warp's queries begin.
 template <int F, Pairs kPairs, int kRowTiles>
 __device__ __forceinline__ void load_begins(const AttentionParams& params,
                                             const FoldedTokens& tokens, const FoldedRows& rows,

@@ -15,14 +15,14 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   raise_by_warp(rows.gradient_bound + key_head_of(params, at.bh), norm);
 }
 
-// What a row's columns add up to: |dO|^2, delta, and whether dO is finite.
+// Sums over a row's columns: |dO|^2, delta, and whether dO is finite.
 struct RowSums {
   double square, delta;
   bool finite;
 };
 
-// What the pairs need of query i, and its share of the bounds, by whole warps; a lane without a row
-// comes with padded L or more.
+// Stores the numbers of query i that the pairs need, and its share of the bounds, by whole warps; a
+// lane without a row comes with padded L or more.
 __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams& params,
                                                   const FoldedTokens& tokens,
                                                   const FoldedRows& rows, const RowPlace& at,

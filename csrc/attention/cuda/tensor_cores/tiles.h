@@ -1,4 +1,4 @@
-// What blocks that pass along tiles of the other side do alike: a warp's own rows as fragments, the
+// Steps of blocks that pass along tiles of the other side: a warp's own rows as fragments, the
 // tiles of keys as they come, and which rows a thread has.
 #pragma once
 
@@ -76,9 +76,9 @@ class OwnRows {
   Fragment held_[kHolds ? kColumns / 16 : 1];
 };
 
-// What a thread copies of every tile of kStep keys, and from where the next one comes. In a stage
-// their features lie first, then from L::kValues on values, and from L::kTerms as many arrays of
-// numbers as kArrays says: terms, and lows.
+// Copies of every tile of kStep keys, a thread's share, and where the next one comes from. In a
+// stage their features lie first, then from L::kValues on values, and from L::kTerms as many arrays
+// of numbers as kArrays says: terms, and lows.
 template <typename L, typename T, int F, int V, int kArrays>
 struct KeyCopy {
   RowCopy<F> key_rows;

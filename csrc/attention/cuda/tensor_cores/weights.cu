@@ -50,7 +50,7 @@ __device__ __forceinline__ void make_scores(const Half* queries, int64_t i, int6
   }
 }
 
-// What a thread's two rows are divided by: their log Z in two parts.
+// Normalizers of a thread's two rows: their log Z in two parts.
 struct RowNormalizers {
   float high[2], low[2];
 

@@ -7,8 +7,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// What a block copies, slice by slice: slices of values and gradients, then those of features, the
-// block's own last; for grad_value, slices of features and then the block's own of the gradients.
+// Copies of a block, slice by slice: slices of values and gradients, then of features, the block's
+// own last; for grad_value, slices of features and then the block's own of the gradients.
 template <typename T, bool kOfValues>
 struct WideKeyCopy {
   const AttentionBackwardParams& params;

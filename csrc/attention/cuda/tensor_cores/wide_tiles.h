@@ -1,4 +1,4 @@
-// What the kernels of wide rows share: heads of more than 128 features, or columns of the value.
+// Slices of wide rows: heads of more than 128 features, or columns of the value.
 //
 // Rows are cut into slices of 128 columns. A block owns 64 rows and one slice of what is added up
 // for them, and passes along the tiles of 64 rows of the other side. Of a tile it takes one slice

@@ -14,7 +14,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a mask that the keys' logits do not hold: whether it is one of bits, and its heads, H or 1.
+// Returns whether a mask, which the keys' logits do not hold, is one of bits.
 inline bool is_bool(const at::Tensor& mask) { return mask.scalar_type() == at::kBool; }
 inline bool differs_by_query(const at::Tensor& mask) {
   return mask.dim() >= 2 && mask.size(-2) != 1;
@@ -125,7 +125,7 @@ inline at::Tensor key_logits(const WeightsSource& source, const ContributionSize
     logits = logits + repeated_heads(norms * scale, H, -2);
   }
   for (const at::Tensor& term : logit_terms(source, mask, at::kDouble)) {
-    // Of the implicit kernel finite offsets end, as its attention has it.
+    // Finite offsets of the implicit kernel are bounded, as in its attention.
     const at::Tensor own = source.w1.defined() ? bounded_offsets(term) : term;
     const at::Tensor by_key = own.expand({B, H, 1, S}).squeeze(2);
     const at::Tensor hides = by_key == -INFINITY;
@@ -190,7 +190,7 @@ class StreamedPairs {
       call_.check(streamed_kernels.pair_norms(params_, call_.stream()));
     }
     if (block.maps[kMixingRatios]) result.others = sum_others(keys.summands);
-    // Of dot attention own pairs that are hidden have no weight, but NaN in rows that are.
+    // In dot attention hidden own pairs have no weight, but NaN in rows that are NaN.
     if (result.own.defined() && !params_.is_implicit) result.own.add_(rows_.select(-1, 2) * 0);
     return result;
   }
@@ -201,7 +201,7 @@ class StreamedPairs {
     tensors_.push_back(tensor);
     return tensor;
   }
-  // Of factors as in FactorParams; fills the units [B, S], too.
+  // Makes fragments of factors as FactorParams has them; fills the units [B, S], too.
   const uint32_t* fragments_of(const at::Tensor& factors, const at::Tensor& units,
                                bool is_reversed) {
     const int64_t words = fragment_words(sizes_.H, params_.is_split);

@@ -40,7 +40,7 @@ struct GradientTile {
   }
 };
 
-// What a lane has of 16 queries and a key: by r, of query g + 8 r.
+// Directions of 16 queries and a key in a lane: [r] is of query g + 8 r.
 template <int kHeadTiles, int kParts>
 struct Directions {
   uint32_t left[kParts][kHeadTiles][4];  // R a / n, as left operands
@@ -48,7 +48,7 @@ struct Directions {
   float slope[2] = {};                   // g / |R a|, of R and a as operands have them
 };
 
-// What a warp's lanes know of their key.
+// Numbers of a key that a warp's lanes hold.
 struct OwnKey {
   int place = 0;  // in the tile
   int64_t token = 0, j = 0;
@@ -69,7 +69,7 @@ __device__ __forceinline__ OwnKey own_key(const StreamedGradientParams& params,
   return key;
 }
 
-// Of 16 queries from the i-th on; sums: R a.
+// Makes the directions of 16 queries from the i-th on; sums: R a.
 template <int kHeadTiles, int kParts>
 __device__ __forceinline__ void make_directions(const StreamedGradientParams& params, int64_t b,
                                                 int64_t i, const OwnKey& key,
@@ -215,7 +215,7 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
   }
 }
 
-// To the key's matrix.
+// Stores the sums in the key's matrix.
 template <int kHeadTiles>
 __device__ __forceinline__ void store_outer(const StreamedGradientParams& params, const OwnKey& key,
                                             const float (&totals)[kHeadTiles][2 * kHeadTiles][4]) {
@@ -250,7 +250,8 @@ __device__ __forceinline__ void through_key(const StreamedGradientParams& params
   float totals[kHeadTiles][2 * kHeadTiles][4] = {};
 #pragma unroll 1
   for (int m = 0; m < OwnTile::kQueries / 16; ++m) {
-    // Or what is known of the key would stay in registers from one round to the next.
+    // Unknown to the compiler, the key's numbers are computed anew in each round, and take no
+    // registers between.
     const int own = place + static_cast<int>(unknown_to_compiler(0));
     const OwnKey key = own_key(params, at, own);
     Directions<kHeadTiles, kParts> directions;
@@ -304,7 +305,8 @@ __device__ __forceinline__ void store_gradients(const StreamedGradientParams& pa
   }
 }
 
-// Of the tile from query q0 on. Made anew for each, or it would stay in registers.
+// Returns the place of the tile from query q0 on. Made anew for each, or it would stay in
+// registers.
 __device__ __forceinline__ PlaceOfTile place_of_block(const StreamedGradientParams& params,
                                                       int64_t q0) {
   const int64_t key_tiles = (params.keys + kStreamedKeys - 1) / kStreamedKeys;

@@ -23,14 +23,14 @@ struct Tile {
     return kParts * kPartBytes + int64_t{variants} * kQueries * kPitch * 4;
   }
 
-  // Of the weights [key][head][query], the 16 bytes of the n-th eight queries: turned, so that
-  // neighbouring keys, and neighbouring heads, lie in different banks.
+  // Returns the place of 16 bytes of the weights [key][head][query], the n-th eight queries:
+  // rotated, and neighbouring keys, and neighbouring heads, lie in different banks.
   __device__ static __forceinline__ uint32_t place(int key, int head, int n) {
     const int turn = key + head / (8 / kChunks);
     return static_cast<uint32_t>((key * kHeads + head) * kQueries * 2 +
                                  ((n ^ turn) & (kChunks - 1)) * 16);
   }
-  // The same place of the p-th part.
+  // Returns the same place of the p-th part.
   __device__ static __forceinline__ uint32_t of_part(uint32_t place, int p) {
     return place + static_cast<uint32_t>(p * kPartBytes);
   }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void fill_norms(const StreamedParams& params, const P
   }
 }
 
-// To the maps, 16 keys of a row side by side; zeros where query or key is padding.
+// Stores norms in the maps, 16 keys of a row side by side; zeros where query or key is padding.
 template <typename Tile>
 __device__ __forceinline__ void store_norms(const StreamedParams& params, const PlaceOfTile& at,
                                             Shared<const float> norms) {
