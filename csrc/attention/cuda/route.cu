@@ -75,9 +75,9 @@ bool allows_int8(const AttentionParams& params) {
          is_on(Family::kInt8);
 }
 
-// Whether features of 8 bits serve: they err about as much as weights and values in bfloat16 do,
-// and more than those in float16. Of few keys, errors of scores do not average out; with fewer
-// frequencies a row would be half empty.
+// Returns whether features of 8 bits are exact enough: their errors are about as large as those of
+// weights and values in bfloat16, and larger than in float16. With few keys, errors of scores do
+// not average out; with fewer frequencies a row would be half empty.
 bool serves_int8(const AttentionParams& params) {
   return params.S > kFewKeys && padded_columns(2 * params.M) == Int8Features::kColumns &&
          params.eps <= 0.9 && allows_int8(params);
@@ -85,8 +85,8 @@ bool serves_int8(const AttentionParams& params) {
 
 bool linear_time_pays(const AttentionParams& params, Pass pass);
 
-// Whether pairs of the forward may have scores of integers: not those of causal calls whose
-// backward takes linear time (takes_int8).
+// Returns whether the forward may have scores of integers: not in causal calls whose backward takes
+// linear time (takes_int8).
 bool forward_may_take_int8(const AttentionParams& params) {
   const bool has_linear_backward = params.is_causal &&
                                    why_no_linear_time(params, Pass::kBackward) == nullptr &&
@@ -94,10 +94,10 @@ bool forward_may_take_int8(const AttentionParams& params) {
   return serves_int8(params) && !has_linear_backward;
 }
 
-// Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
-// more of them done in a time, and what surrounds the sums of a token counts like so many of them.
-// These numbers are where the two algorithms took the same time on an H100, with scores of integers
-// on an H200; 1.3, of other GPUs, is not measured.
+// Returns whether linear time is the faster algorithm, where it is possible. The cost model counts
+// multiply-adds: pairs do more of them per second, and the overhead of a token counts as a number
+// of them. The constants make both algorithms equally fast where they were on an H100, with scores
+// of integers on an H200; 1.3, for other GPUs, is not measured.
 bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
   const FeatureChunks chunks(params);

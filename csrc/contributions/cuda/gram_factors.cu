@@ -92,7 +92,7 @@ __device__ __forceinline__ RowScale scale_of_row(const float* row, int width) {
   return RowScale(range.largest, range.is_wide<kNumbers>());
 }
 
-// The values' scales, [slot][token], by the whole block.
+// Finds the values' scales, [slot][token]; all threads of the block call it.
 template <int kNumbers>
 __device__ __forceinline__ void find_value_scales(const GramBlock& block, Shared<float> scales) {
   const int lane = threadIdx.x % 32, width = static_cast<int>(block.params.width);

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kRootThreads = 128, kRootWarps = kRootThreads / 32;
 
-// The row and the column, 64 times the first and the second, of every entry; by the whole block.
+// Writes the row and the column, 64 times the first and the second, of every entry; all threads of
+// the block call it.
 __device__ __forceinline__ void number_entries(int H, Shared<uint16_t> places) {
   for (int index = threadIdx.x; index < H * H; index += kRootThreads) {
     const int h = index / H, k = index % H;

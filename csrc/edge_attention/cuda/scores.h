@@ -78,7 +78,8 @@ struct ScaledRow {
   T factor;
 };
 
-// to = the sum of row_of(k) over begin <= k < end, of `count` columns. By the whole warp.
+// to = the sum of row_of(k) over begin <= k < end, of `count` columns. All lanes of the warp call
+// it.
 template <int kWidth, typename T, typename RowOf>
 __device__ __forceinline__ void add_rows(int64_t begin, int64_t end, int64_t count, T* to, int lane,
                                          const RowOf& row_of) {
@@ -155,7 +156,7 @@ __device__ __forceinline__ T scaled(const EdgeParams<T>& p, T product) {
 }
 
 // Calls use(e, products) along the edges begin to end, of which a lane's are e and kEdgesAtOnce
-// after the other, products those of the query's features. By the whole warp.
+// after the other, products those of the query's features. All lanes of the warp call it.
 template <int kWidth, typename T, typename Use>
 __device__ __forceinline__ void visit_products(const EdgeParams<T>& p, int64_t i, int64_t h,
                                                int64_t begin, int64_t end, const EdgeLane& at,

@@ -42,7 +42,8 @@ __device__ __forceinline__ void store_element(const Array& array, int64_t offset
 }
 
 // Stores 16 columns of a row at `row`, of which a product's lanes have two of every eight, tile0
-// and tile1: four neighbours from each lane, so that they are whole sectors. By the whole warp.
+// and tile1: four neighbours from each lane, so that they are whole sectors. All lanes of the warp
+// call it.
 __device__ __forceinline__ void store_tiles(Half* row, bool there, uint32_t tile0, uint32_t tile1) {
   const int t = threadIdx.x % 4;
   const bool odd = t % 2 != 0;

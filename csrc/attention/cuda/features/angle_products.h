@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2
 }
 
 // Passes along the slices of rows, that of index `last` at the end, which stays: begin(slice)
-// begins to copy what visit() finds. Between two visits the block meets.
+// begins to copy what visit() finds. Between two visits it synchronises the block.
 template <typename Begin, typename Visit>
 __device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, int last,
                                             const Begin& begin, const Visit& visit) {

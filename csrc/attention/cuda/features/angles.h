@@ -97,8 +97,8 @@ __device__ __forceinline__ void turns_of(const FeatureSource& source, int64_t b,
   }
 }
 
-// x [count][token_pitch(d)] = tokens from `first` on, zeros beyond the last. By the whole block,
-// which meets.
+// x [count][token_pitch(d)] = tokens from `first` on, zeros beyond the last. All threads of the
+// block call it, and it synchronises them.
 template <typename T>
 __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
                                             int64_t first, int count, Shared<T> x) {

@@ -83,8 +83,8 @@ class OnePassBlock {
     first_four_ = L::gradient_place(row_of(0), threadIdx.x % 4 / 2) + threadIdx.x % 2 * 8;
   }
 
-  // Tokens of the share's unit-th head, from `first` on, of which `left` are there. By the whole
-  // block, which meets.
+  // Tokens of the share's unit-th head, from `first` on, of which `left` are there. All threads of
+  // the block call it, and it synchronises them.
   __device__ __forceinline__ void pass(int unit, int first, int remaining) {
     copy_tile(unit, first, remaining);
     float to_sum[2];

@@ -82,7 +82,7 @@ class SplitTile {
   __device__ __forceinline__ float unit() const { return unit_; }
 
   // angles[set][m] += tile m of the warp's tokens, of the index-th tile, by 16 frequencies from m0
-  // on. By the whole block; a warp without tokens comes, too.
+  // on. All threads of the block call it, also in a warp without tokens.
   __device__ __forceinline__ void make_angles(int index, int m0, bool has_tokens,
                                               float (&angles)[kSets][2][2][4]) {
     const int piece = m0 / kAngleFrequencies, slices = frequencies_.slices;

@@ -37,7 +37,8 @@ class HeadFrequencies {
         return load_from<Half>(array, m, c, w);
     }
   }
-  // The largest of those of all sets that are finite. By the whole block, which meets.
+  // The largest of those of all sets that are finite. All threads of the block call it, and it
+  // synchronises them.
   //   maxima [kThreads / 32]
   template <int kThreads>
   __device__ __forceinline__ float largest(int sets, Shared<float> maxima) const {

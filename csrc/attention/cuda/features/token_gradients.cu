@@ -65,8 +65,8 @@ __device__ __forceinline__ void make_gradients(const TokenTile<T, kSets>& tile,
   }
 }
 
-// Slopes of the magnitude with a power, which are long code: once, and not for every sum. By the
-// whole block, which meets.
+// Slopes of the magnitude with a power, which are long code: once, and not for every sum. All
+// threads of the block call it, and it synchronises them.
 template <typename T, int kSets>
 __device__ __forceinline__ void make_slopes(const TokenTile<T, kSets>& tile,
                                             const Magnitude<float>& magnitude,

@@ -36,7 +36,7 @@ struct Int8Layout {
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 
-// All that sums of weights are multiplied with, by the whole block.
+// Computes the factors of sums of weights, in all threads of the block.
 template <typename L>
 __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   Shared<uint32_t> ones = shared_cast<uint32_t>(shared + L::kOnes);

@@ -1,7 +1,7 @@
 // The key side of the backward on Hopper: grad_phi_k, grad_value and the gradients of the logits.
 // An item is 128 keys, two warpgroups of 64, and passes along the queries of all heads that share
-// them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, so that what is made
-// of them is the A of what is summed.
+// them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, and weights and
+// gradients made of them are the left operands of the sums.
 //
 // Where scores are products of integers of 8 bits (Int8Features), a tile has its queries' features
 // twice: as integers, which scores are made of, and in Half, of which grad_phi_k is a sum.

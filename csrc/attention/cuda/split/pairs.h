@@ -42,7 +42,7 @@ struct WeightRows {
   }
 
   // Similarities of 16 keys become weights, those of hidden pairs 0; `rescales` is what the sums of
-  // what came before are to be multiplied with. By the whole warp.
+  // what came before are to be multiplied with. All lanes of the warp call it.
   template <Pairs kPairs>
   __device__ __forceinline__ void weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
                                         const KeyColumns& keys, float eps, float (&rescales)[2]) {

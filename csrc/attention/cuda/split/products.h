@@ -130,7 +130,7 @@ __device__ __forceinline__ float quotient_of_powers(float over, float under) {
 class RowFits {
  public:
   // Pairs become an operand; ratios: what the sums of what came before are to be multiplied with,
-  // times what they hold already. By the whole warp.
+  // times what they hold already. All lanes of the warp call it.
   __device__ __forceinline__ SplitFragment put(const float (&x)[2][4], float (&ratios)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -15,7 +15,7 @@ struct GradientBegins {
   const float* value = nullptr;  // [B, key_heads, S, 64]  gradients; nullptr: not wanted
 
   __device__ __forceinline__ int chunk_of(int token) const { return min(token / chunk, most); }
-  // The first key that a block of queries meets by pairs.
+  // The first key that a block of queries sees by pairs.
   __device__ __forceinline__ int first_key(const QueryBlock& at) const {
     return chunk_of(at.i0) * chunk;
   }

@@ -24,7 +24,7 @@ struct KeyLogit {
 };
 
 // Returns the form of a head by the max and the spread of its logits, leaving out hidden and
-// poisoned keys. All threads of the block call it. By the whole block.
+// poisoned keys. All threads of the block call it.
 //   maxima, minima [warps]
 template <int kThreads>
 __device__ __forceinline__ HeadForm form_of_head(const float* high, const float* low, int64_t S,

@@ -31,8 +31,8 @@ __device__ __forceinline__ KeyScales key_scales_of(const AttentionParams& params
   return scales;
 }
 
-// One row of gradients of F features, from `first` on, of which the thread's parts are
-// sum(n, c) * scale; zeros for a row that hears of nothing. By the whole warp, there or not.
+// One row of gradients of F features, from `first` on, of which the thread's parts are sum(n, c) *
+// scale; zeros for a row that sees nothing. All lanes of the warp call it, also without a row.
 template <int F, typename Sum>
 __device__ __forceinline__ void store_feature_row(const AttentionParams& params,
                                                   const FeatureGradients& to, int64_t heads,
@@ -80,7 +80,7 @@ __device__ __forceinline__ float query_scale(const AttentionParams& params, floa
   return 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
 }
 // grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's part in
-// `units`. By the whole warp, also where there is no such query.
+// `units`. All lanes of the warp call it, also where there is no such query.
 template <int F, bool kGeneral, typename Sum>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackwardParams& params,
                                                       float normalizer, const QueryBlock& at,

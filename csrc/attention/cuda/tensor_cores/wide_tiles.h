@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy_numbers(uint32_t place, const float* const 
 }
 
 // Calls visit(tile, slice, stage) for the slices of all tiles, when what begin(tile, slice, stage)
-// has begun to copy is there; stage: an address. Between two visits the block meets.
+// has begun to copy is there; stage: an address. Between two visits it synchronises the block.
 template <typename Begin, typename Visit>
 __device__ __forceinline__ void pass_along(uint32_t base, TileRange tiles, int slices,
                                            const Begin& begin, const Visit& visit) {
