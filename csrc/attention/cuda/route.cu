@@ -14,7 +14,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Why a family is off.
+// Returns why a family is off.
 const char* why_off(Family family) {
   static const auto reasons = [] {
     std::array<std::string, kFamilies> said;
@@ -69,7 +69,7 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   return nullptr;
 }
 
-// Whether a call may have scores of integers.
+// Returns whether a call may have scores of integers.
 bool allows_int8(const AttentionParams& params) {
   return params.query.type == params.value.type && params.value.type == ElementType::kBFloat16 &&
          is_on(Family::kInt8);
@@ -212,7 +212,7 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
   return route;
 }
 
-// Whether scores are products of integers, of the pass that takes this route otherwise.
+// Returns whether scores are products of integers, of the pass that takes this route otherwise.
 bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const Route& route) {
   if (!serves_int8(params)) return false;
   // Both passes have the same scores, or a row's weights would not add up to 1 in the backward.

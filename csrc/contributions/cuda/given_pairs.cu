@@ -53,7 +53,7 @@ __device__ __forceinline__ GivenPlace given_place(const PairParams& params) {
           min(params.rows, i0 + kBlockQueries)};
 }
 
-// Whether rows of weights lie in pieces of 16 bytes.
+// Returns whether rows of weights lie in pieces of 16 bytes.
 template <typename W>
 bool is_in_pieces(const Array& weights) {
   constexpr int64_t kCount = 16 / int64_t{sizeof(W)};

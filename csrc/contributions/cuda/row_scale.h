@@ -27,9 +27,9 @@ struct RowRange {
     largest = max_of_lanes<kLanes>(largest);
     smallest = ~max_of_lanes<kLanes>(~smallest);
   }
-  // Whether elements differ by more than kNumbers of Half have digits for. An element 2^20 times
-  // smaller than the largest keeps 19 bits. In one number an element of bfloat16 that is 2^28 times
-  // smaller keeps all.
+  // Returns whether elements differ by more than kNumbers of Half have digits for. An element 2^20
+  // times smaller than the largest keeps 19 bits. In one number an element of bfloat16 that is 2^28
+  // times smaller keeps all.
   template <int kNumbers>
   __device__ __forceinline__ bool is_wide() const {
     constexpr uint32_t kReach = kNumbers == 2 ? 20 : 28;

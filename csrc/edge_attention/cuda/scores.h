@@ -43,7 +43,8 @@ struct Columns {
   }
 };
 
-// Whether rows of so many elements, one after the other from `data` on, can be read by fours.
+// Returns whether rows of so many elements, one after the other from `data` on, can be read by
+// fours.
 template <typename T>
 inline bool has_fours(const T* data, int64_t width) {
   return width % 4 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;

@@ -128,8 +128,8 @@ inline std::string gpu_and_driver() {
   return std::string(properties.name) + "\t" + std::to_string(driver);
 }
 
-// Whether the current device runs kernels compiled for sm_90a, this library has them, and they are
-// on.
+// Returns whether the current device runs kernels compiled for sm_90a, this library has them, and
+// they are on.
 inline bool has_warpgroups() {
 #if IKATTN_HAVE_WARPGROUPS
   int major = 0;

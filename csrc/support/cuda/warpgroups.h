@@ -9,8 +9,8 @@
 #include "support/cuda/float16.h"
 #include "support/cuda/launch.h"
 
-// Whether wgmma can be compiled. Of a kernel that uses it, code for other processors is compiled
-// beside it (by some nvcc even for sm_90a alone), and never launched.
+// Whether wgmma can be compiled. For a kernel that uses it, code for other processors is
+// compiled beside it (by some nvcc even for sm_90a alone), and never launched.
 #if defined(IKATTN_INTERPRETER) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define IKATTN_WARPGROUP_CODE 1
 #else

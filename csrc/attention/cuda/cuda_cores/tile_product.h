@@ -111,7 +111,7 @@ __device__ __forceinline__ void fill_tile(Shared<T> tile, const Load& load) {
   }
 }
 
-// Whether query i of (b, h) may attend to key j, and the float mask there.
+// Returns whether query i of (b, h) may attend to key j, and the float mask there.
 template <typename T>
 __device__ __forceinline__ bool is_visible(const AttentionParams& params, int64_t b, int64_t h,
                                            int64_t i, int64_t j, T& mask) {

@@ -40,8 +40,8 @@ const char* feature_gradients_on_tensor_cores(const AttentionBackwardParams& par
                                               const AngleOperands& operands,
                                               const SplitLogits<float>& keys,
                                               const FoldedGradients& gradients);
-// Whether one kernel makes both of them, gradients_in_one_pass(): tokens of 16 bits, of at most 64
-// frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
+// Returns whether one kernel makes both of them, gradients_in_one_pass(): tokens of 16 bits, of at
+// most 64 frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
 bool goes_in_one_pass(const FeatureSource& source);
 template <typename T>
 struct Magnitude;

@@ -22,7 +22,7 @@ struct FeatureRows {
   int group;
   int8_t* int8;  // [B, heads, N, Int8Features::kColumns]; nullptr: not wanted beside Half
 
-  // Whether another kernel makes the features of a head.
+  // Returns whether another kernel makes the features of a head.
   template <FeatureForm kForm>
   __device__ __forceinline__ bool leaves(int64_t bh) const {
     if (state == nullptr) return false;

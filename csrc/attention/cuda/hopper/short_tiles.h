@@ -38,7 +38,7 @@ struct ShortPlaces {
     columns = ones + 1024;
     bytes = columns + of_columns;
   }
-  // Whether values go through the stages, each several times.
+  // Returns whether values go through the stages, each several times.
   __host__ __device__ bool is_ring() const { return stages < tiles; }
   bool fits() const { return stages == tiles || stages >= kFewestStages; }
 

@@ -70,7 +70,7 @@ __device__ __forceinline__ int64_t place_in_group(const AttentionParams& params,
   return first * group + of_head * min(tokens, params.L - first) + i - first;
 }
 
-// Whether query i of a causal call goes by pairs alone.
+// Returns whether query i of a causal call goes by pairs alone.
 __device__ __forceinline__ bool is_by_pairs(const AttentionParams& params,
                                             const FoldedTokens& tokens, int64_t bh, int64_t i) {
   const int64_t blocks = (params.L + kLinearQueries - 1) / kLinearQueries;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   raise_by_warp(bounds + key_head_of(params, at.bh), size * static_cast<double>(normalizer));
 }
 
-// Whether what follows from the sums of query i keeps its digits; square: of its features.
+// Returns whether what follows from the sums of query i keeps its digits; square: of its features.
 __device__ __forceinline__ bool keeps_digits(const AttentionParams& params,
                                              const FoldedTokens& tokens, const LinearSums& keys,
                                              const LinearHead& head, float share_of_mean,

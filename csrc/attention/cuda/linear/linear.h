@@ -236,7 +236,8 @@ struct EntryBlock {
   }
 };
 
-// Whether pairs have the 128 queries from the row-th of a block on; of rows beyond the last, yes.
+// Returns whether pairs have the 128 queries from the row-th of a block on; of rows beyond the
+// last, yes.
 __device__ __forceinline__ bool are_by_pairs(const LinearTokens& tokens,
                                              const uint32_t* quadratic_blocks, const EntryBlock& at,
                                              int row) {
@@ -245,7 +246,7 @@ __device__ __forceinline__ bool are_by_pairs(const LinearTokens& tokens,
   const int block = (at.first + row) / kLinearQueries;
   return block >= blocks || quadratic_blocks[int64_t{at.bh} * blocks + block] != 0;
 }
-// Whether a block has nothing to do: pairs have all its tokens, or they take no sums.
+// Returns whether a block has nothing to do: pairs have all its tokens, or they take no sums.
 __device__ __forceinline__ bool is_idle(const LinearTokens& tokens, const Prefixes& prefixes,
                                         const uint32_t* quadratic_blocks, const EntryBlock& at) {
   const int64_t bk = at.bh / tokens.group;

@@ -179,13 +179,13 @@ struct EightColumns<T, Any> {
   }
 };
 
-// Whether what is read as S is of 16 bits: other layouts give the same bits.
+// Returns whether what is read as S is of 16 bits: other layouts give the same bits.
 template <typename S>
 __device__ __forceinline__ bool is_half(const Array& array) {
   return !std::is_same_v<S, Any> || array.type == ElementType::kBFloat16 ||
          array.type == ElementType::kFloat16;
 }
-// Whether rows of `columns` can be read as EightColumns of their own type.
+// Returns whether rows of `columns` can be read as EightColumns of their own type.
 inline bool lies_in_eights(const Array& array, int64_t columns) {
   if (array.type == ElementType::kNone) return true;
   return lies_in_rows_of_16_bytes(array, 2) && columns % 8 == 0 &&

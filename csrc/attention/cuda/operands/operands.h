@@ -26,7 +26,7 @@ namespace ikattn::cuda {
 __host__ __device__ constexpr int64_t padded_columns(int64_t columns) {
   return columns <= 64 ? 64 : (columns + 127) / 128 * 128;
 }
-// Whether there are more than a block holds, which then passes along slices of 128.
+// Returns whether there are more than a block holds, which then passes along slices of 128.
 inline bool is_wide(const AttentionParams& params) {
   return 2 * params.M > 128 || params.d_v > 128;
 }
@@ -133,8 +133,8 @@ constexpr uint32_t kGeneral = 1, kUnclean = 2, kFew = 4;
 constexpr float kNatsThatCount = 8;
 constexpr int kFewKeys = 64;
 
-// Whether no head takes the folded form: of a float mask, and of batch-invariant calls, whose rows
-// must not follow the largest key where they may not see it.
+// Returns whether no head takes the folded form: of a float mask, and of batch-invariant calls,
+// whose rows must not follow the largest key where they may not see it.
 inline bool is_general_alone(const AttentionParams& params) {
   const bool has_mask = params.mask.type != ElementType::kNone;
   return params.batch_invariant || (has_mask && params.mask.type != ElementType::kBool);
@@ -172,7 +172,7 @@ struct AngleOperands;
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
-// Whether the norms of values are asked for, of which bounds are made.
+// Returns whether the norms of values are asked for, of which bounds are made.
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward);
 
 // Folds logits; features are made from the tokens again, in float32, and rounded once.

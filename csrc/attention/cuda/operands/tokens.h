@@ -48,7 +48,7 @@ __host__ __device__ inline int64_t key_head_of(const AttentionParams& params, in
   return bh / params.H * params.key_heads + bh % params.H * params.key_heads / params.H;
 }
 
-// Whether a side of the pairs is asked for; the frequencies' gradients come from both.
+// Returns whether a side of the pairs is asked for; the frequencies' gradients come from both.
 inline bool wants_frequencies(const AttentionBackwardParams& params) {
   return params.grad_w1 || params.grad_w2;
 }

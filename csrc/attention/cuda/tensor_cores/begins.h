@@ -19,7 +19,8 @@ struct GradientBegins {
   __device__ __forceinline__ int first_key(const QueryBlock& at) const {
     return chunk_of(at.i0) * chunk;
   }
-  // Whether keys go on: after their chunk there are queries, and none of these goes by pairs.
+  // Returns whether keys go on: after their chunk there are queries, and none of these goes by
+  // pairs.
   __device__ __forceinline__ bool has_keys(const FoldedTokens& tokens, const KeyBlock& at) const {
     if (chunk == 0) return false;
     const int own = chunk_of(at.j0);
@@ -37,7 +38,7 @@ namespace {
 template <int V, Pairs kPairs>
 constexpr bool kGoesOn = kPairs == Pairs::kCausal && V == 64;
 
-// Whether a block of queries is not computed in linear time.
+// Returns whether a block of queries is not computed in linear time.
 __device__ __forceinline__ bool is_quadratic(const AttentionParams& params,
                                              const FoldedTokens& tokens, const QueryBlock& at) {
   if (tokens.quadratic_blocks == nullptr) return true;

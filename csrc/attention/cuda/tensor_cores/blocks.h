@@ -133,13 +133,13 @@ const char* launch_sizes(const AttentionParams& params, const Launch& launch) {
   });
 }
 
-// Whether another kernel computes this head.
+// Returns whether another kernel computes this head.
 template <Pairs kPairs>
 __device__ __forceinline__ bool is_of_other_form(uint32_t state) {
   return ((state & kGeneral) != 0) != (kPairs == Pairs::kGeneral);
 }
 
-// Whether linear_backward has the gradients of a key head.
+// Returns whether linear_backward has the gradients of a key head.
 __device__ __forceinline__ bool is_without_pairs(const FoldedTokens& tokens, int64_t bk) {
   return tokens.quadratic_heads != nullptr && tokens.quadratic_heads[bk] == 0;
 }

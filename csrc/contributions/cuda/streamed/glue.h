@@ -21,8 +21,8 @@ inline bool differs_by_query(const at::Tensor& mask) {
 }
 inline int64_t heads_of(const at::Tensor& mask) { return mask.dim() >= 3 ? mask.size(-3) : 1; }
 
-// Why the norms of a call's pairs, and sums of other keys' values, are made in blocks of rows by
-// torch's operators; nullptr: by kernels.
+// Returns why the norms of a call's pairs, and sums of other keys' values, are made in blocks of
+// rows by torch's operators; nullptr: by kernels.
 inline const char* why_norms_in_blocks(const ContributionCall& call,
                                        const ContributionSizes& sizes) {
   const WeightsSource& source = call.source;
@@ -39,8 +39,8 @@ inline const char* why_norms_in_blocks(const ContributionCall& call,
   return nullptr;
 }
 
-// Why not by kernels that know neither many heads, masks of pairs that are floats or differ by
-// head, nor mixing ratios.
+// Returns why not by kernels that know neither many heads, masks of pairs that are floats or differ
+// by head, nor mixing ratios.
 inline const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
   if (const char* reason = why_norms_in_blocks(call, sizes)) return reason;
   if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";

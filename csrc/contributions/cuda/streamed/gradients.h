@@ -9,7 +9,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Why gradients go through weights in blocks of rows; nullptr: by kernels.
+// Returns why gradients go through weights in blocks of rows; nullptr: by kernels.
 inline const char* why_gradients_in_blocks(const ContributionCall& call,
                                            const ContributionSizes& sizes, const Wanted& wanted) {
   if (const char* reason = why_in_blocks(call, sizes)) return reason;
