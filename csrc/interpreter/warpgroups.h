@@ -32,8 +32,8 @@ inline void begin_product(Product product, Place place) {
   warp_operation(static_cast<WarpOperation>(begin_product), &product, 0xffffffffu, "wgmma", place);
 }
 template <typename T>
-void begin_turned_product(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
-                          Place place = Place::current()) {
+void begin_transposed_product(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
+                              Place place = Place::current()) {
   begin_product({d, 32, nullptr, a, b, accumulate, true, kProductType<T>, true}, place);
 }
 

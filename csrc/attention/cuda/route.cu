@@ -30,7 +30,7 @@ const char* why_off(Family family) {
   return reasons[static_cast<size_t>(family)].c_str();
 }
 
-// nullptr, or why a call in float32 cannot take products of two numbers of Half.
+// Returns nullptr, or why a call in float32 cannot take split products.
 const char* why_no_split_products(const AttentionParams& params) {
   if (params.M > 64 || params.d_v > 128) {
     return "without TF32 (torch.backends.cuda.matmul.fp32_precision = 'tf32') float32 takes at "

@@ -51,8 +51,8 @@ __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<con
   }
 }
 
-// A factor in shared memory as fragments of two numbers, [2][tiles][32][2], and its unit; by one
-// warp.
+// Splits a factor in shared memory into two fragments, [2][tiles][32][2], and tells its unit; by
+// one warp.
 __device__ __forceinline__ void store_fragments(int H, Shared<const double> root,
                                                 uint32_t* fragments, float* unit) {
   const int lane = threadIdx.x % 32, tiles = static_cast<int>(head_tiles(H));

@@ -48,7 +48,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// Begins to copy bytes, addresses and count multiples of 16.
+// InitialSums to copy bytes, addresses and count multiples of 16.
 __device__ __forceinline__ void begin_bytes(uint32_t to, const void* from, uint32_t bytes,
                                             uint32_t barrier) {
   asm volatile(
@@ -65,8 +65,8 @@ struct RowMap {
   int batch_step, head_step;  // 0 where all have the same rows
 };
 
-// Begins to copy a box, rows of 128 bytes whose 16-byte chunks are turned by the row (`to` is a
-// multiple of 1024); zeros for what lies beyond the array. column: a multiple of 64.
+// InitialSums to copy a box, rows of 128 bytes whose 16-byte chunks are swizzled by the row (`to`
+// is a multiple of 1024); zeros for what lies beyond the array. column: a multiple of 64.
 __device__ __forceinline__ void begin_box(uint32_t to, const RowMap& map, int batch, int head,
                                           int row, int column, uint32_t barrier) {
   asm volatile(

@@ -96,7 +96,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&registers)[4], uint
                : "r"(row_address));
 }
 
-// Begins to copy `bytes` (0..16) from `source`, a multiple of 16, and zeros up to 16 bytes, to
+// InitialSums to copy `bytes` (0..16) from `source`, a multiple of 16, and zeros up to 16 bytes, to
 // shared memory. With 0 bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(uint32_t shared_address, const void* source,
                                             int bytes = 16) {
@@ -127,14 +127,14 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return packed;
 }
 
-// x y + z of two numbers of BFloat16 each, rounded to nearest.
+// Computes x y + z of two numbers of BFloat16 each, rounded to nearest.
 __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t sum;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
   return sum;
 }
 
-// Two products of Half, each rounded to nearest.
+// Multiplies two numbers of Half each, rounded to nearest.
 __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t x, uint32_t y) {
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));

@@ -204,12 +204,12 @@ __device__ __forceinline__ void wgmma_int8(int32_t (&d)[32], uint64_t a, uint64_
 namespace ikattn {
 
 // How wgmma finds an operand in shared memory: rows of 128 bytes, eight of them an atom of 1024
-// bytes that begins at a multiple of 1024, in which the 16-byte chunk is turned by the row. Its
+// bytes that begins at a multiple of 1024, in which the 16-byte chunk is swizzled by the row. Its
 // first row begins at `address`: 32 bytes on for the next 16 of the inner axis where it lies
 // [column][inner] or [row][inner], 2048 where it lies [inner][column].
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
-  constexpr uint64_t kTurned128 = 1, kAtom = 1024;
-  return kTurned128 << 62 | kAtom >> 4 << 32 | uint64_t{1} << 16 |
+  constexpr uint64_t kSwizzled128 = 1, kAtom = 1024;
+  return kSwizzled128 << 62 | kAtom >> 4 << 32 | uint64_t{1} << 16 |
          static_cast<uint64_t>((address & 0x3ffff) >> 4);
 }
 // Returns the operand some bytes further on: shared memory ends before 2^18, and nothing is

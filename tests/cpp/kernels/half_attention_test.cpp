@@ -61,7 +61,7 @@ TEST(HalfAttentionOnDevice, SmallestEps) {
   }
 }
 
-// Frequencies of any size as sums of two numbers of 16 bits.
+// Frequencies of any size are split into two operands of 16 bits.
 TEST(HalfAttentionOnDevice, FrequenciesMayBeOfAnySize) {
   for (const double size : {1e-6, 30.0}) {
     for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {

@@ -72,14 +72,14 @@ __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2
                                                 const RightRow& right_row) {
 #pragma unroll 1
   for (int k = 0; k < kSliceColumns; k += 16) {
-    Tf32Block<kTf32Parts<LeftT>> a[kRows];
+    Tf32Block<kTf32Splits<LeftT>> a[kRows];
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
-      a[m] = Tf32Block<kTf32Parts<LeftT>>(left.block(left_row(m), k));
+      a[m] = Tf32Block<kTf32Splits<LeftT>>(left.block(left_row(m), k));
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      const Tf32Block<kTf32Parts<RightT>> b(right.block(right_row(n), k));
+      const Tf32Block<kTf32Splits<RightT>> b(right.block(right_row(n), k));
 #pragma unroll
       for (int m = 0; m < kRows; ++m) multiply(sums[m][n], a[m], b);
     }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, in
     visit();
   }
 }
-// Begins to copy a slice of kRows frequencies, of w1 and then of w2.
+// InitialSums to copy a slice of kRows frequencies, of w1 and then of w2.
 template <int kRows, int kSets>
 __device__ __forceinline__ void begin_frequencies(const Slice<float>& to, const float* rows,
                                                   const FrequencyRows& frequencies, int64_t m0,
@@ -131,7 +131,7 @@ struct AngleRows {
               sets * frequencies.set_size()),
         x_stride(source.x.stride[2]) {}
 
-  // Begins to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
+  // InitialSums to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
   template <int kRows>
   __device__ __forceinline__ void begin(const Slice<T>& to, int64_t first, int64_t end, int64_t d,
                                         int slice) const {
@@ -203,7 +203,7 @@ __host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 3
 
 // Calls launch.operator()<T, kSets>() for the tokens' type, and one or two sets of frequencies.
 template <typename Launch>
-const char* launch_turns(const FeatureSource& source, const Launch& launch) {
+const char* launch_angles(const FeatureSource& source, const Launch& launch) {
   const auto of_type = [&]<typename T>() {
     return source.stationary() ? launch.template operator()<T, 1>()
                                : launch.template operator()<T, 2>();

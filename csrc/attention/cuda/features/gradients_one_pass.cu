@@ -30,15 +30,15 @@ struct OnePassLayout {
   static constexpr uint32_t kRowBytes = kSliceColumns * 2;
   // Cosines, then sines, of a token; these become what w1 and w2 are multiplied with.
   static constexpr uint32_t kGradientBytes = 2 * kFrequencies * 2;
-  // Where a chunk of eight of them is: turned so that neither the rows of a half warp, two chunks
-  // each, nor eight rows meet in a bank.
+  // Returns where a chunk of eight of them is: swizzled so that neither the rows of a half warp,
+  // two chunks each, nor eight rows meet in a bank.
   __device__ __forceinline__ static uint32_t gradient_place(uint32_t row, uint32_t chunk) {
     const uint32_t angle = row % 4 * 2 + row / 4 % 2;
     return kGradients + row * kGradientBytes + ((chunk & ~7u) | ((chunk ^ angle) & 7u)) * 16;
   }
   static constexpr uint32_t kPlane = kSets * kAngleFrequencies * kRowBytes;
-  static constexpr uint32_t kPiece = kPartsOfFrequency<T> * kPlane;  // its numbers, of one slice
-  static constexpr bool kHasHalves = kHalfPlane<T> != 0;             // beside the numbers
+  static constexpr uint32_t kPiece = kSplitsOfFrequency<T> * kPlane;  // its numbers, of one slice
+  static constexpr bool kHasHalves = kHalfPlane<T> != 0;              // beside the numbers
   static constexpr uint32_t kHalves = kSlices * kPieces * kPiece;
   static constexpr uint32_t kTokensAt = kHalves + (kHasHalves ? kPieces * kPlane : 0);
   static constexpr uint32_t kScales = kTokensAt + kSlices * kTokens * kRowBytes;
@@ -163,7 +163,7 @@ class OnePassBlock {
       for (int slice = 0; slice < kSlices; ++slice) {
         const T* from = w + (piece * kSlices + slice) * kPlanesOf<T> * (L::kPlane / 2);
         begin_rows(place + (slice * kPieces + piece) * L::kPiece, from,
-                   kPartsOfFrequency<T> * kSets * kAngleFrequencies);
+                   kSplitsOfFrequency<T> * kSets * kAngleFrequencies);
         if (L::kHasHalves && slice == own_slice_) {
           begin_rows(place + L::kHalves + piece * L::kPlane, from + kHalfPlane<T> * (L::kPlane / 2),
                      kSets * kAngleFrequencies);
@@ -481,7 +481,7 @@ const char* gradients_in_one_pass(const FeatureSource& source, const SplitFreque
   const bool is_much = source.B * source.heads * source.N >= int64_t{1} << 18;
   const FrequencyParts<float> parts(source, is_much ? 1024 : 256,
                                     wants_frequencies ? &executor : nullptr);
-  const char* error = launch_turns(source, [&]<typename T, int kSets>() -> const char* {
+  const char* error = launch_angles(source, [&]<typename T, int kSets>() -> const char* {
     if constexpr (sizeof(T) == 4) {
       return "these kernels take 16 bits";  // goes_in_one_pass()
     } else {

@@ -20,7 +20,7 @@ struct FoldedKeys {
   BFloat16* magnitudes;  // nullptr: not wanted
   double* largest;
   uint32_t* state;
-  unsigned* items_taken;
+  unsigned* item_counters;
 };
 
 // Logits from which the form of heads follows, and results of the choice.
@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_head(const KeyForms& forms, const HeadForm
                                            unsigned keys_that_count, float norm,
                                            float weighted_norm) {
   constexpr float kLargest = 3e38f;
-  if (bh == 0) forms.keys.items_taken[0] = forms.keys.items_taken[1] = 0;
+  if (bh == 0) forms.keys.item_counters[0] = forms.keys.item_counters[1] = 0;
   forms.keys.largest[bh] = form.reference;
   forms.keys.state[bh] = (form.is_general ? kGeneral : 0u) | (form.is_unclean ? kUnclean : 0u) |
                          (keys_that_count <= kFewKeys ? kFew : 0u);

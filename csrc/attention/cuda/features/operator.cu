@@ -122,11 +122,11 @@ bool goes_to_tensor_cores(const FeaturesParams& params) {
 
 const char* features_on_tensor_cores(const FeaturesParams& params, const DeviceExecutor& executor) {
   AngleOperands operands;
-  if (const char* error = prepare_turns(queries_of(params), executor, false, operands)) {
+  if (const char* error = prepare_angles(queries_of(params), executor, false, operands)) {
     return error;
   }
   const FeatureSource& source = operands.queries;
-  return launch_turns(source, [&]<typename T, int kSets>() -> const char* {
+  return launch_angles(source, [&]<typename T, int kSets>() -> const char* {
     if constexpr (sizeof(T) == 4) {
       return "tokens of float32 have no kernel here";
     } else {

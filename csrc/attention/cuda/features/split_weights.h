@@ -1,4 +1,4 @@
-// How frequencies become numbers of 16 bits (SplitFrequencies).
+// Splits frequencies into operands of 16 bits (SplitFrequencies).
 #pragma once
 
 #include "attention/cuda/features/angle_operands.h"
@@ -78,7 +78,7 @@ class HeadFrequencies {
   int64_t batch_, head_;
 };
 
-// The first two numbers of T that add up to w[i] scale, the largest first.
+// Splits w[i] scale into two operands of T, the largest first.
 template <typename T>
 __device__ __forceinline__ void split_eight(const float (&w)[8], float scale, uint4 (&numbers)[2]) {
   float rest[8];

@@ -121,7 +121,7 @@ const char* write_features_on_tensor_cores(const AttentionParams& params,
   queries.poison = to.poison;
   queries.group = static_cast<int>(params.H / params.key_heads);
   queries.int8 = to.int8_q;
-  return launch_turns(operands.keys, [&]<typename T, int kSets>() {
+  return launch_angles(operands.keys, [&]<typename T, int kSets>() {
     const auto queue = [&]<int kWidth, FeatureForm kForm>() {
       if constexpr (sizeof(T) == 4) {
         return queue_of_float32<kSets>(both, operands, stream);

@@ -54,12 +54,12 @@ struct FeatureSides {
 namespace {
 
 // The features of a warp's 32 tokens, 16 frequencies at a time, of their angles as products leave
-// them: rows g and g + 8 of two tiles of 16. kNumbers: of SplitFrequencies, where a lane has four
+// them: rows g and g + 8 of two tiles of 16. kIsSplit: of SplitFrequencies, where a lane has four
 // neighbours. kWidth: of a row, or 0.
-template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm>
+template <int kSets, bool kIsSplit, int kWidth, FeatureForm kForm>
 class WarpFeatures {
   static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
-  static_assert(!kInt8 || kNumbers);
+  static_assert(!kInt8 || kIsSplit);
   static constexpr int kRows = 4;  // of a thread
 
  public:
@@ -69,7 +69,7 @@ class WarpFeatures {
       : rows_(rows),
         first_row_(bh * N + first),
         tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
-    phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
+    phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kIsSplit ? 4 : 0);
     if (kInt8 && rows_.int8 != nullptr) {
       int8_ = rows_.int8 + (first_row_ + row(0)) * Int8Features::kColumns + threadIdx.x % 4 * 8;
     }
@@ -89,7 +89,7 @@ class WarpFeatures {
     uint32_t present[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      present[j] = half_present(M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j));
+      present[j] = half_present(M - m0 - (kIsSplit ? 4 * t + 2 * j : 2 * t + 8 * j));
     }
     Half* phi = phi_ + cosine_column(m0, width());
 #pragma unroll
@@ -136,7 +136,7 @@ class WarpFeatures {
         }
       }
       if constexpr (!kHalf) continue;
-      if constexpr (kNumbers) {
+      if constexpr (kIsSplit) {
         if (row(i) < tokens_) {
           store_vector(to, make_uint2(cosines[0], cosines[1]));
           store_vector(to + sine_at, make_uint2(sines[0], sines[1]));

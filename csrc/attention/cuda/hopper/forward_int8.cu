@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t eps = pack<BFloat16>(tokens.int8.eps, tokens.int8.eps);
   TileStageOf<kInt8Tiles> stage;
   ItemPlace<1> item;
-  uint32_t meeting = 0;  // parity
+  uint32_t cleaned = 0;  // parity
   for (;; item.next()) {
     // 2. The item's queries into registers.
     barrier_wait(barriers.item_full(0), item.parity);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const auto begin_scores = [&] {
       const uint32_t place = stage.index * L::Tiles::kStage;
       barriers.wait(stage);
-      clean_tile<typename L::Tiles>(state, shared + place, barriers, meeting);
+      clean_tile<typename L::Tiles>(state, shared + place, barriers, cleaned);
       wgmma_fence();
       begin_int8<kKeys, kWords>(scores, phi_q, base + place);
       wgmma_commit();
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 template <int V>
 const char* queue_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                const FoldedTokens& tokens) {
-  const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+  const Items items(tokens.item_counters, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
   ForwardMaps maps;
   const char* error =
       map_forward<kWords, kKeys>(maps, params, tokens, tokens.int8.phi_q, tokens.int8.phi_k);

@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
       });
 }
 
-// Begins a tile's scores, of integers where kInt8, and x = V dO^T.
+// InitialSums a tile's scores, of integers where kInt8, and x = V dO^T.
 //   own_keys, own_values: those of the thread's warpgroup; held_values: where registers hold them
 template <typename T, int V, typename L, bool kInt8>
 __device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
@@ -250,7 +250,7 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
                                 const FoldedGradients& gradients) {
   constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
-  const Items items(tokens.items_taken + 1,
+  const Items items(tokens.item_counters + 1,
                     params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
   PairMaps maps = {};
   const void* keys = tokens.phi_k;

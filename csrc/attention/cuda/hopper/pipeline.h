@@ -7,7 +7,7 @@
 // results of the one before are stored.
 //
 // Tiles lie in shared memory as wgmma takes them, boxes of 64 columns: rows of 128 bytes, whose
-// 16-byte chunks are turned by the row.
+// 16-byte chunks are swizzled by the row.
 #pragma once
 
 #include "attention/cuda/tensor_cores/blocks.h"
@@ -42,7 +42,8 @@ struct Boxes {
   static constexpr int kCount = kWidth / kBoxColumns;
   static constexpr uint32_t kBox = kRows * 128, kBytes = kCount * kBox;
 
-  // Begins to copy them to `base` from `row` on; zeros beyond the last, and beyond the columns.
+  // InitialSums to copy them to `base` from `row` on; zeros beyond the last, and beyond the
+  // columns.
   __device__ static __forceinline__ void copy(uint32_t base, const RowMap& map, int batch, int head,
                                               int row, uint32_t barrier) {
 #pragma unroll
@@ -78,16 +79,16 @@ using TileStage = TileStageOf<kTilesInFlight>;
 
 // The items of a kernel.
 struct Items {
-  unsigned* taken;  // of them, beyond the first of each block; 0 at first
+  unsigned* counter;  // of them, beyond the first of each block; 0 at first
   int count;
 
-  Items(unsigned* counter, int64_t items) : taken(counter), count(static_cast<int>(items)) {}
+  Items(unsigned* counter, int64_t items) : counter(counter), count(static_cast<int>(items)) {}
   dim3 blocks() const {
     return dim3(static_cast<unsigned>(count < multiprocessors() ? count : multiprocessors()));
   }
   __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x); }
   __device__ __forceinline__ int next() const {
-    return static_cast<int>(gridDim.x + atomicAdd(taken, 1u));
+    return static_cast<int>(gridDim.x + atomicAdd(counter, 1u));
   }
 };
 // Numbers that tell the multiplying threads of an item, in shared memory: its index, or -1 after
@@ -112,7 +113,7 @@ struct TileBarriers {
         barrier_init(item_full(item), 1);
         barrier_init(item_read(item), kProductThreads / 32);
       }
-      barrier_init(meeting(), kProductThreads);
+      barrier_init(cleaned(), kProductThreads);
       fence_barriers();
     }
     __syncthreads();
@@ -127,7 +128,7 @@ struct TileBarriers {
   __device__ __forceinline__ uint32_t item_read(int item) const {
     return first + (2 * kStages + kItems + item) * 8;
   }
-  __device__ __forceinline__ uint32_t meeting() const {
+  __device__ __forceinline__ uint32_t cleaned() const {
     return first + (2 * kStages + 2 * kItems) * 8;
   }
 
@@ -280,7 +281,7 @@ struct KeyTiles {
   using Values = Boxes<kKeys, V>;
   static constexpr uint32_t kValues = Keys::kBytes, kStage = kValues + Values::kBytes;
 
-  // Begins to copy a tile to `place`. bk: the key head, of all batches'.
+  // InitialSums to copy a tile to `place`. bk: the key head, of all batches'.
   __device__ __forceinline__ static void copy(uint32_t place, const KeyMaps& maps, int bk,
                                               int batch, int value_head, int tile,
                                               uint32_t barrier) {
@@ -288,21 +289,21 @@ struct KeyTiles {
     Values::copy(place + kValues, maps.values, batch, value_head, tile * kKeys, barrier);
   }
   // Makes zero of the values of the tile at `place` that are not finite. All multiplying threads
-  // call it, and synchronise at the barrier `meeting`, whose phase has the parity `parity`.
-  __device__ __forceinline__ static void clean(Shared<unsigned char> place, uint32_t meeting,
+  // call it, and synchronise at the barrier `cleaned`, whose phase has the parity `parity`.
+  __device__ __forceinline__ static void clean(Shared<unsigned char> place, uint32_t cleaned,
                                                uint32_t parity) {
     clean_values<T, kKeys * V, kProductThreads>(place + kValues);
     fence_async();
-    barrier_arrive(meeting);
-    barrier_wait(meeting, parity);
+    barrier_arrive(cleaned);
+    barrier_wait(cleaned, parity);
   }
 };
 
 // The warp's 16 rows of an item's tokens at `tokens`, Boxes<kWarpgroupRows, kWidth>, as A.
 template <int kWidth>
 __device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], uint32_t tokens) {
-  const FragmentPlaces places =
-      FragmentPlaces::of_rows(tokens + threadIdx.x / 32 * (16 * 128), 128);
+  const FragmentAddresses places =
+      FragmentAddresses::of_rows(tokens + threadIdx.x / 32 * (16 * 128), 128);
 #pragma unroll
   for (int k = 0; k < kWidth / 16; ++k) {
     ldmatrix_x4(a[k], places.place[k % 4] + k / 4 * Boxes<kWarpgroupRows, kWidth>::kBox);
@@ -319,7 +320,7 @@ __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
     wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// Begins products of integers of 8 bits, two in each of kWidth columns.
+// InitialSums products of integers of 8 bits, two in each of kWidth columns.
 template <int kRows, int kWidth>
 __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (&a)[kWidth / 16][4],
                                            uint32_t b) {
@@ -329,7 +330,7 @@ __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (
     wgmma_int8(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// Begins products of an a in shared memory; Left, Right: boxes of both.
+// InitialSums products of an a in shared memory; Left, Right: boxes of both.
 template <typename T, typename Left, typename Right>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[32], uint32_t a, uint32_t b) {
   const uint64_t left = wgmma_operand(a), right = wgmma_operand(b);

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
   TileStage stage;
   ItemPlace<1> item;
-  uint32_t meeting = 0;  // parity
+  uint32_t cleaned = 0;  // parity
   for (;; item.next()) {
     // 2. The item's queries and their gradients into registers.
     barrier_wait(barriers.item_full(0), item.parity);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     float sums[F / kBoxColumns][32] = {};
     const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * Tiles::kStage;
-      clean_tile<Tiles>(state, shared + place, barriers, meeting);
+      clean_tile<Tiles>(state, shared + place, barriers, cleaned);
       wgmma_fence();
       begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
       begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
@@ -186,7 +186,8 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                                       const DeviceExecutor& executor, const FoldedTokens& tokens,
                                       const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    const Items items(tokens.item_counters,
+                      params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     QueryMaps maps = {};
     const char* error =
         map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);

@@ -43,7 +43,7 @@ template <typename Tiles, typename Barriers>
 __device__ __forceinline__ void clean_tile(uint32_t state, Shared<unsigned char> place,
                                            const Barriers& barriers, uint32_t& parity) {
   if ((state & kUnclean) == 0) return;
-  Tiles::clean(place, barriers.meeting(), parity);
+  Tiles::clean(place, barriers.cleaned(), parity);
   parity ^= 1;
 }
 
@@ -104,17 +104,17 @@ struct ForwardRowsOfItem {
   }
 
   // The results of row `half`: of all lanes that have it, the sum of its weights and what rounding
-  // has added to them; reference: log Z where the sum is 1; kept: the rescale of dropout, over the
-  // scale of the value.
+  // has added to them; reference: log Z where the sum is 1; output_scale: the rescale of dropout,
+  // over the scale of the value.
   template <int V>
   __device__ __forceinline__ void store(const AttentionParams& params, const QueryBlock& at,
                                         int half, float sum, float rounding, double reference,
-                                        float kept,
+                                        float output_scale,
                                         const float (&output)[V / kBoxColumns][32]) const {
     const int row = row0 + 8 * half;
     if (row >= params.L) return;
     store_result<V>(params, at, row, 0, sum == 0 ? sum : sum + poison[half], rounding, reference,
-                    kept, [&](int n, int c) { return sum_at(output, half, n, c); });
+                    output_scale, [&](int n, int c) { return sum_at(output, half, n, c); });
   }
 };
 

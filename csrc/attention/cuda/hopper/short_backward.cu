@@ -137,8 +137,8 @@ struct ShortBackward {
       for (int k = 0; k < 4; ++k) {
 #pragma unroll
         for (int box = 0; box < kWidth / kBoxColumns; ++box) {
-          wgmma_turned<R>(sums[box], L::Factors::by_rows(left, 0, block * 4 + k),
-                          Boxes<kChunkRows, kWidth>::by_rows(right, box, block * 4 + k), true);
+          wgmma_transposed<R>(sums[box], L::Factors::by_rows(left, 0, block * 4 + k),
+                              Boxes<kChunkRows, kWidth>::by_rows(right, box, block * 4 + k), true);
         }
       }
       wgmma_commit();
@@ -260,12 +260,12 @@ struct ShortKeys {
 };
 
 // The tiles of a unit, by those who multiply. sums: of grad_phi_q
-//   passed: tiles so far, of all units. meeting: the parity of the next one
+//   passed: tiles so far, of all units. cleaned: the parity of the next one
 template <typename T, int F, int V, bool kCausal, typename Barriers, typename Sums>
 __device__ __forceinline__ void pass_unit(const ShortBackward<T, F, V, kCausal>& block,
                                           const Barriers& barriers, const ShortKeys& of_keys,
                                           const AttentionBackwardParams& params, int bk,
-                                          float key_fit, uint32_t& passed, uint32_t& meeting,
+                                          float key_fit, uint32_t& passed, uint32_t& cleaned,
                                           Sums& sums) {
   using L = ShortBackwardLayout<T, F, V>;
   static_assert(kBackwardStages == 2);
@@ -276,8 +276,8 @@ __device__ __forceinline__ void pass_unit(const ShortBackward<T, F, V, kCausal>&
     const uint32_t at = L::kTiles + stage * L::Tiles::kStage;
     barrier_wait(barriers.full(stage), passed / 2 % 2);
     if ((of_keys.tokens.state[bk] & kUnclean) != 0) {
-      L::Tiles::clean(block.shared + at, barriers.meeting(), meeting);
-      meeting ^= 1;
+      L::Tiles::clean(block.shared + at, barriers.cleaned(), cleaned);
+      cleaned ^= 1;
     }
     barrier_wait(read, stage ^ 1);
     block.pass(tile, block.base + at,
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const ShortKeys of_keys{tokens, rows, logits, gradients, between};
   const int heads = static_cast<int>(params.B * params.key_heads);
   uint32_t passed = 0;                   // tiles
-  uint32_t units_done = 0, meeting = 0;  // parities: of units, and of meetings
+  uint32_t units_done = 0, cleaned = 0;  // parities: of units, and of cleaned tiles
 #pragma unroll 1
   for (int bk = static_cast<int>(blockIdx.x); bk < heads; bk += static_cast<int>(gridDim.x)) {
     if (is_of_other_form<Pairs::kAll>(tokens.state[bk])) continue;
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       typename Block::Sums sums[Block::kBlocks] = {};
       barrier_wait(barriers.item_full(0), units_done);
       units_done ^= 1;
-      pass_unit(block, barriers, of_keys, params, bk, key_fit, passed, meeting, sums);
+      pass_unit(block, barriers, of_keys, params, bk, key_fit, passed, cleaned, sums);
       float numbers[Block::kBlocks][2][2];
       block.load_numbers(numbers);
       const ShortUnit unit = block.own_unit();

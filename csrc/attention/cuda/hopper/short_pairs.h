@@ -4,7 +4,7 @@
 
 #include "attention/cuda/hopper/short_tiles.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
-#include "support/cuda/turned_products.h"
+#include "support/cuda/transposed_products.h"
 
 namespace ikattn::cuda {
 

@@ -10,7 +10,7 @@ namespace ikattn::cuda {
 
 // Where things lie in shared memory, in bytes. Rows are 128 bytes, by boxes as wgmma takes them.
 //   F, V: columns of features and values; slices: of the tokens' dimensions; tiles: of kKeys keys
-struct ShortPlaces {
+struct ShortLayout {
   static constexpr uint32_t kMost = 227 * 1024;
   static constexpr int kMostStages = 5, kFewestStages = 3;
   uint32_t frequencies = 0;  // [slices][number][F rows]  of each 32 frequencies w1, then w2
@@ -24,7 +24,7 @@ struct ShortPlaces {
   uint32_t bytes;
   int stages, tiles;
 
-  __host__ __device__ ShortPlaces(bool is_int8, int F, int V, int slices, int count)
+  __host__ __device__ ShortLayout(bool is_int8, int F, int V, int slices, int count)
       : tiles(count) {
     const uint32_t of_columns = static_cast<uint32_t>(tiles * kKeys * (is_int8 ? 2 : 4));
     const uint32_t stage = static_cast<uint32_t>(kKeys * 2 * V);
@@ -43,12 +43,12 @@ struct ShortPlaces {
   bool fits() const { return stages == tiles || stages >= kFewestStages; }
 
   // Barriers: the keys' features are there; where all meet; a stage's tile is there, and is read.
-  __device__ __forceinline__ uint32_t keys_there() const { return ones + 32; }
-  __device__ __forceinline__ uint32_t meeting() const { return ones + 40; }
+  __device__ __forceinline__ uint32_t keys_made() const { return ones + 32; }
+  __device__ __forceinline__ uint32_t cleaned() const { return ones + 40; }
   __device__ __forceinline__ uint32_t full(int stage) const { return ones + 48 + 8 * stage; }
   __device__ __forceinline__ uint32_t read(int stage) const { return ones + 88 + 8 * stage; }
 };
-static_assert(48 + 2 * 8 * ShortPlaces::kMostStages == 128);
+static_assert(48 + 2 * 8 * ShortLayout::kMostStages == 128);
 
 namespace {
 
@@ -174,51 +174,51 @@ class ShortValues {
  public:
   using Tile = Boxes<kKeys, V>;
 
-  // Begins with the items first, first + shares, .. below end.
-  __device__ __forceinline__ ShortValues(const AttentionParams& params, const ShortPlaces& places,
+  // InitialSums with the items first, first + shares, .. below end.
+  __device__ __forceinline__ ShortValues(const AttentionParams& params, const ShortLayout& layout,
                                          Shared<unsigned char> shared, const RowMap& map,
                                          bool is_unclean, int first, int shares, int end)
       : params_(params),
-        places_(places),
+        layout_(layout),
         shared_(shared),
         base_(shared_address(shared)),
         map_(map),
         step_(shares),
         end_(end),
-        is_unclean_(is_unclean && places.is_ring()),
+        is_unclean_(is_unclean && layout.is_ring()),
         item_(first - shares) {}
 
   // Makes the barriers and begins the first copies. By one thread.
   __device__ __forceinline__ void begin() {
-    barrier_init(base_ + places_.keys_there(), kProductThreads);
-    barrier_init(base_ + places_.meeting(), kProductThreads);
-    for (int stage = 0; stage < places_.stages; ++stage) {
-      barrier_init(base_ + places_.full(stage), 1);
-      barrier_init(base_ + places_.read(stage), kProductThreads / 32);
+    barrier_init(base_ + layout_.keys_made(), kProductThreads);
+    barrier_init(base_ + layout_.cleaned(), kProductThreads);
+    for (int stage = 0; stage < layout_.stages; ++stage) {
+      barrier_init(base_ + layout_.full(stage), 1);
+      barrier_init(base_ + layout_.read(stage), kProductThreads / 32);
     }
     fence_barriers();
-    for (int stage = 0; stage < places_.stages; ++stage) {
-      copy(stage, places_.is_ring() ? next_tile() : stage);
+    for (int stage = 0; stage < layout_.stages; ++stage) {
+      copy(stage, layout_.is_ring() ? next_tile() : stage);
     }
   }
   // Where the next tile of an item is, which is waited for.
   __device__ __forceinline__ uint32_t next() {
-    const uint32_t place = places_.values + index_ * Tile::kBytes;
-    barrier_wait(base_ + places_.full(index_), parity_);
+    const uint32_t place = layout_.values + index_ * Tile::kBytes;
+    barrier_wait(base_ + layout_.full(index_), parity_);
     if (is_unclean_) {
       clean_values<T, kKeys * V, kProductThreads>(shared_ + place);
       fence_async();
-      barrier_arrive(base_ + places_.meeting());
-      barrier_wait(base_ + places_.meeting(), meeting_);
-      meeting_ ^= 1;
+      barrier_arrive(base_ + layout_.cleaned());
+      barrier_wait(base_ + layout_.cleaned(), cleaned_parity_);
+      cleaned_parity_ ^= 1;
     }
     advance(index_, parity_);
     return base_ + place;
   }
   // The products have read the oldest tile.
   __device__ __forceinline__ void release() {
-    if (!places_.is_ring()) return;
-    const uint32_t read = base_ + places_.read(released_);
+    if (!layout_.is_ring()) return;
+    const uint32_t read = base_ + layout_.read(released_);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(read);
     if (threadIdx.x == 0) {
@@ -234,28 +234,28 @@ class ShortValues {
   // Makes zero of all values that are not finite, where no tile is copied again. All multiplying
   // threads call it.
   __device__ __forceinline__ void clean_all() const {
-    for (int stage = 0; stage < places_.stages; ++stage) {
-      barrier_wait(base_ + places_.full(stage), 0);
+    for (int stage = 0; stage < layout_.stages; ++stage) {
+      barrier_wait(base_ + layout_.full(stage), 0);
       clean_values<T, kKeys * V, kProductThreads>(shared_ +
-                                                  (places_.values + stage * Tile::kBytes));
+                                                  (layout_.values + stage * Tile::kBytes));
     }
   }
   // Waits for tiles that no query needed, too: a block may not end before its copies.
   __device__ __forceinline__ void finish() const {
-    for (int stage = 0; !places_.is_ring() && stage < places_.stages; ++stage) {
-      barrier_wait(base_ + places_.full(stage), 0);
+    for (int stage = 0; !layout_.is_ring() && stage < layout_.stages; ++stage) {
+      barrier_wait(base_ + layout_.full(stage), 0);
     }
   }
   // Ends an item: values that stay are taken from the first on again.
   __device__ __forceinline__ void end_item() {
-    if (!places_.is_ring()) index_ = 0;
+    if (!layout_.is_ring()) index_ = 0;
   }
 
  private:
   __device__ __forceinline__ void advance(int& index, uint32_t& parity) const {
-    if (++index < places_.stages) return;
+    if (++index < layout_.stages) return;
     index = 0;
-    if (places_.is_ring()) parity ^= 1;
+    if (layout_.is_ring()) parity ^= 1;
   }
   // The tile to be copied next, -1 after the last.
   __device__ __forceinline__ int next_tile() {
@@ -272,13 +272,13 @@ class ShortValues {
     if (tile < 0) return;
     const ShortHead of(params_, step_);
     const int group = static_cast<int>(params_.key_heads) / static_cast<int>(params_.G);
-    barrier_arrive(base_ + places_.full(stage), Tile::kBytes);
-    Tile::copy(base_ + places_.values + stage * Tile::kBytes, map_, of.b, of.key_head / group,
-               tile * kKeys, base_ + places_.full(stage));
+    barrier_arrive(base_ + layout_.full(stage), Tile::kBytes);
+    Tile::copy(base_ + layout_.values + stage * Tile::kBytes, map_, of.b, of.key_head / group,
+               tile * kKeys, base_ + layout_.full(stage));
   }
 
   const AttentionParams& params_;
-  const ShortPlaces& places_;
+  const ShortLayout& layout_;
   Shared<unsigned char> shared_;
   uint32_t base_;
   const RowMap& map_;
@@ -286,7 +286,7 @@ class ShortValues {
   bool is_unclean_;
   int item_, tile_ = 0, tiles_ = 0;  // of the copies
   int index_ = 0, released_ = 0;
-  uint32_t parity_ = 0, released_parity_ = 0, meeting_ = 0;
+  uint32_t parity_ = 0, released_parity_ = 0, cleaned_parity_ = 0;
 };
 
 }  // namespace

@@ -2,7 +2,7 @@
 #include "attention/cuda/linear/gradients.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/feature_source.h"
-#include "attention/cuda/tensor_cores/begins.h"
+#include "attention/cuda/tensor_cores/initial_sums.h"
 #include "attention/cuda/tensor_cores/rows.h"
 
 namespace ikattn::cuda {
@@ -276,7 +276,7 @@ LinearTokens added_queries(const AttentionParams& params, const FoldedTokens& to
 const char* key_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                           const FoldedTokens& tokens, const LinearTokens& keys,
                           const LinearRows& own, const LinearSums& of_queries, const float* logits,
-                          const FoldedGradients& gradients, GradientBegins& begins) {
+                          const FoldedGradients& gradients, InitialGradients& initial) {
   const GradientSide side = {.tokens = keys,
                              .rows = keys.rows,
                              .scales = tokens.scales,
@@ -297,7 +297,7 @@ const char* key_gradients(const AttentionBackwardParams& params, const DeviceExe
     float* value = executor.take<float>(params.B * params.key_heads * params.S * kMomentColumns);
     products.output = contiguous(value, params.key_heads, params.S, kMomentColumns);
     products.columns = kMomentColumns;
-    begins.value = value;
+    initial.value = value;
   }
   products.units = own.gradient_units;
   products.logits = logits;
@@ -308,7 +308,7 @@ const char* key_gradients(const AttentionBackwardParams& params, const DeviceExe
 
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
-                            const FoldedGradients& gradients, GradientBegins& begins) {
+                            const FoldedGradients& gradients, InitialGradients& initial) {
   const Stream stream = executor.stream;
   LinearTokens keys = keys_of(params, tokens, Pass::kBackward);
   LinearSums of_keys;
@@ -322,8 +322,8 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   if (params.is_causal) {
     error = find_quadratic_blocks(params, executor, of_keys, share, nullptr, tokens);
     if (error != nullptr) return error;
-    begins.chunk = keys.prefixes.tokens;
-    begins.most = keys.prefixes.count;
+    initial.chunk = keys.prefixes.tokens;
+    initial.most = keys.prefixes.count;
   }
   const LinearRows own(params, executor, rows.weighted_bound);
   tokens.quadratic_heads = own.quadratic_heads;
@@ -353,7 +353,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   } else {
     leave_out_heads(own, keys);
   }
-  return key_gradients(params, executor, tokens, keys, own, of_queries, logits, gradients, begins);
+  return key_gradients(params, executor, tokens, keys, own, of_queries, logits, gradients, initial);
 }
 
 }  // namespace ikattn::cuda

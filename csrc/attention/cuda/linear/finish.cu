@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   if (at.is_twice) gram[at.b * F + at.a] += share;
 }
 
-// The Gram matrix as two numbers of Half each; a block has that of a prefix of a key head.
+// Splits the Gram matrix into two operands of Half; a block takes a prefix of a key head.
 __global__ void __launch_bounds__(kHeadThreads, 1)
     round_gram_kernel(LinearTokens tokens, int F, TokenParts parts, LinearSums sums) {
   IKATTN_SHARED(float, maxima, kHeadThreads / 32);

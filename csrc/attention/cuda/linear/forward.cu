@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   __syncthreads();
 
   float weights[2][2] = {}, squares[2][2] = {};
-  const FragmentPlaces places = FragmentPlaces::of_columns(base, 2 * F);
+  const FragmentAddresses places = FragmentAddresses::of_columns(base, 2 * F);
 #pragma unroll
   for (int k = 0; k < F / 16; ++k) {
     float products[2][2][4] = {};
@@ -159,7 +159,7 @@ const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExe
 }
 
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           FoldedTokens& tokens, Begins& begins) {
+                           FoldedTokens& tokens, InitialSums& initial) {
   LinearSums keys;
   TableMemory memory;
   if (const char* error = sum_tokens(params, executor, keys_of(params, tokens, Pass::kForward),
@@ -186,7 +186,7 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
     products.columns = width;
     products.goes_on = true;
     products.in_row_units = params.value.type != ElementType::kBFloat16;
-    begins = {output, sums, keys.prefixes.tokens, keys.prefixes.count};
+    initial = {output, sums, keys.prefixes.tokens, keys.prefixes.count};
   }
   return entry_products(params, products, executor.stream);
 }

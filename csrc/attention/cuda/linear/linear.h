@@ -59,7 +59,7 @@ inline float share_of_mean(const AttentionParams& params) {
   return params.value.type == ElementType::kBFloat16 ? 0.0625f : 0.25f;
 }
 
-// A number of Half, twice.
+// Packs a number of Half twice.
 inline uint32_t twice_half(float x) {
   const uint32_t bits = to_half(x).bits;
   return bits | bits << 16;
@@ -144,7 +144,7 @@ struct LinearHead {
 struct LinearSums {
   Half* moments;   // [B, key_heads, P, slices, pairs, 256, 64]; nullptr: not wanted
   Half* squares;   // [B, key_heads, P, 16 count, 16 count, 64]  of all a and b; nullptr likewise
-  Half* gram;      // [B, key_heads, P, 2, columns, columns]  two numbers for each
+  Half* gram;      // [B, key_heads, P, 2, columns, columns]  two split operands
   float* centers;  // [B, key_heads, P, slices * 64]  m; where there are no means, the sum of rows
   LinearHead* heads;  // [B, key_heads, P]
   Prefixes prefixes;
@@ -187,19 +187,19 @@ const char* entry_products(const AttentionParams& params, const EntryProducts& p
 
 struct FoldedRows;
 
-struct Begins;
-struct GradientBegins;
+struct InitialSums;
+struct InitialGradients;
 
 // The backward of heads that can do without pairs. Sets tokens.quadratic_heads, and leaves the
-// others to the kernels of pairs; of causal calls the pairs of chunks, too, from `begins` on.
+// others to the kernels of pairs; of causal calls the pairs of chunks, too, from `initial` on.
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
-                            const FoldedGradients& gradients, GradientBegins& begins);
+                            const FoldedGradients& gradients, InitialGradients& initial);
 
 // The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs; of
-// causal calls the others, too, from `begins` on.
+// causal calls the others, too, from `initial` on.
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           FoldedTokens& tokens, Begins& begins);
+                           FoldedTokens& tokens, InitialSums& initial);
 
 namespace {
 

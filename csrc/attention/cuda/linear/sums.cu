@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int feature_row = lane % 8 + lane / 16 * 8, feature_half = lane / 8 % 2;
   const uint32_t place_a = swizzled(feature_row, 4 * own + feature_half, kRowBytes);
   const uint32_t place_b = swizzled(feature_row, 4 * own + 2 + feature_half, kRowBytes);
-  const FragmentPlaces places = FragmentPlaces::of_rows(kMomentTile, kRowBytes);
+  const FragmentAddresses places = FragmentAddresses::of_rows(kMomentTile, kRowBytes);
   float sums[kEntryRows][kMomentColumns / 8][4] = {};
   for (int tile = 0; tile < kMomentStages - 1; ++tile) copy(tile);
   for (int tile = 0; tile < tiles; ++tile) {

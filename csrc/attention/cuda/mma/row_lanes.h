@@ -232,7 +232,7 @@ __device__ __forceinline__ void add_row(const T (&x)[8], bool is_half, double& s
 #pragma unroll
   for (int i = 0; i < 8; ++i) not_finite += x[i] * T(0);
 }
-// x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less.
+// x^p, 0 <= x <= 1. Numbers of 16 bits in float32, and weights that follow, hold less.
 __device__ __forceinline__ double power_of_element(double x, double p, bool is_half) {
   return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))
                  : pow(x, p);

@@ -1,6 +1,6 @@
-// Products of matrices on tensor cores, nearly as exact as float32: a factor is one or two numbers
-// of TF32, of 11 bits each. Operands lie in shared memory in slices of 64 columns, as float32 or in
-// 16 bits, which one number of TF32 holds.
+// Products of matrices on tensor cores, nearly as exact as float32: a factor is one or two splits
+// of TF32 (1xTF32, 3xTF32), of 11 bits each. Operands lie in shared memory in slices of 64 columns,
+// as float32 or in 16 bits, which one number of TF32 holds.
 #pragma once
 
 #include "attention/cuda/mma/fragments.h"
@@ -31,14 +31,15 @@ __device__ __forceinline__ Block block_of(const float (&sums)[2][4]) {
   return block;
 }
 
-// TF32 numbers that an element is taken for.
+// Number of TF32 splits of an element.
 template <typename T>
-constexpr int kTf32Parts = sizeof(T) == 2 ? 1 : 2;
+constexpr int kTf32Splits = sizeof(T) == 2 ? 1 : 2;
 
-// A block as kParts TF32 numbers each: what one does not hold is cut off, or the next part.
-template <int kParts>
+// A block as kSplits splits of TF32 for each element: the remainder of one is cut off, or the next
+// split.
+template <int kSplits>
 struct Tf32Block {
-  uint32_t part[kParts][4][2];
+  uint32_t part[kSplits][4][2];
 
   Tf32Block() = default;
   __device__ __forceinline__ explicit Tf32Block(const Block& block) {
@@ -46,9 +47,9 @@ struct Tf32Block {
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float x = block.element[i][c], leading = kParts > 1 ? tf32_part(x) : x;
+        const float x = block.element[i][c], leading = kSplits > 1 ? tf32_part(x) : x;
         part[0][i][c] = __float_as_uint(leading);
-        if constexpr (kParts > 1) part[1][i][c] = __float_as_uint(x - leading);
+        if constexpr (kSplits > 1) part[1][i][c] = __float_as_uint(x - leading);
       }
     }
   }
@@ -93,8 +94,8 @@ struct Slice {
   __device__ static __forceinline__ uint32_t place(uint32_t row, uint32_t chunk) {
     return kIsFloat ? row * kRowBytes + chunk * 16 : swizzled(row, chunk, kRowBytes);
   }
-  // Begins to copy kRows rows, from row0 of the slice on, that lie at multiples of 16 bytes; zeros
-  // from the `count`-th row and the `columns`-th column on.
+  // InitialSums to copy kRows rows, from row0 of the slice on, that lie at multiples of 16 bytes;
+  // zeros from the `count`-th row and the `columns`-th column on.
   template <int kRows>
   __device__ __forceinline__ void begin(int row0, const T* rows, int64_t stride, int64_t columns,
                                         int64_t count) const {
@@ -120,7 +121,7 @@ struct Slice {
     }
   }
 
-  // Begins to copy rows of two sources side by side, 32 columns of each.
+  // InitialSums to copy rows of two sources side by side, 32 columns of each.
   template <int kRows>
   __device__ __forceinline__ void begin_halves(const T* left, const T* right, int64_t stride,
                                                int64_t count) const {

@@ -95,7 +95,7 @@ struct FoldedTokens {
   // [B, H, blocks of kLinearQueries]  which of them take quadratic time all the same; nullptr: all
   const uint32_t* quadratic_blocks;
   const uint32_t* quadratic_heads;  // [B, key_heads]  of the backward, likewise
-  unsigned* items_taken;            // [2]  of kernels whose blocks take items, 0 at first
+  unsigned* item_counters;          // [2]  of kernels whose blocks take items, 0 at first
   const uint32_t* value_bounds;     // [B, key_heads]  bits of max |V_j| of keys that are not hidden
   Int8Features int8;
   GeneralScales general;

@@ -7,8 +7,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Two floats as sums of two numbers of Half each: exact where the floats are of 23 bits and lie in
-// the range of Half.
+// Splits two floats into two operands of Half each: exact where the floats are of 23 bits and lie
+// in the range of Half.
 __device__ __forceinline__ void split_two(float first, float second, uint32_t& high,
                                           uint32_t& low) {
   high = pack_f16x2(first, second);
@@ -16,24 +16,24 @@ __device__ __forceinline__ void split_two(float first, float second, uint32_t& h
   low = pack_f16x2(first - rounded.x, second - rounded.y);
 }
 
-// FragmentPlaces in one register: of those of a row the first four differ in two bits. Tiles begin
-// at multiples of 128 bytes.
-class SplitPlaces {
+// FragmentAddresses in one register: of those of a row the first four differ in two bits. Tiles
+// begin at multiples of 128 bytes.
+class SplitAddresses {
  public:
   // Returns the places of left operands, and of right ones that lie [inner][column].
-  __device__ static __forceinline__ SplitPlaces of_rows(uint32_t start, uint32_t row_bytes) {
+  __device__ static __forceinline__ SplitAddresses of_rows(uint32_t start, uint32_t row_bytes) {
     const uint32_t lane = threadIdx.x % 32;
-    return SplitPlaces(start + swizzled(lane % 16, lane / 16, row_bytes));
+    return SplitAddresses(start + swizzled(lane % 16, lane / 16, row_bytes));
   }
   // Returns the places of right operands that lie [column][inner].
-  __device__ static __forceinline__ SplitPlaces of_columns(uint32_t start, uint32_t row_bytes) {
+  __device__ static __forceinline__ SplitAddresses of_columns(uint32_t start, uint32_t row_bytes) {
     const uint32_t lane = threadIdx.x % 32;
-    return SplitPlaces(start + swizzled(lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes));
+    return SplitAddresses(start + swizzled(lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes));
   }
   // Returns the places so many bytes further on, a multiple of 128. They are computed anew where
   // they are asked for: no register holds the difference.
-  __device__ __forceinline__ SplitPlaces behind(uint32_t bytes) const {
-    return SplitPlaces(unknown_to_compiler(place_ + bytes));
+  __device__ __forceinline__ SplitAddresses behind(uint32_t bytes) const {
+    return SplitAddresses(unknown_to_compiler(place_ + bytes));
   }
   // Returns the place of the k-th sixteen columns.
   __device__ __forceinline__ uint32_t at(int k) const {
@@ -41,7 +41,7 @@ class SplitPlaces {
   }
 
  private:
-  __device__ __forceinline__ explicit SplitPlaces(uint32_t place) : place_(place) {}
+  __device__ __forceinline__ explicit SplitAddresses(uint32_t place) : place_(place) {}
   uint32_t place_;
 };
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void mma_split(float (&small)[4], float (&large)[4],
 // [column][inner], its low part `distance` bytes behind.
 template <int kCount, typename Left>
 __device__ __forceinline__ void multiply_split_columns(float (&sums)[2][4], const Left& left,
-                                                       const SplitPlaces& right,
+                                                       const SplitAddresses& right,
                                                        uint32_t distance) {
   float small[2][4] = {};
 #pragma unroll
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply_split_columns(float (&sums)[2][4], cons
 template <int kColumnTiles>
 __device__ __forceinline__ void add_split_rows(float (&sums)[kColumnTiles][4],
                                                const float (&ratios)[2], const SplitFragment& left,
-                                               const SplitPlaces& right, uint32_t distance) {
+                                               const SplitAddresses& right, uint32_t distance) {
 #pragma unroll
   for (int n = 0; n < kColumnTiles; n += 2) {
     if (n % 4 == 0) __syncwarp();  // or all columns would be loaded first, and registers spill
@@ -179,7 +179,7 @@ class RowFits {
   float fits_[2] = {0x1p126f, 0x1p126f};  // what is smaller than all that fits is small enough
 };
 
-// Begins to copy kRows rows, of kWidth columns, of both parts; zeros from the `count`-th on. A
+// InitialSums to copy kRows rows, of kWidth columns, of both parts; zeros from the `count`-th on. A
 // thread has one piece of every kRowStep-th row.
 template <int kRows, int kWidth>
 __device__ __forceinline__ void copy_split(uint32_t base, const Half* high, const Half* low,
@@ -199,7 +199,7 @@ __device__ __forceinline__ void copy_split(uint32_t base, const Half* high, cons
   }
 }
 
-// Begins to copy numbers of kTokens tokens, from the first of each array on.
+// InitialSums to copy numbers of kTokens tokens, from the first of each array on.
 template <int kTokens, int kCount>
 __device__ __forceinline__ void copy_token_numbers(uint32_t base,
                                                    const float* const (&arrays)[kCount]) {

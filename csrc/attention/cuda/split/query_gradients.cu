@@ -52,9 +52,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     tiles.copy(0, shared_address(shared));
   }
   const QueryPair own(tokens, rows, at.bh * padded_tokens(params.L) + warp_row + g);
-  const SplitPlaces score_places = SplitPlaces::of_columns(0, 2 * F);
-  const SplitPlaces value_places = SplitPlaces::of_columns(L::kValue, 2 * V);
-  const SplitPlaces key_places = SplitPlaces::of_rows(0, 2 * F);
+  const SplitAddresses score_places = SplitAddresses::of_columns(0, 2 * F);
+  const SplitAddresses value_places = SplitAddresses::of_columns(L::kValue, 2 * V);
+  const SplitAddresses key_places = SplitAddresses::of_rows(0, 2 * F);
 
   // 2. Tile by tile: scores s and products x = dO V^T, from both ds, sums += ds phi_k.
   float sums[F / 8][4] = {};
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                      value_places.behind(base + chunk * (16 * 2 * V)),
                                      L::kValueLow);
       const SplitKeyColumns keys = KeyTiles<F, V>::columns_of(stage, chunk);
-      const PairPlaces<kPairs> pairs(params, visible, at.bh, at.i0, j0, warp * 16, chunk * 16);
+      const FragmentPairs<kPairs> pairs(params, visible, at.bh, at.i0, j0, warp * 16, chunk * 16);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll

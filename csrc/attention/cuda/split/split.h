@@ -2,7 +2,7 @@
 // two is three of the 16-bit rate. split/README.md says which file does what.
 //
 // A row of an operand is multiplied with a power of two of its own, its unit's inverse, so that its
-// largest number is near Half's largest: two numbers then hold 23 bits of it, down to 2^-40 of the
+// largest number is near Half's largest: two splits then hold 23 bits of it, down to 2^-40 of the
 // largest. What becomes of pairs in registers is split in the same way (RowFits).
 #pragma once
 

@@ -42,10 +42,11 @@ struct QueryRows {
     }
   }
   // Scores of 16 keys, and x, dP - delta, or dP under dropout, become factors of grad_phi_q.
-  //   kept: the rescale of dropout
+  //   dropout_scale: the rescale of dropout
   __device__ __forceinline__ Fragment products_of(float (&s)[2][4], const float (&x)[2][4],
-                                                  const PairPlaces<kPairs>& at,
-                                                  const KeyColumns& keys, float kept) const {
+                                                  const FragmentPairs<kPairs>& at,
+                                                  const KeyColumns& keys,
+                                                  float dropout_scale) const {
     Fragment products;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -53,7 +54,7 @@ struct QueryRows {
       for (int c = 0; c < 4; ++c) {
         float product = x[n][c];
         if constexpr (kDrops<kPairs>) {
-          product = (at.drops(n, c) ? 0 : product * kept) - delta[c / 2];
+          product = (at.drops(n, c) ? 0 : product * dropout_scale) - delta[c / 2];
         }
         // A hidden key's score is 0 where it is folded, and its value may be anything.
         const float score = s[n][c];
@@ -129,11 +130,11 @@ struct KeyRows {
   }
   // Scores of 16 queries, and x, dP - delta, or dP under dropout, become factors of grad_value and
   // of grad_phi_k.
-  //   norm: 1 / (4M); kept: the rescale of dropout
+  //   norm: 1 / (4M); dropout_scale: the rescale of dropout
   __device__ __forceinline__ void meet(float (&s)[2][4], float (&x)[2][4],
-                                       const PairPlaces<kPairs, true>& at,
+                                       const FragmentPairs<kPairs, true>& at,
                                        const QueryColumns& queries, float norm, float eps,
-                                       float kept, Fragment& weights, Fragment& products) {
+                                       float dropout_scale, Fragment& weights, Fragment& products) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       float weight[4];
@@ -142,7 +143,7 @@ struct KeyRows {
         float score = s[n][c];
         const bool dropped = at.drops(n, c);
         if constexpr (kDrops<kPairs>) {
-          x[n][c] = (dropped ? 0 : x[n][c] * kept) - queries.delta[n][c % 2];
+          x[n][c] = (dropped ? 0 : x[n][c] * dropout_scale) - queries.delta[n][c % 2];
         }
         float similarity, inverse;  // the weight is their product
         if constexpr (kPairs == Pairs::kGeneral) {

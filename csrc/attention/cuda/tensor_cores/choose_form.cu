@@ -155,14 +155,14 @@ KeyForms take_forms(const AttentionParams& params, const DeviceExecutor& executo
       .magnitudes = has_integers ? executor.take<BFloat16>(key_heads * padded) : nullptr,
       .largest = executor.take<double>(key_heads),
       .state = executor.take<uint32_t>(key_heads),
-      .items_taken = executor.take<unsigned>(2),
+      .item_counters = executor.take<unsigned>(2),
   };
   folded.scales = keys.scales;
   folded.terms = keys.terms;
   folded.lows = keys.lows;
   folded.largest = keys.largest;
   folded.state = keys.state;
-  folded.items_taken = keys.items_taken;
+  folded.item_counters = keys.item_counters;
   const double weight_scale = is_half ? kWeightScale<Half> : kWeightScale<BFloat16>;
   folded.general.square = static_cast<float>(weight_scale / (four_m * four_m));
   folded.general.eps = static_cast<float>(weight_scale * params.eps);

@@ -22,12 +22,12 @@ __device__ __forceinline__ KeyScales key_scales_of(const AttentionParams& params
   const float gradient_units = gradient_scale_of(rows, bk);
   const float units = gradient_units * value_units;
   const float value_bound = __uint_as_float(tokens.value_bounds[bk]) * value_units;
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   KeyScales scales;
   scales.fit = fit_of(2 * __uint_as_float(rows.row_bound[bk]) * value_bound);
   scales.features = 2 / (static_cast<float>(4 * params.M) * scales.fit) / units;
   scales.logit = 1 / kWeightScale<T> / units;
-  scales.value = kept / kWeightScale<T> / gradient_units;
+  scales.value = dropout_scale / kWeightScale<T> / gradient_units;
   return scales;
 }
 

@@ -20,7 +20,7 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
 
 // Sums over the keys before a query's chunk, which causal calls in linear time compute for blocks
 // that are not in tokens.quadratic_blocks: pairs go on from there.
-struct Begins {
+struct InitialSums {
   const float* output = nullptr;  // [B, H, L, padded d_v]  sum of w V; nullptr: there are none
   const float* sums = nullptr;    // [B, H, L]              sum of w
   int chunk = 0, most = 0;        // tokens of a chunk; chunks before a query's, at most
@@ -32,7 +32,7 @@ struct Begins {
 // Output and log Z of the queries in tokens.quadratic_blocks, or their parts; of others that begin
 // with something, too. general_alone: other kernels have the folded form.
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
-                           const Parts& parts, const Begins& begins, bool general_alone);
+                           const Parts& parts, const InitialSums& initial, bool general_alone);
 
 // Computes the forward of wide rows, all of them.
 const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
@@ -72,11 +72,11 @@ __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t
 
 // The results of query i, of V columns of its row from `first` on. weighted(n, c): what the
 // thread's columns have added up to; sum: of weights, NaN where the row is; reference: log Z where
-// it is 1; kept: the rescale of dropout, over the scale of the value.
+// it is 1; output_scale: the rescale of dropout, over the scale of the value.
 template <int V, typename Weighted>
 __device__ __forceinline__ void store_result(const AttentionParams& params, const QueryBlock& at,
                                              int64_t i, int first, float sum, float rounding,
-                                             double reference, float kept,
+                                             double reference, float output_scale,
                                              const Weighted& weighted) {
   if (threadIdx.x % 4 == 0 && first == 0) {
     static_cast<double*>(params.log_normalizer.data)[int64_t{at.bh} * params.L + i] =
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_result(const AttentionParams& params, cons
   const int64_t* stride = params.output.stride;
   const RowPairs pairs(params.output);
   const int64_t to = at.b * stride[0] + at.h * stride[1] + i * stride[2];
-  const float scale = kept / (sum + rounding);
+  const float scale = output_scale / (sum + rounding);
   pairs.store<V>(to, first, params.d_v, [&](int n) {
     return sum == 0 ? make_float2(0, 0)
                     : make_float2(weighted(n, 0) * scale, weighted(n, 1) * scale);
@@ -96,7 +96,8 @@ template <typename T, int V, bool kGeneral, typename Weighted>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
                                           const Parts& parts, int64_t part, const QueryBlock& at,
                                           int64_t i, int first, float sum, float rounding,
-                                          double reference, float kept, const Weighted& weighted) {
+                                          double reference, float output_scale,
+                                          const Weighted& weighted) {
   const int64_t row = int64_t{at.bh} * params.L + i;
   const bool tells = threadIdx.x % 4 == 0 && first == 0;
   if (parts.count > 1) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
     return;
   }
   store_result<V>(params, at, i, first, with_poison(tokens, row, sum), rounding,
-                  reference_of<T, kGeneral>(tokens, at.bk, reference), kept, weighted);
+                  reference_of<T, kGeneral>(tokens, at.bk, reference), output_scale, weighted);
 }
 
 }  // namespace

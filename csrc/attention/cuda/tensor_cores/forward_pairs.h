@@ -69,7 +69,7 @@ struct ForwardRows {
   // what they are relative to changes.
   //   few: of the head, kFew
   template <int kTiles>
-  __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
+  __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const FragmentPairs<kPairs>& at,
                                             const KeyColumns& keys, const GeneralScales& scales,
                                             bool few, float (&output)[kTiles][4]) {
     [[maybe_unused]] float masks[2][4];

@@ -70,24 +70,24 @@ struct FragmentDropout {
   uint32_t dropped = 0;  // bit 4n + c: register c of column tile n
 
   FragmentDropout() = default;
-  // turned: rows are keys.
+  // transposed: rows are keys.
   __device__ __forceinline__ FragmentDropout(const AttentionParams& params, int64_t bh,
-                                             int64_t query, int64_t key, bool turned) {
+                                             int64_t query, int64_t key, bool transposed) {
     if (params.dropout_threshold == 0) return;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const PhiloxBlock bytes =
-        dropout_group(params.dropout, bh, query / 16 * 4 + (turned ? t : g / 2),
-                      key / 16 * 4 + (turned ? g / 2 : t));
+        dropout_group(params.dropout, bh, query / 16 * 4 + (transposed ? t : g / 2),
+                      key / 16 * 4 + (transposed ? g / 2 : t));
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int row = (g & 1) + 2 * (c / 2), column = c % 2 + 2 * n;
         // An index that is known at run time only would take local memory.
-        const uint32_t word = turned         ? bytes.word[column]
+        const uint32_t word = transposed     ? bytes.word[column]
                               : (g & 1) != 0 ? bytes.word[2 * (c / 2) + 1]
                                              : bytes.word[2 * (c / 2)];
-        const uint32_t byte = word >> (8 * (turned ? row : column)) & 0xff;
+        const uint32_t byte = word >> (8 * (transposed ? row : column)) & 0xff;
         dropped |= static_cast<uint32_t>(byte < params.dropout_threshold) << (4 * n + c);
       }
     }
@@ -108,31 +108,31 @@ __device__ __forceinline__ void load_columns(Shared<const float> numbers, int ch
   }
 }
 
-// A thread's pairs of 16 queries and 16 keys. Turned: rows are keys.
-template <Pairs kPairs, bool kTurned = false>
-struct PairPlaces {
+// A thread's pairs of 16 queries and 16 keys. Transposed: rows are keys.
+template <Pairs kPairs, bool kTransposed = false>
+struct FragmentPairs {
   const TileVisibility<kPairs>& visible;
   int row, column;  // of the first pair's query and key, from the tile's first on
   FragmentDropout dropout;
 
   // Takes the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and
   // keys from j0 on.
-  __device__ __forceinline__ PairPlaces(const AttentionParams& params,
-                                        const TileVisibility<kPairs>& which, int64_t bh, int64_t i0,
-                                        int64_t j0, int row0, int column0)
+  __device__ __forceinline__ FragmentPairs(const AttentionParams& params,
+                                           const TileVisibility<kPairs>& which, int64_t bh,
+                                           int64_t i0, int64_t j0, int row0, int column0)
       : visible(which) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    row = row0 + (kTurned ? 2 * t : g);
-    column = column0 + (kTurned ? g : 2 * t);
+    row = row0 + (kTransposed ? 2 * t : g);
+    column = column0 + (kTransposed ? g : 2 * t);
     if constexpr (kDrops<kPairs>) {
-      dropout = FragmentDropout(params, bh, i0 + row0, j0 + column0, kTurned);
+      dropout = FragmentDropout(params, bh, i0 + row0, j0 + column0, kTransposed);
     }
   }
   __device__ __forceinline__ int row_of(int n, int c) const {
-    return row + (kTurned ? n * 8 + c % 2 : 8 * (c / 2));
+    return row + (kTransposed ? n * 8 + c % 2 : 8 * (c / 2));
   }
   __device__ __forceinline__ int column_of(int n, int c) const {
-    return column + (kTurned ? 8 * (c / 2) : n * 8 + c % 2);
+    return column + (kTransposed ? 8 * (c / 2) : n * 8 + c % 2);
   }
   __device__ __forceinline__ bool sees(int n, int c) const {
     return visible(row_of(n, c), column_of(n, c));

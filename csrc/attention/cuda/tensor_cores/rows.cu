@@ -29,8 +29,8 @@ __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams&
                                                   int64_t i, const RowSums& sums) {
   const int64_t padded = padded_tokens(params.L), bk = key_head_of(params, at.bh);
   const bool there = i < params.L;
-  const double kept = dropout_rescale(params.dropout_threshold);
-  const double size = sqrt(sums.square) * kept * gradient_scale_of(rows, bk);
+  const double dropout_scale = dropout_rescale(params.dropout_threshold);
+  const double size = sqrt(sums.square) * dropout_scale * gradient_scale_of(rows, bk);
   const bool general = (tokens.state[bk] & kGeneral) != 0;
   float normalizer = general ? INFINITY : 0.0f, low = 0, fit = 1;
   double bound = 0;

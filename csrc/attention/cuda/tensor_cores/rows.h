@@ -49,24 +49,24 @@ __device__ __forceinline__ float fit_of(float bound) {
 const char* make_folded_rows(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                              const Route& route, const FoldedTokens& tokens, FoldedRows& rows);
 
-struct GradientBegins;
+struct InitialGradients;
 
 // One kernel's blocks own queries, and one's own keys, so that no sum depends on the order in which
 // blocks run.
 
-// grad_phi_q, but of heads that need none of it (tokens.quadratic_heads), and from `begins` on.
+// grad_phi_q, but of heads that need none of it (tokens.quadratic_heads), and from `initial` on.
 // general_alone: other kernels have the folded form.
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                    const FoldedTokens& tokens, const FoldedRows& rows,
-                                   const FeatureGradients& grad_phi_q, const GradientBegins& begins,
-                                   bool general_alone);
+                                   const FeatureGradients& grad_phi_q,
+                                   const InitialGradients& initial, bool general_alone);
 
 // grad_phi_k, grad_value and the gradients of the keys' logits, of which those of `logits` are
 // read; likewise.
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const float* logits, const FoldedGradients& gradients,
-                                 const GradientBegins& begins, bool general_alone);
+                                 const InitialGradients& initial, bool general_alone);
 
 // Computes the gradients of queries of wide rows.
 const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,

@@ -45,10 +45,10 @@ class OwnRows {
         columns_(columns),
         count_(count),
         place_(place),
-        places_(FragmentPlaces::of_rows(place + threadIdx.x / 32 * (16 * 2 * kColumns),
-                                        2 * kColumns)) {}
+        places_(FragmentAddresses::of_rows(place + threadIdx.x / 32 * (16 * 2 * kColumns),
+                                           2 * kColumns)) {}
 
-  // Begins to copy them to shared memory.
+  // InitialSums to copy them to shared memory.
   __device__ __forceinline__ void begin() const {
     if constexpr (!kHolds) {
       const RowCopy<kColumns> copy(stride_, columns_);
@@ -72,7 +72,7 @@ class OwnRows {
   int64_t stride_;
   int columns_, count_;
   uint32_t place_;
-  FragmentPlaces places_;
+  FragmentAddresses places_;
   Fragment held_[kHolds ? kColumns / 16 : 1];
 };
 
@@ -99,7 +99,8 @@ struct KeyCopy {
               threadIdx.x * 4),
         tokens(tokens) {}
 
-  // Begins to copy the next tile into the stage at `base`; `count` keys are left from its first on.
+  // InitialSums to copy the next tile into the stage at `base`; `count` keys are left from its
+  // first on.
   __device__ __forceinline__ void operator()(uint32_t base, int count) {
     key_rows.template begin<kStep>(base, phi_k, count);
     value_rows.template begin<kStep>(base + L::kValues, value, count);

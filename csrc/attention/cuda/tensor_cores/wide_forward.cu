@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll(kRolls ? 1 : 4)
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       const int held = held_at<kRolls>(chunk);
-      const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
+      const FragmentPairs<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
       const Fragment weights[1] = {rows.weigh(s[held], pairs, load_keys<kPairs>(terms, chunk),
                                               scales, (state & kFew) != 0, output[0])};
       rejoin_after<kPairs>();
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   });
 
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
-                     value_scale_of(tokens, value_head_of(params, at.b, at.h));
+  const float output_scale = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                             value_scale_of(tokens, value_head_of(params, at.b, at.h));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_lanes<4>(rows.sums[half]);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     if (i >= params.L) continue;
     store_row<T, kSlice, kPairs == Pairs::kGeneral>(
         params, tokens, parts, part, at, i, own_slice * kSlice, sum, rounding, rows.reference(half),
-        kept, [&](int n, int c) { return output[0][n][2 * half + c]; });
+        output_scale, [&](int n, int c) { return output[0][n][2 * half + c]; });
   }
 }
 

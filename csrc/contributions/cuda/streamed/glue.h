@@ -66,8 +66,8 @@ inline at::Tensor operand_rows(at::Tensor rows) {
   return is_aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
-// Rows of float32 as two numbers of Half each, over a power of two that makes the largest of a row
-// Half's largest. Products leave out what is small times small.
+// Splits rows of float32 into two operands of Half, over a power of two that makes the largest of a
+// row Half's largest. Products leave out what is small times small.
 inline StreamedOperand split_operand(const at::Tensor& x, bool is_key) {
   const at::Tensor largest = x.abs().amax({-1}, true);
   const at::Tensor exponent = std::get<1>(at::frexp(largest)).to(at::kFloat).clamp_min(-100);

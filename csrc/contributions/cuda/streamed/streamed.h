@@ -41,7 +41,7 @@ struct StreamedParams {
   float farthest_offset = INFINITY;
 
   // Fields of the pairs alone.
-  bool is_split = false;  // weights and factors are two numbers of Half each, else one
+  bool is_split = false;  // weights and factors are split into two operands of Half, else one
   int variants = 0;
   const uint32_t* fragments[3] = {};  // as factor_fragments() makes them
   const float* units[3] = {};         // [B, S]

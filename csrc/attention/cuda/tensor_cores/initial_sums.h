@@ -10,7 +10,7 @@ namespace ikattn::cuda {
 // the gradients of their features so far where the results will be, and so have keys, with those of
 // their logits. The first chunks of a head's keys go by pairs, as many as tokens.quadratic_heads
 // says.
-struct GradientBegins {
+struct InitialGradients {
   int chunk = 0, most = 0;       // tokens of a chunk, 0: there are none; chunks that go on, at most
   const float* value = nullptr;  // [B, key_heads, S, 64]  gradients; nullptr: not wanted
 
@@ -49,9 +49,9 @@ __device__ __forceinline__ bool is_quadratic(const AttentionParams& params,
 // Calls put(n, c, x) for the thread's columns of a row of gradients of features so far, in units of
 // `scale`; 0: the row is zero.
 template <int F, typename Put>
-__device__ __forceinline__ void for_feature_begins(const FeatureGradients& so_far, int64_t heads,
-                                                   int64_t bh, int64_t N, int64_t token,
-                                                   float scale, const Put& put) {
+__device__ __forceinline__ void for_initial_features(const FeatureGradients& so_far, int64_t heads,
+                                                     int64_t bh, int64_t N, int64_t token,
+                                                     float scale, const Put& put) {
   if (token >= N || scale == 0) return;
   const float unit = so_far.scales[scale_place(0, heads, bh, N) + token] / scale;
   const Half* row = so_far.rows + (bh * N + token) * F;
