@@ -1,5 +1,5 @@
 // The form that a key head takes, and numbers that the form needs of each of its keys
-// (tensor_cores/choose_form.cu).
+// (tensor_cores/fold_tokens.cu).
 #pragma once
 
 #include "attention/cuda/operands/math.h"
@@ -14,20 +14,12 @@ struct FoldScales {
   double most_spread;  // in nats, what it bears
 };
 
-// Results of choosing the form, for every key and every head; see FoldedTokens.
-struct FoldedKeys {
-  float *scales, *terms, *lows;
-  BFloat16* magnitudes;  // nullptr: not wanted
-  double* largest;
-  uint32_t* state;
-  unsigned* item_counters;
-};
-
 // Logits from which the form of heads follows, and results of the choice.
 struct KeyForms {
   SplitLogits<float> logits;
   FoldScales scales;
-  FoldedKeys keys;
+  HeadForms keys;
+  BFloat16* magnitudes;  // Int8Features::magnitudes; nullptr: not wanted
   ValueBounds bounds;
 };
 
@@ -62,9 +54,9 @@ __device__ __forceinline__ FoldedKey fold_key(const AttentionParams& params, con
   const bool hidden = high == -INFINITY;
   const float logit = hidden ? -INFINITY : (high - reference_high) + (low - reference_low);
   const float e = hidden ? 0.0f : expf(logit);
-  const FoldedKeys& keys = forms.keys;
+  const HeadForms& keys = forms.keys;
   keys.terms[to] = !general ? forms.scales.scaled_eps * e : hidden ? -INFINITY : high;
-  if (keys.magnitudes != nullptr) keys.magnitudes[to] = to_bfloat16(e);
+  if (forms.magnitudes != nullptr) forms.magnitudes[to] = to_bfloat16(e);
   const float factor = hidden ? 0.0f : general ? 1.0f : forms.scales.c * sqrtf(e);
   const float scale = logit == logit ? factor : 0.0f;
   keys.lows[to] = !general ? scale : hidden ? 0.0f : low;

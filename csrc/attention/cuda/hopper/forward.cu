@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
     copy_forward<L, kKeys, kPairs>(params, tokens, items, maps, barriers, numbers, base,
-                                   tokens.terms);
+                                   tokens.forms.terms);
     return;
   }
   take_registers<kProductRegisters>();
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 4. Rows of the result.
     const float output_scale = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
-    const double reference = rows.largest - static_cast<double>(tokens.log_scale);
+    const double reference = rows.largest - static_cast<double>(tokens.forms.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_lanes<4>(sums[half]);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const Items items(tokens.item_counters,
+    const Items items(tokens.forms.item_counters,
                       params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     ForwardMaps maps;
     const char* error = map_forward<F, kKeys>(maps, params, tokens, tokens.phi_q, tokens.phi_k);

@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     sums_are_there(sums);
 
     // 4. Rows of the result.
-    const double reference = rows.largest - static_cast<double>(tokens.log_scale);
+    const double reference = rows.largest - static_cast<double>(tokens.forms.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows.template store<V>(params, at, half, sums[2 * half], 0, reference, 1, output);
@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 template <int V>
 const char* queue_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                const FoldedTokens& tokens) {
-  const Items items(tokens.item_counters, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+  const Items items(tokens.forms.item_counters,
+                    params.B * params.H * ceil_div(params.L, kWarpgroupRows));
   ForwardMaps maps;
   const char* error =
       map_forward<kWords, kKeys>(maps, params, tokens, tokens.int8.phi_q, tokens.int8.phi_k);

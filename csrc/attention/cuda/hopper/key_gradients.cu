@@ -60,7 +60,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
   copy_items(
       barriers, items, numbers, L::kOwn, L::kStage + L::kRowNumbers * 4,
       [&](int index) {
-        return tokens.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk];
+        return tokens.forms.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk];
       },
       [&](int index, int place, uint32_t barrier) {
         const KeyBlock at(params, kWarpgroupRows, is_causal, index);
@@ -250,7 +250,7 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
                                 const FoldedGradients& gradients) {
   constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
-  const Items items(tokens.item_counters + 1,
+  const Items items(tokens.forms.item_counters + 1,
                     params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
   PairMaps maps = {};
   const void* keys = tokens.phi_k;

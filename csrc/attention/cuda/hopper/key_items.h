@@ -30,13 +30,13 @@ struct KeyNumbers {
       const int j = first + 8 * half;
       const bool there = j < params.S;
       // sqrt(K e_j), with which the score is bounded.
-      const float scale = there ? tokens.scales[bk * params.S + j] : 0.0f;
+      const float scale = there ? tokens.forms.scales[bk * params.S + j] : 0.0f;
       numbers.fit[half] = scale * fit;
       numbers.of_integer[half] = scale * (4.0f / (Int8Features::kLargest * Int8Features::kLargest));
       if (kMarks && there && logits[bk * params.S + j] == minus_infinity<float>()) {
         numbers.fit[half] = -0.0f;
       }
-      numbers.terms[half] = there ? tokens.terms[bk * padded_tokens(params.S) + j] : 0.0f;
+      numbers.terms[half] = there ? tokens.forms.terms[bk * padded_tokens(params.S) + j] : 0.0f;
     }
     return numbers;
   }

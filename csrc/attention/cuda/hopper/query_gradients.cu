@@ -186,7 +186,7 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                                       const DeviceExecutor& executor, const FoldedTokens& tokens,
                                       const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const Items items(tokens.item_counters,
+    const Items items(tokens.forms.item_counters,
                       params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     QueryMaps maps = {};
     const char* error =

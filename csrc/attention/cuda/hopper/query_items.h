@@ -22,7 +22,7 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
   int bk = 0, batch = 0, value_head = 0;  // of the item
   copy_items(
       barriers, items, numbers, bytes, L::Tiles::kStage + number_bytes,
-      [&](int index) { return tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
+      [&](int index) { return tokens.forms.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
       [&](int index, int, uint32_t barrier) {
         const QueryBlock at(params, kWarpgroupRows, index);
         copy_rows(at, barrier);
@@ -95,7 +95,7 @@ struct ForwardRowsOfItem {
                                                const FoldedTokens& tokens, const QueryBlock& at)
       : row0(at.i0 + static_cast<int>(threadIdx.x) / 32 * 16 +
              static_cast<int>(threadIdx.x) % 32 / 4),
-        largest(tokens.largest[at.bk]) {
+        largest(tokens.forms.largest[at.bk]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row0 + 8 * half;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_units(const AttentionBackwardParams& params
   ItemPlace<1> place;
 #pragma unroll 1
   for (int bk = static_cast<int>(blockIdx.x); bk < heads; bk += static_cast<int>(gridDim.x)) {
-    if (is_of_other_form<Pairs::kAll>(tokens.state[bk])) continue;
+    if (is_of_other_form<Pairs::kAll>(tokens.forms.state[bk])) continue;
     const ShortKeyHead head(params, bk);
 #pragma unroll 1
     for (int unit = 0; unit < ShortUnit::count(params); ++unit) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void copy_units(const AttentionBackwardParams& params
         barrier_arrive(full, L::Tiles::kStage + 2 * L::kKeyNumbers);
         L::Tiles::copy(base + L::kTiles + stage.index * L::Tiles::kStage, maps.keys, bk, head.b,
                        head.value_head, tile, full);
-        begin_bytes(to, tokens.terms + key, L::kKeyNumbers, full);
-        begin_bytes(to + L::kKeyNumbers, tokens.lows + key, L::kKeyNumbers, full);
+        begin_bytes(to, tokens.forms.terms + key, L::kKeyNumbers, full);
+        begin_bytes(to + L::kKeyNumbers, tokens.forms.lows + key, L::kKeyNumbers, full);
       }
     }
   }
@@ -275,7 +275,7 @@ __device__ __forceinline__ void pass_unit(const ShortBackward<T, F, V, kCausal>&
     const uint32_t stage = passed % 2;
     const uint32_t at = L::kTiles + stage * L::Tiles::kStage;
     barrier_wait(barriers.full(stage), passed / 2 % 2);
-    if ((of_keys.tokens.state[bk] & kUnclean) != 0) {
+    if ((of_keys.tokens.forms.state[bk] & kUnclean) != 0) {
       L::Tiles::clean(block.shared + at, barriers.cleaned(), cleaned);
       cleaned ^= 1;
     }
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   uint32_t units_done = 0, cleaned = 0;  // parities: of units, and of cleaned tiles
 #pragma unroll 1
   for (int bk = static_cast<int>(blockIdx.x); bk < heads; bk += static_cast<int>(gridDim.x)) {
-    if (is_of_other_form<Pairs::kAll>(tokens.state[bk])) continue;
+    if (is_of_other_form<Pairs::kAll>(tokens.forms.state[bk])) continue;
     const float key_fit =
         key_scales_of<T>(params, tokens, rows, bk, ShortKeyHead(params, bk).of_values).fit *
         static_cast<float>(4 * params.M) * (1 / kWeightScale<T>);

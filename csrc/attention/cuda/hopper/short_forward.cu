@@ -134,7 +134,7 @@ __device__ __forceinline__ void copy_columns(const AttentionParams& params,
     if constexpr (kInt8) {
       shared_cast<uint16_t>(shared + layout.columns)[i] = tokens.int8.magnitudes[from].bits;
     } else {
-      shared_cast<float>(shared + layout.columns)[i] = tokens.terms[from];
+      shared_cast<float>(shared + layout.columns)[i] = tokens.forms.terms[from];
     }
   }
   if (threadIdx.x < 64) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void store_short(const AttentionParams& params,
   block.b = of.b;
   block.h = of.first + at.head;
   block.bh = of.b * static_cast<int>(params.H) + block.h;
-  const double reference = tokens.largest[of.bk] - static_cast<double>(log_scale);
+  const double reference = tokens.forms.largest[of.bk] - static_cast<double>(log_scale);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = rows.sums[half], rounding = sum_of_lanes<4>(rows.roundings[half]);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   using Keys = ShortKeys<T, kInt8, F, V, kCausal>;
   const ShortHead own_head(params, shares);
   const int bk = own_head.bk, b = own_head.b, key_head = own_head.key_head;
-  const uint32_t state = tokens.state[bk];
+  const uint32_t state = tokens.forms.state[bk];
   if (is_of_other_form<Pairs::kAll>(state)) return;  // the whole block
   // A shuffle tells the compiler that all warps of a warpgroup have the same index.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     if (row0 >= params.L && !layout.is_ring()) continue;
     ShortRows<V> rows;
     keys.pass(phi_q, tiles_met<kKeys>(params, kCausal, at.i0), row0, state, eps, values, rows);
-    store_short<V>(params, tokens, shares, item, group, tokens.log_scale, poison, rows);
+    store_short<V>(params, tokens, shares, item, group, tokens.forms.log_scale, poison, rows);
   }
   values.finish();
 #else

@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_scales(const AttentionParams& params,
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = j0 + row_of_group() + 8 * half;
-    scales[half] = j < params.S ? tokens.scales[bk * params.S + j] : 0.0f;
+    scales[half] = j < params.S ? tokens.forms.scales[bk * params.S + j] : 0.0f;
   }
 }
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ int64_t place_in_group(const AttentionParams& params,
 __device__ __forceinline__ bool is_by_pairs(const AttentionParams& params,
                                             const FoldedTokens& tokens, int64_t bh, int64_t i) {
   const int64_t blocks = (params.L + kLinearQueries - 1) / kLinearQueries;
-  return tokens.quadratic_blocks[bh * blocks + i / kLinearQueries] != 0;
+  return tokens.linear.quadratic_blocks[bh * blocks + i / kLinearQueries] != 0;
 }
 
 // Bounds weighted rows of causal calls, LinearRows::weighted_bound. Other calls may have far
@@ -109,7 +109,7 @@ __device__ __forceinline__ bool keeps_digits(const AttentionParams& params,
                                              const LinearHead& head, float share_of_mean,
                                              int64_t bh, int64_t i, float normalizer,
                                              float square) {
-  if (tokens.quadratic_blocks != nullptr) {
+  if (tokens.linear.quadratic_blocks != nullptr) {
     // Queries of the first chunk are in no sums.
     return i < keys.prefixes.tokens || !is_by_pairs(params, tokens, bh, i);
   }
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const RowPlace at(params.H, padded);
   const int64_t i = at.row, index = at.bh * padded + i, bk = key_head_of(params, at.bh);
   const bool there = i < params.L;
-  if ((tokens.state[bk] & kLeftToPairs) != 0) {  // the whole block
+  if ((tokens.forms.state[bk] & kLeftToPairs) != 0) {  // the whole block
     if (i == 0 && at.lane == 0) atomicMax(to.quadratic_heads + bk, ~0u);
     return;
   }
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     atomicMax(to.quadratic_heads + bk, static_cast<uint32_t>(chunk));
   }
   // Values that were scaled are below 2^15 each, as is what they are at most from their center.
-  const float bound = tokens.half_value.scales == nullptr
+  const float bound = tokens.linear.half_value.scales == nullptr
                           ? 2.002f * __uint_as_float(tokens.value_bounds[bk])
                           : 65536.0f * sqrtf(static_cast<float>(params.d_v));
   const float gram_scale = fitting_power(weighted * bound);
@@ -279,7 +279,7 @@ const char* key_gradients(const AttentionBackwardParams& params, const DeviceExe
                           const FoldedGradients& gradients, InitialGradients& initial) {
   const GradientSide side = {.tokens = keys,
                              .rows = keys.rows,
-                             .scales = tokens.scales,
+                             .scales = tokens.forms.scales,
                              .scale_stride = params.S,
                              .pair_units = own.pair_units,
                              .gradients = gradients.phi_k,
@@ -326,7 +326,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
     initial.most = keys.prefixes.count;
   }
   const LinearRows own(params, executor, rows.weighted_bound);
-  tokens.quadratic_heads = own.quadratic_heads;
+  tokens.linear.quadratic_heads = own.quadratic_heads;
   if ((error = make_rows(params, stream, tokens, rows, of_keys, share, own)) != nullptr)
     return error;
   if (wants_queries(params)) {
@@ -337,7 +337,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
                          .scales = rows.normalizer,
                          .scale_stride = padded_tokens(params.L),
                          .deltas = own.deltas,
-                         .quadratic_blocks = tokens.quadratic_blocks,
+                         .quadratic_blocks = tokens.linear.quadratic_blocks,
                          .pair_units = own.pair_units,
                          .gradients = gradients.phi_q};
     if (!params.is_causal) leave_out_heads(own, side.tokens);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   uint32_t* flag = quadratic_blocks + at.bh * blocks + at.i0 / kLinearQueries;
   const int prefix = keys.prefixes.of(at.i0);
   const int64_t place = int64_t{at.bk} * keys.prefixes.count + prefix;
-  if (prefix < 0 || (tokens.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
+  if (prefix < 0 || (tokens.forms.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
     if (threadIdx.x == 0) *flag = 1;
     return;
   }
@@ -152,7 +152,7 @@ const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExe
   const int F = chunks.columns();
   const int64_t blocks = params.B * params.H * ceil_div(params.L, kLinearQueries);
   uint32_t* quadratic_blocks = executor.take<uint32_t>(blocks);
-  tokens.quadratic_blocks = quadratic_blocks;
+  tokens.linear.quadratic_blocks = quadratic_blocks;
   return launch(F == 64 ? weight_sum_kernel<64> : weight_sum_kernel<128>,
                 dim3(static_cast<unsigned>(blocks)), dim3(kFoldedThreads), 4 * F * F,
                 executor.stream, params, tokens, chunks, keys, share, sums, quadratic_blocks);
@@ -178,7 +178,7 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
   products.output = params.output;
   products.columns = params.d_v;
   products.weights = sums;
-  products.quadratic_blocks = tokens.quadratic_blocks;
+  products.quadratic_blocks = tokens.linear.quadratic_blocks;
   if (params.is_causal) {
     const int64_t width = padded_columns(params.d_v);
     float* output = executor.take<float>(heads * params.L * width);

@@ -160,8 +160,8 @@ const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& exec
                        const LinearTokens& tokens, const float* key_centers, bool wants_moments,
                        bool wants_squares, TableMemory& memory, LinearSums& sums);
 
-// Sets tokens.quadratic_blocks: where a query's sum of weights is below `share` of its mean of
-// random directions. sums, if not nullptr: these of the others, [B, H, L].
+// Sets tokens.linear.quadratic_blocks: where a query's sum of weights is below `share` of its mean
+// of random directions. sums, if not nullptr: these of the others, [B, H, L].
 const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExecutor& executor,
                                   const LinearSums& keys, float share, float* sums,
                                   FoldedTokens& tokens);
@@ -177,7 +177,7 @@ struct EntryProducts {
   const float* weights;
   const float* units;
   const float* logits;               // [B, heads, N]  of gradients: -inf, none
-  const uint32_t* quadratic_blocks;  // FoldedTokens::quadratic_blocks, of the output
+  const uint32_t* quadratic_blocks;  // FoldedTokens::linear, of the output
   // The output, float32 and padded, is weight * center + product, of rows as the kernels of pairs
   // read them: scaled as those here, or not.
   bool goes_on, in_row_units;
@@ -190,14 +190,14 @@ struct FoldedRows;
 struct InitialSums;
 struct InitialGradients;
 
-// The backward of heads that can do without pairs. Sets tokens.quadratic_heads, and leaves the
-// others to the kernels of pairs; of causal calls the pairs of chunks, too, from `initial` on.
+// The backward of heads that can do without pairs. Sets tokens.linear.quadratic_heads, and leaves
+// the others to the kernels of pairs; of causal calls the pairs of chunks, too, from `initial` on.
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
                             const FoldedGradients& gradients, InitialGradients& initial);
 
-// The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs; of
-// causal calls the others, too, from `initial` on.
+// The forward. Sets tokens.linear.quadratic_blocks, and leaves these blocks to the kernels of
+// pairs; of causal calls the others, too, from `initial` on.
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
                            FoldedTokens& tokens, InitialSums& initial);
 

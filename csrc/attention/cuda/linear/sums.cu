@@ -356,18 +356,18 @@ LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens, 
   keys.N = params.S;
   keys.heads = params.key_heads;
   keys.group = 1;
-  keys.rows = tokens.half_value.rows;
+  keys.rows = tokens.linear.half_value.rows;
   keys.row_heads = params.G;
-  keys.row_columns = tokens.half_value.columns;
-  keys.terms = tokens.terms;
+  keys.row_columns = tokens.linear.half_value.columns;
+  keys.terms = tokens.forms.terms;
   keys.has_means = true;
-  keys.row_scales = tokens.half_value.scales;
+  keys.row_scales = tokens.linear.half_value.scales;
   keys.scale_heads = params.G;
-  keys.states = tokens.state;
+  keys.states = tokens.forms.state;
   keys.left_out = kLeftToPairs;
   keys.prefixes = prefixes_of(params, pass);
   // A feature is at most twice the folded scale of 1.
-  const double feature = 2 * static_cast<double>(tokens.root_scale) / (4.0 * params.M);
+  const double feature = 2 * static_cast<double>(tokens.forms.root_scale) / (4.0 * params.M);
   int exponent = 0;
   std::frexp(feature * feature, &exponent);
   keys.entry_scale = std::ldexp(1.0f, 15 - exponent);
@@ -381,7 +381,7 @@ LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& token
   queries.heads = queries.row_heads = params.H;
   queries.group = static_cast<int>(params.H / params.key_heads);
   queries.row_columns = kMomentColumns;
-  queries.states = tokens.state;
+  queries.states = tokens.forms.state;
   queries.left_out = kLeftToPairs;
   queries.entry_scale = 1;
   return queries;

@@ -68,39 +68,49 @@ struct Int8Features {
   float eps = 0;  // a number of bfloat16
 };
 
-struct FoldedTokens {
-  const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
-  // [B, H, L]  added to a row's sum of weights, if it sees a key: NaN where the query is poisoned,
-  // else 0. Of the forward; the backward has the normalizer
-  const float* poison;
-  const Half* phi_k;    // [B, key_heads, S, padded F]
-  const float* scales;  // [B, key_heads, S]  of phi_k'; 0: hidden or poisoned
+// The form of every head, and the numbers that it needs of the keys (tensor_cores/fold_tokens.cu).
+struct HeadForms {
+  float* scales;  // [B, key_heads, S]  of phi_k'; 0: hidden or poisoned
   // [B, key_heads, padded S]  folded: K eps e_j, 0: hidden; general: the logit, -inf: hidden. NaN:
   // poisoned
-  const float* terms;
-  // [B, key_heads, padded S]  folded: `scales` again, in rows that are copied; general: of the
-  // logits
-  const float* lows;
-  const double* largest;  // [B, key_heads]  max g
+  float* terms;
+  // [B, key_heads, padded S]  folded: `scales` again, in rows that are copied; general: the low
+  // parts of the logits
+  float* lows;
+  double* largest;  // [B, key_heads]  max g
   // [B, key_heads]  bits: kGeneral: the form; kUnclean: some key or value, hidden or not, is not
   // finite; kFew: so few keys have weight that rows may be those of one
-  const uint32_t* state;
+  uint32_t* state;
+  unsigned* item_counters;  // [2]  counters of Hopper's items, 0 at first
+  GeneralScales general;
+  float root_scale;  // sqrt(K)
+  float log_scale;   // log K; with scores of integers the offset of the weights' logarithms
+};
+
+// Values, and choices of linear time (linear/linear.h), for calls that take it.
+struct LinearBlocks {
+  HalfValue half_value;
+  // [B, H, blocks of kLinearQueries]  which of them take quadratic time all the same; nullptr: all
+  const uint32_t* quadratic_blocks;
+  const uint32_t* quadratic_heads;  // [B, key_heads]  likewise in the backward
+};
+
+struct FoldedTokens {
+  const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
+  // [B, H, L]  added to a row's sum of weights in the forward, if it sees a key: NaN where the
+  // query is poisoned, else 0. The backward has the normalizer
+  const float* poison;
+  const Half* phi_k;  // [B, key_heads, S, padded F]
   // The value in 16 bits, as it lies or a copy.
   Array value;        // [B, G, S, value_columns], rows aligned to 16 bytes
   int value_columns;  // a multiple of 8
   // [B, G]  a power of two that float32 was multiplied with, so that its largest are Half's
   // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
   const float* value_scales;
-  HalfValue half_value;  // of calls in linear time (linear/linear.h)
-  // [B, H, blocks of kLinearQueries]  which of them take quadratic time all the same; nullptr: all
-  const uint32_t* quadratic_blocks;
-  const uint32_t* quadratic_heads;  // [B, key_heads]  of the backward, likewise
-  unsigned* item_counters;          // [2]  of kernels whose blocks take items, 0 at first
-  const uint32_t* value_bounds;     // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  const uint32_t* value_bounds;  // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  HeadForms forms;
   Int8Features int8;
-  GeneralScales general;
-  float root_scale;  // sqrt(K)
-  float log_scale;   // log K; with scores of integers what the weights' logarithms are more by
+  LinearBlocks linear;
 };
 // Where a head's value lies among [B, G], and what it is multiplied with.
 __device__ __forceinline__ int64_t value_head_of(const AttentionParams& params, int64_t b,
@@ -175,8 +185,9 @@ const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 // Returns whether the norms of values are asked for, of which bounds are made.
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward);
 
-// Folds logits; features are made from the tokens again, in float32, and rounded once.
-// for_backward: with the value's bounds, and without `poison`.
+// Makes `folded` in four steps: bounds of the values, the form of each head, features, values.
+// Features are made from the tokens again, in float32, and rounded once. for_backward: with the
+// value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded);

@@ -111,13 +111,13 @@ struct KeyRows {
       float scale = 1;
       if constexpr (kPairs != Pairs::kGeneral) {
         scale = key < params.S
-                    ? tokens.scales[bk * params.S + key] * static_cast<float>(4 * params.M)
+                    ? tokens.forms.scales[bk * params.S + key] * static_cast<float>(4 * params.M)
                     : 0.0f;
       }
       fit[half] = scale * fit_of_head * (1 / kWeightScale<T>);
       const int64_t padded = bk * padded_tokens(params.S) + min(key, params.S - 1);
-      terms[half] = tokens.terms[padded];
-      lows[half] = tokens.lows[padded];
+      terms[half] = tokens.forms.terms[padded];
+      lows[half] = tokens.forms.lows[padded];
     }
   }
   // With what products of values and gradients begin: -delta, but under dropout.

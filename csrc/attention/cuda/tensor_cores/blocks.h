@@ -141,7 +141,7 @@ __device__ __forceinline__ bool is_of_other_form(uint32_t state) {
 
 // Returns whether linear_backward has the gradients of a key head.
 __device__ __forceinline__ bool is_without_pairs(const FoldedTokens& tokens, int64_t bk) {
-  return tokens.quadratic_heads != nullptr && tokens.quadratic_heads[bk] == 0;
+  return tokens.linear.quadratic_heads != nullptr && tokens.linear.quadratic_heads[bk] == 0;
 }
 
 // Tiles of 16 rows per warp: as many as the registers hold.

@@ -19,7 +19,7 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
                           const Parts& parts);
 
 // Sums over the keys before a query's chunk, which causal calls in linear time compute for blocks
-// that are not in tokens.quadratic_blocks: pairs go on from there.
+// that are not in tokens.linear.quadratic_blocks: pairs go on from there.
 struct InitialSums {
   const float* output = nullptr;  // [B, H, L, padded d_v]  sum of w V; nullptr: there are none
   const float* sums = nullptr;    // [B, H, L]              sum of w
@@ -29,8 +29,8 @@ struct InitialSums {
   __device__ __forceinline__ int first_key(int i) const { return min(i / chunk, most) * chunk; }
 };
 
-// Output and log Z of the queries in tokens.quadratic_blocks, or their parts; of others that begin
-// with something, too. general_alone: other kernels have the folded form.
+// Output and log Z of the queries in tokens.linear.quadratic_blocks, or their parts; of others that
+// begin with something, too. general_alone: other kernels have the folded form.
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                            const Parts& parts, const InitialSums& initial, bool general_alone);
 
@@ -63,7 +63,7 @@ template <typename T, bool kGeneral>
 __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64_t bk,
                                                double of_row) {
   return kGeneral ? of_row - log(static_cast<double>(kWeightScale<T>))
-                  : tokens.largest[bk] - static_cast<double>(tokens.log_scale);
+                  : tokens.forms.largest[bk] - static_cast<double>(tokens.forms.log_scale);
 }
 // A query that is not finite spoils its row, if it sees a key.
 __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t row, float sum) {

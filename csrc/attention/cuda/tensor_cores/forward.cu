@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int part = static_cast<int>(blockIdx.x) / blocks;
   const QueryBlock at(params, kQueries, blockIdx.x % blocks);
   const int i0 = at.i0;
-  const uint32_t state = tokens.state[at.bk];
+  const uint32_t state = tokens.forms.state[at.bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
   if (kPairs == Pairs::kAll && !is_quadratic(params, tokens, at)) return;
 
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   float output[kRowTiles][V / 8][4] = {};
   ForwardRows<T, kPairs> rows[kRowTiles];
   if (goes_on) load_initial_sums<V>(params, initial, at, rows, output);
-  const GeneralScales& scales = tokens.general;
+  const GeneralScales& scales = tokens.forms.general;
 
   for (int tile = tiles.first; tile < tiles.end; ++tile) {
     Shared<unsigned char> stage =
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= rows) return;  // the whole warp
   const int64_t bh = row / params.L, bk = key_head_of(params, bh);
-  const bool general = (tokens.state[bk] & kGeneral) != 0;
+  const bool general = (tokens.forms.state[bk] & kGeneral) != 0;
   double largest = minus_infinity<double>();
   for (int part = 0; general && part < parts.count; ++part) {
     largest = fmax(largest, parts.reference[part * rows + row]);

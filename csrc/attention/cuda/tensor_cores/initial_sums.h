@@ -6,10 +6,10 @@
 
 namespace ikattn::cuda {
 
-// Gradients with which the backward begins. Queries that are not in tokens.quadratic_blocks have
-// the gradients of their features so far where the results will be, and so have keys, with those of
-// their logits. The first chunks of a head's keys go by pairs, as many as tokens.quadratic_heads
-// says.
+// Gradients with which the backward begins. Queries that are not in tokens.linear.quadratic_blocks
+// have the gradients of their features so far where the results will be, and so have keys, with
+// those of their logits. The first chunks of a head's keys go by pairs, as many as
+// tokens.linear.quadratic_heads says.
 struct InitialGradients {
   int chunk = 0, most = 0;       // tokens of a chunk, 0: there are none; chunks that go on, at most
   const float* value = nullptr;  // [B, key_heads, S, 64]  gradients; nullptr: not wanted
@@ -24,7 +24,7 @@ struct InitialGradients {
   __device__ __forceinline__ bool has_keys(const FoldedTokens& tokens, const KeyBlock& at) const {
     if (chunk == 0) return false;
     const int own = chunk_of(at.j0);
-    return own < most && static_cast<uint32_t>(own) >= tokens.quadratic_heads[at.bk];
+    return own < most && static_cast<uint32_t>(own) >= tokens.linear.quadratic_heads[at.bk];
   }
   // The query from which on these meet none by pairs.
   __device__ __forceinline__ int end_of_queries(const KeyBlock& at) const {
@@ -41,9 +41,9 @@ constexpr bool kGoesOn = kPairs == Pairs::kCausal && V == 64;
 // Returns whether a block of queries is not computed in linear time.
 __device__ __forceinline__ bool is_quadratic(const AttentionParams& params,
                                              const FoldedTokens& tokens, const QueryBlock& at) {
-  if (tokens.quadratic_blocks == nullptr) return true;
+  if (tokens.linear.quadratic_blocks == nullptr) return true;
   const int blocks = static_cast<int>((params.L + kLinearQueries - 1) / kLinearQueries);
-  return tokens.quadratic_blocks[at.bh * blocks + at.i0 / kLinearQueries] != 0;
+  return tokens.linear.quadratic_blocks[at.bh * blocks + at.i0 / kLinearQueries] != 0;
 }
 
 // Calls put(n, c, x) for the thread's columns of a row of gradients of features so far, in units of

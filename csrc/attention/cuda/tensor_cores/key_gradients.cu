@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0, b = at.b, j = j0 + warp * 16 + g;
-  if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
+  if (is_of_other_form<kPairs>(tokens.forms.state[bk])) return;  // the whole block
   if (kPairs == Pairs::kAll && is_without_pairs(tokens, bk)) return;
 
   // 1. The block's keys and values, where registers do not hold them, and the first tile of queries

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   constexpr bool kIsGeneral = kPairs == Pairs::kGeneral;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const QueryBlock at(params, L::kQueries, blockIdx.x);
-  const uint32_t state = tokens.state[at.bk];
+  const uint32_t state = tokens.forms.state[at.bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
   if (kPairs == Pairs::kAll && is_without_pairs(tokens, at.bk)) return;
 

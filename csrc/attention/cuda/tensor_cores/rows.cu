@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams&
   const bool there = i < params.L;
   const double dropout_scale = dropout_rescale(params.dropout_threshold);
   const double size = sqrt(sums.square) * dropout_scale * gradient_scale_of(rows, bk);
-  const bool general = (tokens.state[bk] & kGeneral) != 0;
+  const bool general = (tokens.forms.state[bk] & kGeneral) != 0;
   float normalizer = general ? INFINITY : 0.0f, low = 0, fit = 1;
   double bound = 0;
   if (there) {
@@ -48,9 +48,10 @@ __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams&
           low = static_cast<float>(log_normalizer - static_cast<double>(normalizer));
         }
       } else {
-        normalizer = static_cast<float>(
-            exp(tokens.largest[bk] - static_cast<double>(tokens.log_scale) - log_normalizer));
-        const float root = sqrtf(normalizer), scaled_root = tokens.root_scale * root;
+        normalizer =
+            static_cast<float>(exp(tokens.forms.largest[bk] -
+                                   static_cast<double>(tokens.forms.log_scale) - log_normalizer));
+        const float root = sqrtf(normalizer), scaled_root = tokens.forms.root_scale * root;
         by_query = root > 0 ? 1 / root : 0.0f;
         by_key = scaled_root < limit ? scaled_root : limit;
       }

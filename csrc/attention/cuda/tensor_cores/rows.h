@@ -54,8 +54,8 @@ struct InitialGradients;
 // One kernel's blocks own queries, and one's own keys, so that no sum depends on the order in which
 // blocks run.
 
-// grad_phi_q, but of heads that need none of it (tokens.quadratic_heads), and from `initial` on.
-// general_alone: other kernels have the folded form.
+// grad_phi_q, but of heads that need none of it (tokens.linear.quadratic_heads), and from `initial`
+// on. general_alone: other kernels have the folded form.
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                    const FoldedTokens& tokens, const FoldedRows& rows,
                                    const FeatureGradients& grad_phi_q,

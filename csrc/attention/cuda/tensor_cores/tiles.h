@@ -95,7 +95,7 @@ struct KeyCopy {
         phi_k(key_rows.source(tokens.phi_k + (at.bk * params.S + first_tile * int64_t{kStep}) * F)),
         value(value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, at.b, at.h) +
                                 first_tile * kStep * value_rows.stride)),
-        terms(tokens.terms + at.bk * padded_tokens(params.S) + first_tile * int64_t{kStep} +
+        terms(tokens.forms.terms + at.bk * padded_tokens(params.S) + first_tile * int64_t{kStep} +
               threadIdx.x * 4),
         tokens(tokens) {}
 
@@ -108,7 +108,8 @@ struct KeyCopy {
       const uint32_t place = base + L::kTerms + threadIdx.x * 16;
       cp_async_16(place, terms);
       // No register for where they are.
-      if (kArrays > 1) cp_async_16(place + kStep * 4, terms + (tokens.lows - tokens.terms));
+      if (kArrays > 1)
+        cp_async_16(place + kStep * 4, terms + (tokens.forms.lows - tokens.forms.terms));
     }
     cp_async_commit();
     phi_k += kStep * F;

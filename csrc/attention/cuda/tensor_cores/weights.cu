@@ -174,7 +174,7 @@ const char* weights_on_tensor_cores(const WeightsParams& params, const Attention
   const int64_t tiles = params.B * (params.average_heads ? 1 : params.H) *
                         ceil_div(params.L, kStep) * ceil_div(params.S, kStep);
   return launch(weight_kernel, dim3(static_cast<unsigned>(tiles)), dim3(kFoldedThreads), 0, stream,
-                params, tokens.phi_q, tokens.phi_k, tokens.terms, tokens.lows,
+                params, tokens.phi_q, tokens.phi_k, tokens.forms.terms, tokens.forms.lows,
                 static_cast<const double*>(call.log_normalizer.data),
                 static_cast<int>(padded_columns(2 * params.M)));
 }

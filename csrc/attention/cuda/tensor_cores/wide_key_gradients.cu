@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0;
-  if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
+  if (is_of_other_form<kPairs>(tokens.forms.state[bk])) return;  // the whole block
 
   // 1. What is copied, and what the warp's keys bring to their pairs.
   const int own_slice = static_cast<int>(blockIdx.y);

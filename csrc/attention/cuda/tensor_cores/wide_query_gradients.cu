@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const QueryBlock at(params, kStep, blockIdx.x);
   const int64_t bh = at.bh, i0 = at.i0, bk = at.bk;
-  const uint32_t state = tokens.state[bk];
+  const uint32_t state = tokens.forms.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
   const int width = static_cast<int>(padded_columns(2 * params.M)), features = slices_of(width);
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
     if (kPairs != Pairs::kGeneral || slice > 0) return;
     const int64_t first = bk * padded_tokens(params.S) + j0;
-    copy_numbers(base + WideLayout::numbers_of(tile), {tokens.terms + first, tokens.lows + first});
+    copy_numbers(base + WideLayout::numbers_of(tile),
+                 {tokens.forms.terms + first, tokens.forms.lows + first});
   };
 
   constexpr bool kRolls = kDrops<kPairs>;
