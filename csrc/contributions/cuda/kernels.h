@@ -50,7 +50,8 @@ struct ContributionKernels {
 
 extern const ContributionKernels contribution_kernels;
 
-// Whether factors come of Gram matrices: in float32, of so many heads as have room beside others.
+// Returns whether factors come of Gram matrices: in float32, of so many heads as have room beside
+// others.
 inline bool takes_gram_matrices(int64_t H, bool in_float64) {
   return !in_float64 && H <= 64 && is_on(Family::kGivenMaps);
 }

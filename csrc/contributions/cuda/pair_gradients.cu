@@ -20,7 +20,7 @@ __host__ __device__ int64_t factor_elements(const PairGradientParams& params) {
   return params.B * blocks * triangle(params.H) * kFactorBlock;
 }
 
-// What a lane has: its key, and the rows of its warp's share.
+// Key of a lane, and the rows of its warp's share.
 struct Lane {
   int64_t b, j, share, first, end;
   int64_t place;  // of the key, in factors and outer products
@@ -135,7 +135,7 @@ __device__ __forceinline__ void add_weight_gradients(const PairGradientParams& p
       const int64_t offset =
           lane.b * stride[0] + k * stride[1] + (i0 + m) * stride[2] + lane.j * stride[3];
       const double before = variant == 0 ? 0.0 : load_element<double>(grad_weights, offset);
-      // What a key without weight holds may be NaN.
+      // A key without weight may hold NaN.
       const double here = lives[m] ? gradient[m] * sums[m] : 0.0;
       store_element<double>(grad_weights, offset, before + here);
     }

@@ -1,6 +1,6 @@
-// What the pair kernels share: a lane is a key, whose factor it reads beside its neighbours'; a
-// warp takes four queries at a time, so that a factor read serves four pairs, or one where so many
-// heads leave no room for more.
+// Pairs in the kernels of maps: a lane is a key, whose factor it reads beside its neighbours'; a
+// warp takes four queries at a time, and a factor that is read serves four pairs, or one where so
+// many heads leave no room for more.
 #pragma once
 
 #include "contributions/cuda/kernels.h"

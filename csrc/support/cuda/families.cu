@@ -1,4 +1,4 @@
-// Which families of kernels are on; see families.h.
+// Families of kernels that are on; see families.h.
 #include <dlfcn.h>
 #include <sys/stat.h>
 

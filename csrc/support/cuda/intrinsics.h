@@ -17,7 +17,7 @@
 //   B stored [n][k]                      row lane % 8 + 8 * (lane / 16), chunk lane / 8 % 2
 // Both give b0, b1 of columns 0..7 in registers 0, 1 and of columns 8..15 in registers 2, 3.
 //
-// In the interpreter (csrc/support/interpreter/intrinsics.h) products are exact and fp32 sums run
+// In the interpreter (csrc/interpreter/intrinsics.h) products are exact and fp32 sums run
 // in order of k; a GPU may sum in another order, so compare with a tolerance. A copy's destination
 // holds NaNs until its thread has waited for it; other threads see it after the barrier behind that
 // wait.
@@ -27,7 +27,7 @@
 #include "support/cuda/launch.h"
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/intrinsics.h"
+#include "interpreter/intrinsics.h"
 #else
 
 namespace ikattn {
@@ -89,14 +89,14 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&registers)[4], uint32_t r
                : "r"(row_address));
 }
 
-// The same of the transposed matrices: register i holds matrix i, rows 2t and 2t+1, column g.
+// Loads the transposed matrices: register i holds matrix i, rows 2t and 2t+1, column g.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&registers)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
                : "r"(row_address));
 }
 
-// Begins to copy `bytes` (0..16) from `source`, a multiple of 16, and zeros up to 16 bytes, to
+// InitialSums to copy `bytes` (0..16) from `source`, a multiple of 16, and zeros up to 16 bytes, to
 // shared memory. With 0 bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(uint32_t shared_address, const void* source,
                                             int bytes = 16) {
@@ -127,14 +127,14 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return packed;
 }
 
-// x y + z of two numbers of BFloat16 each, rounded to nearest.
+// Computes x y + z of two numbers of BFloat16 each, rounded to nearest.
 __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t sum;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
   return sum;
 }
 
-// Two products of Half, each rounded to nearest.
+// Multiplies two numbers of Half each, rounded to nearest.
 __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t x, uint32_t y) {
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
@@ -158,7 +158,7 @@ __device__ __forceinline__ float fast_rsqrt(float x) {
   return result;
 }
 
-// To nearest, ties away from zero.
+// Rounds to nearest, ties away from zero.
 __device__ __forceinline__ float tf32_rounded(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
@@ -200,8 +200,9 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
                      to_float(T{static_cast<uint16_t>(packed >> 16)}));
 }
 
-// What x unit is off a whole number of cycles. Rounded by an addition: an instruction that rounds
-// takes the place of a sine. Beyond 2^22 the whole number is not the nearest.
+// Returns x unit less the nearest whole number of cycles. It is rounded by an addition: an
+// instruction that rounds takes the place of a sine. Beyond 2^22 the whole number is not the
+// nearest.
 __device__ __forceinline__ float remainder_in_cycles(float x, float unit = 1.0f) {
   constexpr float kLastBitIsOne = 12582912.0f;  // 1.5 2^23
   const float whole = fmaf(x, unit, kLastBitIsOne) - kLastBitIsOne;

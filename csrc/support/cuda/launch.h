@@ -3,7 +3,7 @@
 // A .cu file is CUDA C++ that includes this header, support/cuda/intrinsics.h and plain structs; no
 // torch header, no cuda_*.h. nvcc compiles it for a GPU. With IKATTN_INTERPRETER defined, g++
 // compiles the same text as C++ and launch() runs it in the block interpreter of
-// csrc/support/interpreter, which reports shared-memory races, accesses out of bounds, barriers and
+// csrc/interpreter, which reports shared-memory races, accesses out of bounds, barriers and
 // warp operations that not all threads reach.
 //
 // Both builds have
@@ -36,7 +36,7 @@
 #pragma once
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/device.h"
+#include "interpreter/device.h"
 #else
 
 #include <cuda_runtime.h>
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_vector(T* to, const Vector& value) {
   *reinterpret_cast<Vector*>(to) = value;
 }
 
-// Of the current device; 1 where it cannot be told.
+// Returns how many multiprocessors the current device has; 1 where nobody tells.
 inline int multiprocessors() {
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -128,8 +128,8 @@ inline std::string gpu_and_driver() {
   return std::string(properties.name) + "\t" + std::to_string(driver);
 }
 
-// Whether the current device runs kernels compiled for sm_90a, this library has them, and they are
-// on.
+// Returns whether the current device runs kernels compiled for sm_90a, this library has them, and
+// they are on.
 inline bool has_warpgroups() {
 #if IKATTN_HAVE_WARPGROUPS
   int major = 0;

@@ -364,8 +364,8 @@ void compare_gradients(const Results& got, const Results& expected, const Case& 
   if (!c.stationary) expect_close(got.grad_w2, expected.grad_w2, gradient, "grad_w2");
   if (c.bias) expect_close(got.grad_bias, expected.grad_bias, gradient, "grad_key_bias");
   if (c.masking != Masking::kNone && c.masking != Masking::kBool) {
-    // Of a mask that is one number per row the gradient is zero: rows of dlog sum to nothing, but
-    // for the rounding of delta, which on tensor cores is that of the output.
+    // The gradient of a mask with one number per row is zero: rows of dlog sum to nothing, but for
+    // the rounding of delta, which on tensor cores is that of the output.
     const double smallest = size_of(c.type) == 2 || c.tf32 ? 3 : 0.1;
     expect_close(got.grad_mask, expected.grad_mask, gradient, "grad_mask", smallest);
   }

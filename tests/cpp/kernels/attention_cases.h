@@ -1,5 +1,5 @@
-// What the tests of the attention operators' CUDA kernels share: cases, their tensors, and every
-// result by the CUDA kernels in the interpreter and by the CPU kernels in float64.
+// Cases of the attention operators' CUDA kernels, their tensors, and every result by the CUDA
+// kernels in the interpreter and by the CPU kernels in float64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,9 +15,9 @@
 
 #include "attention/cpu/kernel.h"
 #include "attention/cuda/kernels.h"
+#include "interpreter/interpreter.h"
 #include "kernels/families.h"
 #include "kernels/memory.h"
-#include "support/interpreter/interpreter.h"
 #include "support/philox.h"
 
 namespace ikattn::truth {
@@ -91,7 +91,7 @@ struct Tensor {
 Tensor make(Memory& memory, ElementType type, std::vector<int64_t> sizes,
             std::vector<bool> broadcast = {});
 
-// As TF32 does, and the tensor cores with value and grad_output of float32.
+// Rounds as TF32 does, and the tensor cores with value and grad_output of float32.
 void round_to_11_bits(const Tensor& tensor);
 
 // The arguments of a case, and room for results, gradients, twice.
@@ -133,7 +133,7 @@ class Call {
     }
   }
 
-  // The same arguments, in quadratic or in linear time.
+  // Sets quadratic or linear time for the same arguments.
   Call& by(LinearTime setting) {
     case_.linear_time = setting;
     return *this;

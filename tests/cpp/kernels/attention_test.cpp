@@ -92,7 +92,7 @@ const Case kCases[] = {
 
 class AttentionKernelsOnDevice : public ::testing::TestWithParam<Case> {};
 
-// Without everything a case runs in one of the two types.
+// Returns whether a case runs in this one of the two types, when a tier does not run everything.
 bool has_turn(const Case& c, size_t turn) { return runs_everything() || turn_of(c) % 2 == turn; }
 
 TEST_P(AttentionKernelsOnDevice, Float64EqualsTheCpu) {

@@ -19,7 +19,7 @@ Case causal(Case c) {
   return c;
 }
 
-// Of numbers in rows of `columns`, those from the first-th row to the end-th: how many rows differ.
+// Counts how many rows differ, of those from the first-th to the end-th of `columns` numbers each.
 int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns, int64_t first,
                          int64_t end) {
   int64_t count = 0;
@@ -34,7 +34,7 @@ int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns
   return count;
 }
 
-// Of the numbers from the first-th on.
+// Returns the largest magnitude from the first-th number on.
 double largest_of(const Tensor& tensor, int64_t first) {
   double largest = 0;
   for (int64_t i = first; i < tensor.count; ++i) {
@@ -50,8 +50,8 @@ double largest_difference(const Tensor& one, const Tensor& other, int64_t first)
   return largest;
 }
 
-// As far off as pairs are, of which rows that see few keys err most, and what sums add. Gradients
-// of queries after the first chunk by themselves, too.
+// Bounds errors by those of pairs, which are largest in rows that see few keys, and by those of
+// sums. Looks at gradients of queries after the first chunk by themselves, too.
 void expect_gradients_near(const Results& got, const Results& pairs, const Results& truth,
                            const Case& c) {
   const double bound = 2 * roundoff_of(c.type) + 0x1p-9;
@@ -123,7 +123,7 @@ TEST_P(CausalLinearBackwardOnDevice, ErrsByTheRoundingsOfPairs) {
     expect_gradients_near(got, pairs, truth, c);
     // In 11 bits the blocks of some cases all have a query of small scores.
     if (type != ElementType::kBFloat16) continue;
-    // Of the first head: queries after the first chunk, and keys before the last.
+    // Rows of the first head: queries after the first chunk, and keys before the last.
     EXPECT_EQ(rows_that_differ(got.grad_query, pairs.grad_query, c.d, 0, 256), 0);
     EXPECT_GT(rows_that_differ(got.grad_query, pairs.grad_query, c.d, 256, c.L), 0);
     const int64_t keys = std::min<int64_t>(256, c.S);
@@ -192,7 +192,7 @@ TEST(CausalLinearBackwardOnDevice, HeadsThatMomentsCannotHoldGoByPairs) {
   }
 }
 
-// What is hidden may be anything, in every chunk. A query, or an incoming gradient, that is NaN
+// Hidden keys may hold anything, in every chunk. A query, or an incoming gradient, that is NaN
 // spoils the keys that it sees, and no others.
 TEST(CausalLinearBackwardOnDevice, HiddenKeysAndSpoiledQueries) {
   const Case c = of_type(causal({.name = "nan",
@@ -265,7 +265,8 @@ TEST(CausalLinearBackwardOnDevice, NumbersOfAnySize) {
   }
 }
 
-// Which calls take it by themselves, and how much memory the tables of both sides are.
+// Calls take linear time by themselves where it has fewer products; tables of both sides are of a
+// bounded size.
 TEST(CausalLinearBackwardOnDevice, ChoosesByCounting) {
   AttentionParams params;
   params.is_causal = true;
@@ -305,7 +306,7 @@ TEST(CausalLinearBackwardOnDevice, ChoosesByCounting) {
     // Sums of one side, float32, and both forms as Half.
     const double bytes = 64 * 256 * (36 * 6.0 + 64 * 2);
     EXPECT_LE(bytes * static_cast<double>(heads * prefixes.count), 0x1p30);
-    // Of heads that share keys longer sums are added up than tensor cores hold digits of.
+    // Heads that share keys make longer sums than tensor cores hold digits of.
     params.G = params.key_heads = heads / 8;
     const cuda::Prefixes grouped = cuda::prefixes_of(params, cuda::Pass::kBackward);
     EXPECT_LE(int64_t{8} * grouped.tokens * (grouped.count > 0), 1 << 16);

@@ -116,7 +116,7 @@ TEST(CausalLinearOnDevice, EveryOrderGivesTheSameBits) {
   interpreter::set_order(interpreter::Order::kForward);
 }
 
-// Of 256 keys one has nearly all weight: rows are those of pairs, bit by bit.
+// One of 256 keys has nearly all weight: rows equal those of pairs, bit by bit.
 TEST(CausalLinearOnDevice, PrefixesOfFewKeysGoByPairs) {
   const Case c =
       of_type(one_head(causal({.name = "few", .L = 600, .S = 600, .d_v = 8, .M = 8, .bias = true})),
@@ -163,13 +163,13 @@ TEST(CausalLinearOnDevice, HeadsThatMomentsCannotHoldGoByPairs) {
     const Results truth = truth_of(call, c);
     const Results got = forward_by(call, c, LinearTime::kAlways);
     expect_close(got.output, truth.output, 6 * roundoff_of(c.type), "output");
-    // By pairs of all kinds the first has another form.
+    // Pairs of all kinds give the first case another form.
     if (!is_nan) continue;
     EXPECT_TRUE(blocks_that_differ(c, got, forward_by(call, c, LinearTime::kNever)).empty());
   }
 }
 
-// What is hidden may be anything, in every chunk; a query that is NaN spoils its row alone.
+// Hidden keys may hold anything, in every chunk; a query that is NaN spoils its row alone.
 TEST(CausalLinearOnDevice, HiddenKeysAndSpoiledQueries) {
   const Case c = of_type(
       one_head(causal(

@@ -13,9 +13,9 @@
 #include "contributions/cpu/kernel.h"
 #include "contributions/cuda/given_pairs.h"
 #include "contributions/cuda/kernels.h"
+#include "interpreter/interpreter.h"
 #include "kernels/memory.h"
 #include "support/cuda/float16.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn::truth {
 extern const ContributionKernels contribution_kernels;
@@ -131,7 +131,7 @@ struct Call {
   std::vector<uint32_t> fragments[3];  // in float32, of make_factors()
 
  private:
-  // Of values that are the vectors, and unit matrices through the norms.
+  // Makes Gram matrices of values that are the vectors, and unit matrices through the norms.
   const char* make_grams(const FactorsOfVectors& wanted) {
     const int64_t B = case_.B, H = case_.H, S = case_.S, D = case_.D;
     const int64_t width = (D + cuda::kGramWidth - 1) / cuda::kGramWidth * cuda::kGramWidth;
@@ -206,7 +206,7 @@ inline Call<double> truth_of(const Case& c) {
   return call;
 }
 
-// Of factors as they are: in float32 as fragments, too.
+// Computes norms from factors as they are: in float32 as fragments, too.
 inline const char* norms_of(const PairParams& given, int index = 0) {
   PairParams params = given;
   std::vector<uint32_t> fragments[3];

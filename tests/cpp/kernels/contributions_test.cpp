@@ -175,7 +175,7 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
       EXPECT_EQ(call.norms[variant] == whole.norms[variant], is_made);
     }
     EXPECT_EQ(call.value_norms, std::vector<float>(call.value_norms.size(), 0.0f));
-    // And on the way back: gradients of one variant, and no outer products.
+    // Gradients of one variant come in here, and there are no outer products.
     PairGradients gradients(c), truth(c);
     for (PairGradients* each : {&gradients, &truth}) {
       PairGradientParams params = each->params();

@@ -32,8 +32,8 @@ TEST(GivenWeightsOnDevice, WeightsMayBeOf16Bits) {
   }
 }
 
-// What dropout, or whoever gives weights, makes of them: a pair's digits are those of its own
-// heads.
+// Weights under dropout, or given by the caller, may be of any size: a pair's digits are those of
+// its own heads.
 TEST(GivenWeightsOnDevice, WeightsMayBeOfAnySizeAndSign) {
   for (const int64_t heads : {5, 40}) {
     const Case c{.name = "sizes", .B = 1, .H = heads, .L = 18, .S = 5, .D = 50};

@@ -174,7 +174,7 @@ TEST(GramFactorsOnDevice, GroupedHeadsAndRowsOfManyColumns) {
   }
 }
 
-// Of heads whose vectors nearly cancel: beside a sum of float32 vectors.
+// Vectors of heads that nearly cancel are compared with a sum of float32 vectors.
 TEST(GramFactorsOnDevice, CancellingHeadsErrAsASumOfFloat32) {
   Tokens tokens{.H = 6, .G = 6, .S = 20, .D = 64, .width = 64};
   tokens.fill();

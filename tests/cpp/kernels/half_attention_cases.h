@@ -6,9 +6,9 @@
 
 namespace ikattn {
 
-// What goes to the tensor cores, and what of it comes back because magnitudes differ too much.
+// Cases that go to the tensor cores, and some that come back because magnitudes differ too much.
 inline const Case kHalfCases[] = {
-    // Of three frequencies scores come near zero, and gradients err by up to 10 roundings.
+    // Three frequencies let scores come near zero, and gradients have errors of up to 10 roundings.
     {.name = "plain", .L = 20, .S = 30, .d_v = 8, .M = 8},
     {.name = "not_a_multiple_of_8", .L = 20, .S = 30, .d_v = 12, .bias = true},
     one_head({.name = "tiles", .L = 130, .S = 130, .d = 8, .d_v = 64, .M = 64}),
@@ -280,7 +280,7 @@ inline const Case kHalfCases[] = {
     {.name = "p_3_and_slices", .L = 20, .S = 70, .d_v = 136, .p = 3},
     {.name = "larger_eps", .L = 20, .S = 70, .d_v = 8, .eps = 1e-2},
     {.name = "largest_eps", .L = 70, .S = 70, .d_v = 8, .causal = true, .eps = 0.9},
-    // What eps keeps from the tensor cores: all types, and all but bfloat16.
+    // Small or large eps keep calls from the tensor cores: all types, and all but bfloat16.
     {.name = "eps_for_ordinary_units", .L = 30, .S = 30, .d_v = 8, .causal = true, .eps = 1e-9},
     {.name = "eps_for_bfloat16", .L = 30, .S = 70, .d_v = 8, .causal = true, .eps = 2},
     {.name = "no_keys", .S = 0, .d_v = 8},

@@ -61,7 +61,7 @@ TEST(HalfAttentionOnDevice, SmallestEps) {
   }
 }
 
-// Frequencies of any size as sums of two numbers of 16 bits.
+// Frequencies of any size are split into two operands of 16 bits.
 TEST(HalfAttentionOnDevice, FrequenciesMayBeOfAnySize) {
   for (const double size : {1e-6, 30.0}) {
     for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
@@ -159,8 +159,8 @@ INSTANTIATE_TEST_SUITE_P(Interpreter, HalfAttentionOnDevice,
                                                             "lowest_mask"})),
                          [](const auto& info) { return info.param.name; });
 
-// Of float32's own numbers value and grad_output are rounded to 11 bits, as TF32 rounds them. They
-// may be of any size, and differ by 2^25 within a head.
+// Value and grad_output in float32 are rounded to 11 bits, as TF32 rounds them. They may be of any
+// size, and differ by 2^25 within a head.
 TEST(HalfAttentionOnDevice, Float32IsRoundedAsTf32Is) {
   constexpr int64_t kColumns = 9, kSmallColumn = 3;
   const auto small_column = [](Call& call, const Tensor& output) {

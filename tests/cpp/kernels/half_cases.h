@@ -1,5 +1,5 @@
-// What the tests of the tensor-core kernels share: the types that go there, and how far off the
-// roundings of their operands allow results to be.
+// Types that go to the tensor-core kernels, and the errors that the roundings of their operands
+// allow.
 #pragma once
 
 #include "kernels/attention_cases.h"
@@ -11,7 +11,7 @@ namespace ikattn {
 inline constexpr ElementType kTypes[] = {ElementType::kBFloat16, ElementType::kFloat16,
                                          ElementType::kFloat32};
 
-// Those that a test runs with: all where everything runs, otherwise one, by turns.
+// Returns the types that a test runs with: all where everything runs, otherwise one, by turns.
 std::vector<ElementType> types_in_turn(size_t turn);
 std::vector<ElementType> types_in_turn(const Case& c);
 

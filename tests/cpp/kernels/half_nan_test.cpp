@@ -1,5 +1,5 @@
-// What is not finite, or of any size, in tokens that the tensor-core kernels meet: it stays where
-// it is seen, and what nobody sees may be anything.
+// Numbers that are not finite, or of any size, in tokens of the tensor-core kernels: they stay
+// where they are seen, and hidden tokens may hold anything.
 #include <cmath>
 #include <utility>
 
@@ -76,7 +76,7 @@ TEST(HalfAttentionWithNan, HiddenKeysMayHoldAnything) {
   interpreter::set_warpgroups(false);
 }
 
-// What padding of the queries alone meets is not seen either.
+// Keys that only padding of the queries could see are not seen either.
 TEST(HalfAttentionWithNan, NanThatNoQuerySeesStaysAlone) {
   for (const bool warpgroups : {false, true}) {
     interpreter::set_warpgroups(warpgroups);

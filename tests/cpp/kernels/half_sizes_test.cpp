@@ -34,7 +34,7 @@ TEST(HalfSizesOnDevice, EdgesOfTiles) {
   interpreter::set_warpgroups(false);
 }
 
-// Likewise in the general form, of wide rows, and of both.
+// Edges of sizes matter in the general form, of wide rows, and of both, too.
 TEST(HalfSizesOnDevice, EdgesOfOtherForms) {
   for (const auto& [masking, d_v, M] : {std::tuple{Masking::kFloatPerPair, 8, 9},
                                         {Masking::kNone, 127, 65},
@@ -86,7 +86,7 @@ TEST(HalfSizesOnDevice, SharedKeysErrByTheirRoundings) {
   interpreter::set_multiprocessors(1);
 }
 
-// The same of rows that see nothing but the lowest numbers.
+// Rows of large offsets see nothing but the lowest numbers.
 TEST(HalfSizesOnDevice, SharedKeysOfLargeOffsets) {
   interpreter::set_multiprocessors(6);
   for (const int64_t d_v : {8, 136}) {

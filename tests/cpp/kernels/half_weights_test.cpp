@@ -33,7 +33,7 @@ std::vector<Case> weight_cases() {
   return cases;
 }
 
-// By some kernels, of weights of each head or their average.
+// Computes weights of each head, or their average, by a kernel.
 template <typename Kernel, typename Executor>
 Tensor weights_by(const Kernel& kernel, const Executor& executor, Call& call, const Case& c,
                   ElementType type, bool average) {

@@ -16,8 +16,8 @@ Case linear(Case c) {
   return c;
 }
 
-// Of three frequencies scores come near zero, and the gradients of some draws err by more than the
-// bound in quadratic time, too: those cases have eight.
+// Three frequencies let scores come near zero, and the gradients of some draws have errors beyond
+// the bound in quadratic time, too: those cases have eight.
 const Case kLinearCases[] = {
     one_head({.name = "two_chunks", .L = 20, .S = 70, .d_v = 8}),
     one_head({.name = "four_chunks", .L = 20, .S = 130, .d_v = 64, .M = 20}),
@@ -272,7 +272,7 @@ TEST(LinearAttentionOnDevice, HeadsOfFewKeysGoByPairs) {
   }
 }
 
-// What is not finite spoils what sees it, and only that; what is hidden may be anything.
+// Numbers that are not finite spoil rows that see them, and no others; hidden ones may be anything.
 TEST(LinearAttentionOnDevice, NanStaysWhereItIsSeen) {
   for (const ElementType type : types_in_turn(1)) {
     Case c =
@@ -303,7 +303,7 @@ TEST(LinearAttentionOnDevice, NanStaysWhereItIsSeen) {
   }
 }
 
-// Which calls take it by themselves: long ones of few frequencies, without masks.
+// Long calls of few frequencies, without masks, take linear time by themselves.
 TEST(LinearAttentionOnDevice, ChoosesByCounting) {
   AttentionParams params;
   params.B = 2;
@@ -337,7 +337,7 @@ TEST(LinearAttentionOnDevice, ChoosesByCounting) {
   EXPECT_FALSE(goes(100000, 100000, 16));
 }
 
-// What which_kernels tells, on a GPU of 132 multiprocessors.
+// A GPU of 132 multiprocessors takes the kernels that which_kernels tells.
 TEST(RouteOnDevice, IsDecidedBeforehand) {
   using cuda::Unit;
   AttentionParams params;

@@ -1,4 +1,4 @@
-// Which kernels a pass on CUDA takes, and what it is told to lack for faster ones.
+// Kernels that a pass on CUDA takes, and what it is told to lack for faster ones.
 #include "attention/cuda/operands/route.h"
 
 #include <gtest/gtest.h>
@@ -9,9 +9,9 @@
 #include <string>
 
 #include "attention/calls/determinism.h"
+#include "interpreter/interpreter.h"
 #include "kernels/families.h"
 #include "support/cuda/families.h"
-#include "support/interpreter/interpreter.h"
 #include "support/settings.h"
 
 namespace ikattn::cuda {
@@ -188,7 +188,7 @@ TEST(Route, SaysWhatHoldsACallBack) {
   EXPECT_EQ(std::string(route_of(call_of(512), true, Pass::kForward).reason), "float64");
 }
 
-// What a pass takes, family by family.
+// Names the families that a pass takes.
 std::string taken(const AttentionParams& params, Pass pass) {
   std::string names;
   for (const Family family : families_of(params, route_of(params, false, pass))) {
@@ -267,7 +267,8 @@ TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {
   }
 }
 
-// What `python -m ikattn selftest --enable` writes holds for this build, GPU and driver alone.
+// A proof that `python -m ikattn selftest --enable` writes holds for this build, GPU and driver
+// alone.
 TEST(Route, AMachineMayProveFamilies) {
   const std::string folder = testing::TempDir() + "ikattn_cache";
   mkdir(folder.c_str(), 0700);

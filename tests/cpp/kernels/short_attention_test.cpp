@@ -153,7 +153,7 @@ TEST_F(ShortAttentionOnDevice, SharesOfQueriesGiveTheSameBits) {
     c.causal = M == 9;
     Call call(c = of_type(c, ElementType::kBFloat16));
     const Results alone = forward_of(call, c);
-    // As many as have a block of 128 queries each, that the keys are not shared out.
+    // Multiprocessors are as many as blocks of 128 queries, and the keys are not shared out.
     interpreter::set_multiprocessors(c.causal ? 4 : 8);
     const Results shared = forward_of(call, c);
     expect_close(shared.output, alone.output, 0, "output");

@@ -65,7 +65,7 @@ TEST_F(ShortBackwardOnDevice, ErrsByItsRoundings) {
   }
 }
 
-// As far from the truth as the two kernels that take other calls.
+// Errors are as large as those of the two kernels that take other calls.
 TEST_F(ShortBackwardOnDevice, AgreesWithTheOtherKernels) {
   for (const int64_t M : {20, 64}) {
     Case c = one_head({.name = "agrees", .L = 270, .S = 140, .d_v = 40, .M = M});

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <vector>
 
+#include "interpreter/interpreter.h"
 #include "kernels/streamed_call.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace {

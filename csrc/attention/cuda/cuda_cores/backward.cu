@@ -80,7 +80,7 @@ __device__ __forceinline__ void pair_tile(const AttentionBackwardParams& params,
   const int key_lane = kQueriesInRows ? at.column_lane : at.row_lane;
   const Dropout dropout(params, bh, i0 + query_lane / 4 * 16, j0 + key_lane / 4 * 16,
                         query_lane % 4, key_lane % 4, kQueriesInRows);
-  const T kept = static_cast<T>(dropout_rescale(params.dropout_threshold));
+  const T dropout_scale = static_cast<T>(dropout_rescale(params.dropout_threshold));
   const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void pair_tile(const AttentionBackwardParams& params,
                             {rows.log_normalizer.high[row], rows.log_normalizer.low[row]}));
       const T score = scores[r][c] * norm;
       const T weight = (score * score + eps) * similarity_weight;
-      const T survives = dropout.keeps(r, c) ? kept : T(0);
+      const T survives = dropout.keeps(r, c) ? dropout_scale : T(0);
       const T incoming = !is_of_weights(params) ? grad_weights[r][c]
                          : survives == T(0)     ? T(0)
                                                 : weight_gradient<T>(params, b, h, i, j);

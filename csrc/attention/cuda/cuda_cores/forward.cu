@@ -16,8 +16,8 @@ constexpr int64_t forward_shared() {
   return (2 * kDepth * kPitch + 2 * kTile * kPitch) * int64_t{sizeof(T)};
 }
 
-// What the weights of a row are relative to: the largest logit so far, whose second part counts
-// where it is large.
+// Number that the weights of a row are relative to: the largest logit so far, whose second part
+// counts where it is large.
 template <typename T>
 class RowReference {
  public:
@@ -94,12 +94,12 @@ struct RowLogits {
 };
 
 // The results of query i, and log Z, from a thread's parts: of the sum of weights, of what comes in
-// for them, and of the columns of the output; kept: the rescale of dropout. All lanes of a row must
-// come.
+// for them, and of the columns of the output; output_scale: the rescale of dropout. All lanes of a
+// row must come.
 template <typename T, bool kOfWeights>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const ThreadTile& at,
                                           const Tokens& out, int64_t bh, int64_t i, int64_t column0,
-                                          const RowReference<T>& reference, T kept, T sum,
+                                          const RowReference<T>& reference, T output_scale, T sum,
                                           T incoming, const T (&output)[kPerThread]) {
   const T total = sum_of_lanes<kRowLanes>(sum);
   const T own = kOfWeights ? sum_of_lanes<kRowLanes>(incoming) : T(0);
@@ -109,14 +109,14 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const T
         total == 0 ? minus_infinity<double>() : reference.value() + log(static_cast<double>(total));
   }
   if constexpr (kOfWeights) {
-    if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (kept / total));
+    if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (output_scale / total));
   } else {
 #pragma unroll
     for (int c = 0; c < kPerThread; ++c) {
       const int64_t column = column0 + slice_column(at, c);
       if (column >= params.d_v) continue;
       // A poisoned key's values are zero: what it does to the row is in the sum.
-      T result = total == 0 ? T(0) : output[c] * (kept / total);
+      T result = total == 0 ? T(0) : output[c] * (output_scale / total);
       if (total != total) result = total;
       out.store<T>(i, column, result);
     }
@@ -192,12 +192,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     accumulate_tile<T>(at, weights, values, output);
   }
   // 4. Rows of the result, and log Z.
-  const T kept = static_cast<T>(dropout_rescale(params.dropout_threshold));
+  const T output_scale = static_cast<T>(dropout_rescale(params.dropout_threshold));
   const Tokens out(params.output, b, h);
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
-    store_row<T, kOfWeights>(params, at, out, bh, i0 + at.row(r), column0, references[r], kept,
-                             sum[r], incoming[r], output[r]);
+    store_row<T, kOfWeights>(params, at, out, bh, i0 + at.row(r), column0, references[r],
+                             output_scale, sum[r], incoming[r], output[r]);
   }
 }
 

@@ -1,4 +1,5 @@
-// What the kernels on CUDA cores share: 64 x 64 tiles of scores, 256 threads of 4 x 4 pairs each.
+// Parts that the kernels on CUDA cores share: 64 x 64 tiles of scores, 256 threads of 4 x 4 pairs
+// each.
 //
 // These kernels take every argument and any size, in float32 or float64. Rows are the axis that a
 // block owns, columns the one it passes along: queries and keys in the forward, either way round in
@@ -110,7 +111,7 @@ __device__ __forceinline__ void fill_tile(Shared<T> tile, const Load& load) {
   }
 }
 
-// Whether query i of (b, h) may attend to key j, and the float mask there.
+// Returns whether query i of (b, h) may attend to key j, and the float mask there.
 template <typename T>
 __device__ __forceinline__ bool is_visible(const AttentionParams& params, int64_t b, int64_t h,
                                            int64_t i, int64_t j, T& mask) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ bool is_visible(const AttentionParams& params, int64_
   return mask != minus_infinity<T>();
 }
 
-// What comes in for the weight of a pair, in the backward of weights.
+// Returns whether the backward is that of weights, into whose pairs gradients come.
 __device__ __forceinline__ bool is_of_weights(const AttentionParams& params) {
   return params.grad_weights.type != ElementType::kNone;
 }

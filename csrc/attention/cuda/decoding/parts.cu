@@ -20,7 +20,7 @@ struct SharedReads {
   int64_t row_blocks;  // of `heads` times L rows
 };
 
-// What a block does.
+// Part of the result that a block computes.
 template <int kRows>
 struct Place {
   int64_t b, first_head, first_row, part, first_key;
@@ -79,7 +79,7 @@ struct Layout {
     constexpr int kTogether = kLanes * Piece<T>::kColumns;
     return static_cast<int>((F + kTogether - 1) / kTogether) * kTogether;
   }
-  // Those of queries and logits, or of slots.
+  // Returns how many numbers queries and logits take, or slots.
   __host__ __device__ static int first_numbers(int64_t F) {
     const int of_scores = kRows * (width_of(F) + kLogitPitch);
     const int of_slots = kSlots * kRows * kSlotPitch;

@@ -40,18 +40,19 @@ const char* feature_gradients_on_tensor_cores(const AttentionBackwardParams& par
                                               const AngleOperands& operands,
                                               const SplitLogits<float>& keys,
                                               const FoldedGradients& gradients);
-// Whether one kernel makes both of them, gradients_in_one_pass(): tokens of 16 bits, of at most 64
-// frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
+// Returns whether one kernel makes both of them, gradients_in_one_pass(): tokens of 16 bits, of at
+// most 64 frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
 bool goes_in_one_pass(const FeatureSource& source);
 template <typename T>
 struct Magnitude;
-// Of one side's tokens, and its share of the frequencies': grad_x is written, grad_w1 and grad_w2
-// are added to, those that are there.
+// Computes the gradients of one side's tokens and its share of the frequencies': writes grad_x, and
+// adds to grad_w1 and grad_w2; absent ones are left out.
 const char* gradients_in_one_pass(const FeatureSource& source, const SplitFrequencies& frequencies,
                                   const FeatureGradients& grad_phi, const Array& grad_x,
                                   const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
                                   const DeviceExecutor& executor);
-// Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
+// Adds one side's share to the gradients of the frequencies, grad_w1 and grad_w2; absent ones are
+// left out.
 const char* frequency_gradients_on_tensor_cores(const FeatureSource& source,
                                                 const FrequencyRows& frequencies,
                                                 const FeatureGradients& grad_phi, float* grad_w1,
@@ -71,14 +72,14 @@ __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2
                                                 const RightRow& right_row) {
 #pragma unroll 1
   for (int k = 0; k < kSliceColumns; k += 16) {
-    Tf32Block<kTf32Parts<LeftT>> a[kRows];
+    Tf32Block<kTf32Splits<LeftT>> a[kRows];
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
-      a[m] = Tf32Block<kTf32Parts<LeftT>>(left.block(left_row(m), k));
+      a[m] = Tf32Block<kTf32Splits<LeftT>>(left.block(left_row(m), k));
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      const Tf32Block<kTf32Parts<RightT>> b(right.block(right_row(n), k));
+      const Tf32Block<kTf32Splits<RightT>> b(right.block(right_row(n), k));
 #pragma unroll
       for (int m = 0; m < kRows; ++m) multiply(sums[m][n], a[m], b);
     }
@@ -86,7 +87,7 @@ __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2
 }
 
 // Passes along the slices of rows, that of index `last` at the end, which stays: begin(slice)
-// begins to copy what visit() finds. Between two visits the block meets.
+// begins to copy what visit() finds. Between two visits it synchronises the block.
 template <typename Begin, typename Visit>
 __device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, int last,
                                             const Begin& begin, const Visit& visit) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, in
     visit();
   }
 }
-// Begins to copy a slice of kRows frequencies, of w1 and then of w2.
+// InitialSums to copy a slice of kRows frequencies, of w1 and then of w2.
 template <int kRows, int kSets>
 __device__ __forceinline__ void begin_frequencies(const Slice<float>& to, const float* rows,
                                                   const FrequencyRows& frequencies, int64_t m0,
@@ -130,7 +131,7 @@ struct AngleRows {
               sets * frequencies.set_size()),
         x_stride(source.x.stride[2]) {}
 
-  // Begins to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
+  // InitialSums to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
   template <int kRows>
   __device__ __forceinline__ void begin(const Slice<T>& to, int64_t first, int64_t end, int64_t d,
                                         int slice) const {
@@ -202,7 +203,7 @@ __host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 3
 
 // Calls launch.operator()<T, kSets>() for the tokens' type, and one or two sets of frequencies.
 template <typename Launch>
-const char* launch_turns(const FeatureSource& source, const Launch& launch) {
+const char* launch_angles(const FeatureSource& source, const Launch& launch) {
   const auto of_type = [&]<typename T>() {
     return source.stationary() ? launch.template operator()<T, 1>()
                                : launch.template operator()<T, 2>();

@@ -25,7 +25,7 @@ struct TokenShares {
   }
 };
 
-// What the shares give: sums [share][frequency batch, head][w1, w2][d][M].
+// Partial sums of the shares, [share][frequency batch, head][w1, w2][d][M].
 template <typename T>
 struct FrequencyParts {
   TokenShares shares;
@@ -38,7 +38,7 @@ struct FrequencyParts {
     sums = executor->take<T>(shares.count * 2 * source.frequency_batches * source.frequency_heads *
                              source.d * source.M);
   }
-  // Of the kernel that writes the parts.
+  // Returns the grid of the kernel that writes the parts.
   dim3 blocks(const FeatureSource& source) const {
     return dim3(static_cast<unsigned>(shares.count * source.frequency_batches *
                                       source.frequency_heads * ceil_div(source.d, kTile) *
@@ -53,7 +53,7 @@ const char* add_frequency_parts(const FeatureSource& source, const FrequencyPart
 
 namespace {
 
-// What a block adds up: 64 dimensions and 64 frequencies over one share.
+// Sums of a block: 64 dimensions and 64 frequencies over one share.
 template <typename T>
 struct FrequencyBlock {
   // The grid's size is of 32 bits, and so is what it is made of.

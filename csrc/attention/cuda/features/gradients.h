@@ -1,4 +1,4 @@
-// What a pair of features, and a key's magnitude, pass on to the token.
+// Gradients that a pair of features, and a key's magnitude, pass on to the token.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace ikattn::cuda {
 
-// What the keys' magnitudes bring to grad_key.
+// Gradients of the keys' magnitudes, which grad_key receives.
 template <typename T>
 struct Magnitude {
   const T* grad_logits = nullptr;  // [B, heads, N]; nullptr: nothing
@@ -40,7 +40,7 @@ const char* for_sides(const AttentionBackwardParams& params, const SplitLogits<T
 
 namespace {
 
-// Of an angle: 2 pi, twice where both are one.
+// Returns the derivative of an angle in radians: 2 pi, twice where one angle stands for both.
 __device__ __forceinline__ double angle_units(bool stationary) {
   constexpr double kTwoPi = 6.283185307179586476925;
   return stationary ? 2 * kTwoPi : kTwoPi;

@@ -96,8 +96,8 @@ __device__ __forceinline__ void store_narrow_frequencies(const FeatureSource& so
   }
 }
 
-// x [count][kD] = tokens from `first` on, zeros from `end` on and beyond the last dimension. By the
-// whole block, which meets.
+// x [count][kD] = tokens from `first` on, zeros from `end` on and beyond the last dimension. All
+// threads of the block call it, and it synchronises them.
 template <typename T, int kD>
 __device__ __forceinline__ void load_narrow_tokens(const FeatureSource& source,
                                                    const Tokens& tokens, int64_t first, int64_t end,
@@ -126,7 +126,7 @@ __device__ __forceinline__ void load_narrow_frequencies(const FeatureSource& sou
   }
 }
 
-// What a block adds up: a share of the tokens. kD: dimensions, or more.
+// Adds up a share of the tokens in a block. kD: dimensions, or more.
 //   out [B, heads, N, d], or absent; parts without memory: frequencies' gradients are not wanted
 template <typename T, int kD>
 __global__ void __launch_bounds__(kTokenThreads, 2)

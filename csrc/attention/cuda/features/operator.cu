@@ -37,8 +37,8 @@ class OwnFeatures {
     is_together_ = strides % 4 == 0 && reinterpret_cast<uintptr_t>(phi.data) % 8 == 0;
   }
 
-  // Those of 16 frequencies from m0 on. angles[set][m][j][i], in units of `unit` of a cycle: of
-  // tile m of tokens and j of 8 frequencies.
+  // Stores the features of 16 frequencies from m0 on. angles[set][m][j][i], in units of `unit` of a
+  // cycle: of tile m of tokens and j of 8 frequencies.
   __device__ __forceinline__ void store(int m0, float unit,
                                         const float (&angles)[kSets][2][2][4]) const {
     const int remaining = M_ - m0 - static_cast<int>(threadIdx.x) % 4 * 4;
@@ -122,11 +122,11 @@ bool goes_to_tensor_cores(const FeaturesParams& params) {
 
 const char* features_on_tensor_cores(const FeaturesParams& params, const DeviceExecutor& executor) {
   AngleOperands operands;
-  if (const char* error = prepare_turns(queries_of(params), executor, false, operands)) {
+  if (const char* error = prepare_angles(queries_of(params), executor, false, operands)) {
     return error;
   }
   const FeatureSource& source = operands.queries;
-  return launch_turns(source, [&]<typename T, int kSets>() -> const char* {
+  return launch_angles(source, [&]<typename T, int kSets>() -> const char* {
     if constexpr (sizeof(T) == 4) {
       return "tokens of float32 have no kernel here";
     } else {

@@ -1,6 +1,6 @@
 // Angles of tokens of 16 bits, x . w1 and x . w2, as products of their own type: a frequency is the
-// sum of two numbers of that type, and no element of x is changed. On tensor cores that is half the
-// work of TF32, and operands go from shared memory to products as they lie.
+// sum of two split operands of that type, and no element of x is changed. On tensor cores that is
+// half the work of TF32, and operands go from shared memory to products as they lie.
 #pragma once
 
 #include "attention/cuda/features/angle_products.h"
@@ -27,11 +27,11 @@ template <typename T, int kSets, int kTiles>
 __device__ __forceinline__ void multiply_parts(float (&angles)[kSets][kTiles][2][4], uint32_t x,
                                                uint32_t w) {
   constexpr uint32_t kRowBytes = kSliceColumns * 2, kTileBytes = 16 * kRowBytes;
-  x = FragmentPlaces::of_rows(x, kRowBytes).place[0];
-  w = FragmentPlaces::of_columns(w, kRowBytes).place[0];
+  x = FragmentAddresses::of_rows(x, kRowBytes).place[0];
+  w = FragmentAddresses::of_columns(w, kRowBytes).place[0];
 #pragma unroll(kTiles == 1 ? 2 : 4)
   for (uint32_t k = 0; k < 4; ++k) {
-    // The next chunks of a row differ by these bits, whatever it was turned by.
+    // The next chunks of a row differ by these bits, whatever its swizzle was.
     const uint32_t x_place = x ^ (k * 32), w_place = w ^ (k * 32);
     Fragment tokens[kTiles];
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ __forceinline__ void multiply_parts(float (&angles)[kSets][kTiles][2]
     for (int set = 0; set < kSets; ++set) {
       // The small numbers first.
 #pragma unroll
-      for (int number = kPartsOfFrequency<T> - 1; number >= 0; --number) {
+      for (int number = kSplitsOfFrequency<T> - 1; number >= 0; --number) {
         const Fragment b = load_fragment(w_place + (number * kSets + set) * (2 * kTileBytes));
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void multiply_parts(float (&angles)[kSets][kTiles][2]
 template <typename T, int kSets>
 class SplitTile {
  public:
-  static constexpr int kFrequencyRows = kSets * kPartsOfFrequency<T> * kAngleFrequencies;
+  static constexpr int kFrequencyRows = kSets * kSplitsOfFrequency<T> * kAngleFrequencies;
   static constexpr uint32_t kRowBytes = kSliceColumns * 2;
   static constexpr uint32_t kFrequencyBytes = kFrequencyRows * kRowBytes;
   static constexpr uint32_t kTokenBytes = kSplitTokens * kRowBytes;
@@ -78,11 +78,11 @@ class SplitTile {
     unit_ = frequencies.units[2 * set_of(head_)];
   }
 
-  // What sums of products are multiplied with to be angles.
+  // Returns the factor that turns sums of products into angles.
   __device__ __forceinline__ float unit() const { return unit_; }
 
   // angles[set][m] += tile m of the warp's tokens, of the index-th tile, by 16 frequencies from m0
-  // on. By the whole block; a warp without tokens comes, too.
+  // on. All threads of the block call it, also in a warp without tokens.
   __device__ __forceinline__ void make_angles(int index, int m0, bool has_tokens,
                                               float (&angles)[kSets][2][2][4]) {
     const int piece = m0 / kAngleFrequencies, slices = frequencies_.slices;
@@ -135,7 +135,7 @@ class SplitTile {
            (frequencies_.slices > 1 ? slice : index) % 2 * kTokenBytes;
   }
 
-  // Which set of frequencies serves a head of all batches'.
+  // Returns the set of frequencies that serves a head of all batches'.
   __device__ __forceinline__ int64_t set_of(unsigned head) const {
     const unsigned heads = static_cast<unsigned>(source_.heads);
     return source_.frequency_batch(head / heads) * source_.frequency_heads +
@@ -153,7 +153,7 @@ class SplitTile {
       cp_async_16(to + step * (kRowStep * kRowBytes), from + step * (kRowStep * kSliceColumns));
     }
   }
-  // Those of the warp: four rows at a time.
+  // InitialSums to copy the warp's tokens, four rows at a time.
   __device__ __forceinline__ void begin_tokens(int index, int slice) const {
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
     const int row = threadIdx.x / 32 * 32 + lane / kChunks;
@@ -168,7 +168,7 @@ class SplitTile {
     const uint32_t to = token_place(index, slice) + swizzled(row, chunk, kRowBytes);
 #pragma unroll
     for (int step = 0; step < 32; step += 4) {
-      // Four rows further on, the chunk is turned by another bit.
+      // Four rows further on, the chunk is swizzled by another bit.
       const uint32_t place = (to + step * kRowBytes) ^ (step % 8 == 0 ? 0 : 64);
       cp_async_16(place, step < rows ? from : x, step < rows ? bytes : 0);
       from += 4 * source_.x.stride[2];

@@ -65,8 +65,8 @@ __device__ __forceinline__ void make_gradients(const TokenTile<T, kSets>& tile,
   }
 }
 
-// Slopes of the magnitude with a power, which are long code: once, and not for every sum. By the
-// whole block, which meets.
+// Slopes of the magnitude with a power, which are long code: once, and not for every sum. All
+// threads of the block call it, and it synchronises them.
 template <typename T, int kSets>
 __device__ __forceinline__ void make_slopes(const TokenTile<T, kSets>& tile,
                                             const Magnitude<float>& magnitude,
@@ -139,8 +139,9 @@ __global__ void __launch_bounds__(kProductThreads, 2)
     tf32_token_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
                                FeatureGradients grad_phi, int64_t width, Array out,
                                Magnitude<float> magnitude) {
-  // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
-  constexpr int kParts = 2;
+  // Number of split operands of gradients and frequencies. With one, ptxas loads more ahead than
+  // registers hold.
+  constexpr int kSplits = 2;
   using L = TokenGradientLayout<T, kSets>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const TokenTile<T, kSets> tile(source, frequencies, shared);
@@ -164,9 +165,9 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       make_gradients(tile, incoming, n, row_units, angles);
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
-        const Tf32Block<kParts> left_blocks[2] = {
-            rounded<kParts>(block_of(angles[0][2 * set + n])),
-            rounded<kParts>(block_of(angles[1][2 * set + n]))};
+        const Tf32Block<kSplits> left_blocks[2] = {
+            rounded<kSplits>(block_of(angles[0][2 * set + n])),
+            rounded<kSplits>(block_of(angles[1][2 * set + n]))};
         multiply_by_rows(sums, left_blocks, tile.w, set * kAngleFrequencies + 16 * n,
                          [](const Block& block) { return block; });
       }
@@ -184,7 +185,7 @@ const char* side_gradients(const FeatureSource& source, const FrequencyRows& fre
   const dim3 blocks(
       static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kAngleTokens)),
       static_cast<unsigned>(frequencies.columns / kSliceColumns));
-  return launch_turns(source, [&]<typename T, int kSets>() {
+  return launch_angles(source, [&]<typename T, int kSets>() {
     return launch(tf32_token_gradient_kernel<T, kSets>, blocks, dim3(kProductThreads),
                   TokenGradientLayout<T, kSets>::bytes(has_powers), executor.stream, source,
                   frequencies, grad_phi, padded_columns(2 * source.M), grad_x, magnitude);

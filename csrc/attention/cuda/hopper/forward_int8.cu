@@ -36,7 +36,7 @@ struct Int8Layout {
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 
-// All that sums of weights are multiplied with, by the whole block.
+// Computes the factors of sums of weights, in all threads of the block.
 template <typename L>
 __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   Shared<uint32_t> ones = shared_cast<uint32_t>(shared + L::kOnes);
@@ -91,9 +91,9 @@ __device__ __forceinline__ void make_weights(const uint32_t (&rounded)[kKeys / 1
   fence_async();
 }
 
-// What those who multiply do along the tiles of an item: begin_scores() waits for a tile and begins
-// its scores, round() frees them, make(stage) makes its weights, and begin_output(stage) begins to
-// multiply these with its values.
+// Passes the tiles of an item, as the multiplying warpgroups do: begin_scores() waits for a tile
+// and begins its scores, round() frees them, make(stage) makes its weights, and begin_output(stage)
+// begins to multiply these with its values.
 //   kCrosses: of the last tile, whether make must hide pairs beyond the diagonal
 template <bool kCrosses, typename Begin, typename Round, typename Make, typename BeginOutput>
 __device__ __forceinline__ void pass_rounded_tiles(const TileBarriers<1, kInt8Tiles>& barriers,
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t eps = pack<BFloat16>(tokens.int8.eps, tokens.int8.eps);
   TileStageOf<kInt8Tiles> stage;
   ItemPlace<1> item;
-  uint32_t meeting = 0;  // parity
+  uint32_t cleaned = 0;  // parity
   for (;; item.next()) {
     // 2. The item's queries into registers.
     barrier_wait(barriers.item_full(0), item.parity);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     const auto begin_scores = [&] {
       const uint32_t place = stage.index * L::Tiles::kStage;
       barriers.wait(stage);
-      clean_tile<typename L::Tiles>(state, shared + place, barriers, meeting);
+      clean_tile<typename L::Tiles>(state, shared + place, barriers, cleaned);
       wgmma_fence();
       begin_int8<kKeys, kWords>(scores, phi_q, base + place);
       wgmma_commit();
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     sums_are_there(sums);
 
     // 4. Rows of the result.
-    const double reference = rows.largest - static_cast<double>(tokens.log_scale);
+    const double reference = rows.largest - static_cast<double>(tokens.forms.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows.template store<V>(params, at, half, sums[2 * half], 0, reference, 1, output);
@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 template <int V>
 const char* queue_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                const FoldedTokens& tokens) {
-  const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+  const Items items(tokens.forms.item_counters,
+                    params.B * params.H * ceil_div(params.L, kWarpgroupRows));
   ForwardMaps maps;
   const char* error =
       map_forward<kWords, kKeys>(maps, params, tokens, tokens.int8.phi_q, tokens.int8.phi_k);

@@ -44,7 +44,7 @@ struct QueryMaps {
   KeyMaps keys;
 };
 
-// What the third warpgroup of a block does.
+// Copies a block's queries and tiles; its third warpgroup does.
 template <typename L, Pairs kPairs>
 __device__ __forceinline__ void copy_queries(const AttentionBackwardParams& params,
                                              const FoldedTokens& tokens, const FoldedRows& rows,
@@ -65,7 +65,7 @@ __device__ __forceinline__ void copy_queries(const AttentionBackwardParams& para
       [](int, int, uint32_t) {});
 }
 
-// What a thread's two rows, the first of them row0, bring to their pairs.
+// Numbers of a thread's two rows, the first of them row0, that their pairs need.
 struct RowNumbers {
   int row0;
   float fit[2], fitting_delta[2], normalizer[2];
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
   TileStage stage;
   ItemPlace<1> item;
-  uint32_t meeting = 0;  // parity
+  uint32_t cleaned = 0;  // parity
   for (;; item.next()) {
     // 2. The item's queries and their gradients into registers.
     barrier_wait(barriers.item_full(0), item.parity);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     float sums[F / kBoxColumns][32] = {};
     const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * Tiles::kStage;
-      clean_tile<Tiles>(state, shared + place, barriers, meeting);
+      clean_tile<Tiles>(state, shared + place, barriers, cleaned);
       wgmma_fence();
       begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
       begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
@@ -186,7 +186,8 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                                       const DeviceExecutor& executor, const FoldedTokens& tokens,
                                       const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    const Items items(tokens.forms.item_counters,
+                      params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     QueryMaps maps = {};
     const char* error =
         map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);

@@ -1,10 +1,10 @@
-// What the backward of short calls on Hopper makes of 64 queries and 64 keys: factors of both
-// sides' gradients, from one score and one product with the incoming gradient.
+// Pairs of 64 queries and 64 keys in the backward of short calls on Hopper: factors of both sides'
+// gradients, from one score and one product with the incoming gradient.
 #pragma once
 
 #include "attention/cuda/hopper/short_tiles.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
-#include "support/cuda/turned_products.h"
+#include "support/cuda/transposed_products.h"
 
 namespace ikattn::cuda {
 
@@ -24,7 +24,7 @@ struct ShortBackwardLayout {
   static constexpr uint32_t kKeyNumbers = kStep * 4;
 
   static constexpr uint32_t kGradients = Queries::kBytes;
-  // What the keys' gradients are sums of, [query][key]: gradients of scores, and weights.
+  // Factors of the keys' gradients, [query][key]: gradients of scores, and weights.
   static constexpr uint32_t kScoreGradients = kGradients + Gradients::kBytes;
   static constexpr uint32_t kWeights = kScoreGradients + Factors::kBytes;
   static constexpr uint32_t kTiles = kWeights + Factors::kBytes;  // [stage]
@@ -91,7 +91,7 @@ struct ShortUnit {
   __device__ __forceinline__ int first_block(int tile) const {
     return kCausal ? min(blocks, max(0, tile - i0 / 64)) : 0;
   }
-  // Of a key head.
+  // Returns the number of units of a key head.
   __device__ __forceinline__ static int count(const AttentionParams& params) {
     const auto chunks = (static_cast<int>(params.L) + kChunkRows - 1) / kChunkRows;
     return chunks * (static_cast<int>(params.H) / static_cast<int>(params.key_heads));
@@ -112,7 +112,7 @@ struct ShortKeyHead {
   }
 };
 
-// What a thread's two queries bring to their pairs.
+// Numbers of a thread's two queries that their pairs need.
 struct ShortRows {
   float inverse[2], delta[2], fit[2];
 
@@ -154,7 +154,8 @@ struct ShortFactors {
   Shared<unsigned char> to;  // where the queries' factors of the keys' gradients stand, as rows
   int row;                   // of the first of the queries
 
-  // Of 8 keys: A of grad_phi_q, factors in shared memory, and parts of the logits' gradients.
+  // Makes A of grad_phi_q, factors in shared memory, and parts of the logits' gradients, for 8
+  // keys.
   __device__ __forceinline__ void make(int n, const float (&s)[32], const float (&x)[32],
                                        uint32_t (&products)[kStep / 16][4], float& first_part,
                                        float& second_part) const {
@@ -190,7 +191,8 @@ struct ShortFactors {
                    pack<T>(weight[0], weight[1]));
     }
   }
-  // Of the tile's keys. logits: where the sums of the warp's queries go, of the logits' gradients
+  // Makes the factors of the tile's keys. logits: where the sums of the warp's queries go, of the
+  // logits' gradients
   __device__ __forceinline__ void make(const float (&s)[32], const float (&x)[32],
                                        uint32_t (&products)[kStep / 16][4],
                                        Shared<float> logits) const {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kKeys = 128;  // of a tile
 
-// Which pairs a thread's rows see, c of tile n of 8 keys.
+// Predicates that tell which pairs a thread's rows see, c of tile n of 8 keys.
 struct AllPairs {
   __device__ __forceinline__ bool operator()(int, int) const { return true; }
 };
@@ -81,7 +81,7 @@ __device__ __forceinline__ void to_int8_weights(const int32_t (&scores)[kKeys / 
     }
   }
 }
-// Those of pairs beyond `diagonal` become 0.
+// Clears the weights of pairs beyond `diagonal`.
 __device__ __forceinline__ void hide_beyond(int diagonal, uint32_t (&weights)[kKeys / 16][4]) {
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kEntryThreads, 2)
   for (int stage = 0; stage < kPairStages - 1; ++stage) copy(stage);
 
   const uint32_t own_rows = base + warp * 32 * 2 * F;
-  const FragmentPlaces places = FragmentPlaces::of_rows(kTokenTile, kMomentBytes);
+  const FragmentAddresses places = FragmentAddresses::of_rows(kTokenTile, kMomentBytes);
   float output[2][kMomentColumns / 8][4] = {};
   for (int chunk_b = 0; chunk_b < chunks.count; ++chunk_b) {
     Fragment b[2];

@@ -1,5 +1,5 @@
-// What gradients of features are made of beside the products with moments, which are by mma.sync or
-// by wgmma: a warp's 32 tokens, their rows, and how a chunk of features is finished.
+// Gradients of features beside the products with moments, which are by mma.sync or by wgmma: a
+// warp's 32 tokens, their rows, and how a chunk of features is finished.
 #pragma once
 
 #include "attention/cuda/linear/gradients.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kSquareBytes = 2 * kMomentColumns;  // of a row of moments
 constexpr int kDotPitch = kChunk + 1, kMostChunks = 8;
-// Of a warp's 32 tokens: sums for a chunk, and what each chunk was multiplied with to fit Half.
+// Bytes of a warp's 32 tokens: sums for a chunk, and the factors by which each chunk fits Half.
 constexpr uint32_t kDotBytes = 32 * kDotPitch * 4, kFitBytes = 32 * kMostChunks * 4;
 
 // One of four numbers, [m][half], that four lanes have parts of: lane t has the sum of the t-th.
@@ -25,13 +25,13 @@ __device__ __forceinline__ float sum_of_four(const float (&x)[2][2]) {
   return (late ? second : first) + other;
 }
 
-// What a warp's 32 tokens are, of which side.
+// Tokens of a warp, 32 of one side.
 struct WarpTokens {
   const GradientSide& side;
   const FeatureChunks& chunks;
   int64_t bh, bk, place, first;  // head, key head, its sums, token
 
-  // Of all heads' tokens.
+  // Returns the index of token i among all heads' tokens.
   __device__ __forceinline__ int64_t index(int64_t i) const { return bh * side.tokens.N + i; }
   __device__ __forceinline__ bool is_hidden(int64_t i) const {
     return side.logits != nullptr && side.logits[index(i)] == minus_infinity<float>();
@@ -79,8 +79,8 @@ __device__ __forceinline__ void multiply_by_gram(float (&products)[2][2][4],
   }
 }
 
-// Of two tokens a lane's part of their own rows, the m-th 16 of the warp's, times their rows of
-// products: product(n, i) is the i-th of tile n of 8 columns.
+// Adds up, for two tokens, a lane's part of their own rows, the m-th 16 of the warp's, times their
+// rows of products: product(n, i) is the i-th of tile n of 8 columns.
 template <typename T, typename Product>
 __device__ __forceinline__ void dots_of_rows(float (&parts)[2],
                                              const Fragment (&own)[kMomentColumns / 16][2], int m,

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kEntryThreads, 1)
   Fragment own[kMomentColumns / 16][2];
   load_own_rows<T>(own, rows_of_warp, count);
 
-  const FragmentPlaces places = FragmentPlaces::of_rows(base, kSquareBytes);
+  const FragmentAddresses places = FragmentAddresses::of_rows(base, kSquareBytes);
   Shared<float> dots =
       shared_cast<float>(shared + kSquareStages * kSquareStage) + warp * (kDotBytes / 4);
   Shared<float> fits =

@@ -53,13 +53,13 @@ inline int moment_slices(const AttentionParams& params) {
   return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
 }
 
-// What a query's sum of weights has to be, over its mean of random directions. Weights of bfloat16,
-// with 8 bits, err as moments do where a quarter of that is left.
+// Returns the least sum of a query's weights, over its mean of random directions. Weights of
+// bfloat16, with 8 bits, have errors as large as the moments' where a quarter of that is left.
 inline float share_of_mean(const AttentionParams& params) {
   return params.value.type == ElementType::kBFloat16 ? 0.0625f : 0.25f;
 }
 
-// A number of Half, twice.
+// Packs a number of Half twice.
 inline uint32_t twice_half(float x) {
   const uint32_t bits = to_half(x).bits;
   return bits | bits << 16;
@@ -130,7 +130,7 @@ struct TableMemory {
   MemoryInTurn<Half> squares;
 };
 
-// Of a key head, about its sums; see LinearSums.
+// Numbers of a key head beside its sums; see LinearSums.
 struct LinearHead {
   float terms;  // their sum
   float
@@ -144,7 +144,7 @@ struct LinearHead {
 struct LinearSums {
   Half* moments;   // [B, key_heads, P, slices, pairs, 256, 64]; nullptr: not wanted
   Half* squares;   // [B, key_heads, P, 16 count, 16 count, 64]  of all a and b; nullptr likewise
-  Half* gram;      // [B, key_heads, P, 2, columns, columns]  two numbers for each
+  Half* gram;      // [B, key_heads, P, 2, columns, columns]  two split operands
   float* centers;  // [B, key_heads, P, slices * 64]  m; where there are no means, the sum of rows
   LinearHead* heads;  // [B, key_heads, P]
   Prefixes prefixes;
@@ -154,14 +154,14 @@ struct LinearSums {
 LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens, Pass pass);
 LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& tokens);
 
-// Of keys the center is taken from their moments. key_centers, of queries: m [B, key_heads, 64] of
-// their keys, with which they have in place of gram: gram + sum over columns of m moment.
+// Adds up tokens. Keys take the center from their moments. key_centers, of queries: m [B,
+// key_heads, 64] of their keys, and gram becomes gram + sum over columns of m moment.
 const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                        const LinearTokens& tokens, const float* key_centers, bool wants_moments,
                        bool wants_squares, TableMemory& memory, LinearSums& sums);
 
-// Sets tokens.quadratic_blocks: where a query's sum of weights is below `share` of its mean of
-// random directions. sums, if not nullptr: these of the others, [B, H, L].
+// Sets tokens.linear.quadratic_blocks: where a query's sum of weights is below `share` of its mean
+// of random directions. sums, if not nullptr: these of the others, [B, H, L].
 const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExecutor& executor,
                                   const LinearSums& keys, float share, float* sums,
                                   FoldedTokens& tokens);
@@ -177,7 +177,7 @@ struct EntryProducts {
   const float* weights;
   const float* units;
   const float* logits;               // [B, heads, N]  of gradients: -inf, none
-  const uint32_t* quadratic_blocks;  // FoldedTokens::quadratic_blocks, of the output
+  const uint32_t* quadratic_blocks;  // FoldedTokens::linear, of the output
   // The output, float32 and padded, is weight * center + product, of rows as the kernels of pairs
   // read them: scaled as those here, or not.
   bool goes_on, in_row_units;
@@ -187,19 +187,19 @@ const char* entry_products(const AttentionParams& params, const EntryProducts& p
 
 struct FoldedRows;
 
-struct Begins;
-struct GradientBegins;
+struct InitialSums;
+struct InitialGradients;
 
-// The backward of heads that can do without pairs. Sets tokens.quadratic_heads, and leaves the
-// others to the kernels of pairs; of causal calls the pairs of chunks, too, from `begins` on.
+// The backward of heads that can do without pairs. Sets tokens.linear.quadratic_heads, and leaves
+// the others to the kernels of pairs; of causal calls the pairs of chunks, too, from `initial` on.
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
-                            const FoldedGradients& gradients, GradientBegins& begins);
+                            const FoldedGradients& gradients, InitialGradients& initial);
 
-// The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs; of
-// causal calls the others, too, from `begins` on.
+// The forward. Sets tokens.linear.quadratic_blocks, and leaves these blocks to the kernels of
+// pairs; of causal calls the others, too, from `initial` on.
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           FoldedTokens& tokens, Begins& begins);
+                           FoldedTokens& tokens, InitialSums& initial);
 
 namespace {
 
@@ -236,7 +236,8 @@ struct EntryBlock {
   }
 };
 
-// Whether pairs have the 128 queries from the row-th of a block on; of rows beyond the last, yes.
+// Returns whether pairs have the 128 queries from the row-th of a block on; of rows beyond the
+// last, yes.
 __device__ __forceinline__ bool are_by_pairs(const LinearTokens& tokens,
                                              const uint32_t* quadratic_blocks, const EntryBlock& at,
                                              int row) {
@@ -245,7 +246,7 @@ __device__ __forceinline__ bool are_by_pairs(const LinearTokens& tokens,
   const int block = (at.first + row) / kLinearQueries;
   return block >= blocks || quadratic_blocks[int64_t{at.bh} * blocks + block] != 0;
 }
-// Whether a block has nothing to do: pairs have all its tokens, or they take no sums.
+// Returns whether a block has nothing to do: pairs have all its tokens, or they take no sums.
 __device__ __forceinline__ bool is_idle(const LinearTokens& tokens, const Prefixes& prefixes,
                                         const uint32_t* quadratic_blocks, const EntryBlock& at) {
   const int64_t bk = at.bh / tokens.group;
@@ -255,7 +256,7 @@ __device__ __forceinline__ bool is_idle(const LinearTokens& tokens, const Prefix
          (are_by_pairs(tokens, quadratic_blocks, at, 0) &&
           are_by_pairs(tokens, quadratic_blocks, at, kLinearQueries));
 }
-// Which of the sums of all heads and prefixes its tokens take.
+// Returns which of the sums of all heads and prefixes the tokens of a block take.
 __device__ __forceinline__ int64_t place_of_sums(const LinearTokens& tokens,
                                                  const Prefixes& prefixes, const EntryBlock& at) {
   return int64_t{at.bh / tokens.group} * prefixes.count + prefixes.of(at.first);

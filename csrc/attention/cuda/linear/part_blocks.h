@@ -12,7 +12,7 @@ constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // of chunks
 
 namespace {
 
-// Which key head a block is about, and which of its parts.
+// Key head and part of a block.
 struct PartBlock {
   int64_t bk, first, end;  // key head, tokens
   int part;

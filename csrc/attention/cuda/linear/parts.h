@@ -1,4 +1,4 @@
-// What the kernels that add up tokens leave to those that finish their sums.
+// Partial sums of tokens, which other kernels finish.
 #pragma once
 
 #include "attention/cuda/linear/linear.h"
@@ -43,7 +43,7 @@ struct TokenParts {
   __host__ __device__ int sum_columns() const { return kTokenSums + slices * kMomentColumns; }
 };
 
-// From the sums of parts to LinearSums. key_centers, of queries: their keys'; else nullptr.
+// Combines the sums of parts into LinearSums. key_centers, of queries: their keys'; else nullptr.
 const char* finish_sums(const AttentionParams& params, const LinearTokens& tokens,
                         const TokenParts& parts, const LinearSums& sums, const float* key_centers,
                         Stream stream);

@@ -179,13 +179,13 @@ struct EightColumns<T, Any> {
   }
 };
 
-// Whether what is read as S is of 16 bits: other layouts give the same bits.
+// Returns whether what is read as S is of 16 bits: other layouts give the same bits.
 template <typename S>
 __device__ __forceinline__ bool is_half(const Array& array) {
   return !std::is_same_v<S, Any> || array.type == ElementType::kBFloat16 ||
          array.type == ElementType::kFloat16;
 }
-// Whether rows of `columns` can be read as EightColumns of their own type.
+// Returns whether rows of `columns` can be read as EightColumns of their own type.
 inline bool lies_in_eights(const Array& array, int64_t columns) {
   if (array.type == ElementType::kNone) return true;
   return lies_in_rows_of_16_bytes(array, 2) && columns % 8 == 0 &&
@@ -199,7 +199,7 @@ const char* launch_rows(bool lie_in_eights, ElementType type, const Launch& laun
                                         : launch.template operator()<Half>();
 }
 
-// Of a token's eight lanes.
+// Returns whether x holds for all of a token's eight lanes.
 __device__ __forceinline__ bool all_of_row(bool x) {
   const unsigned votes = __ballot_sync(0xffffffffu, x);
   return (votes >> (threadIdx.x % 32 / kTokenLanes * kTokenLanes) & 0xffu) == 0xffu;
@@ -224,7 +224,7 @@ __device__ __forceinline__ double squares_of(const T (&x)[8], bool is_half) {
   for (int i = 0; i < 8; ++i) squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
   return squares;
 }
-// Of eight columns: adds up squares, and not_finite becomes NaN where one is not finite.
+// Adds up the squares of eight columns; not_finite becomes NaN where one is not finite.
 template <typename T>
 __device__ __forceinline__ void add_row(const T (&x)[8], bool is_half, double& squares,
                                         T& not_finite) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ void add_row(const T (&x)[8], bool is_half, double& s
 #pragma unroll
   for (int i = 0; i < 8; ++i) not_finite += x[i] * T(0);
 }
-// x^p, 0 <= x <= 1. Of numbers of 16 bits in float32: they, and weights that follow, hold less.
+// x^p, 0 <= x <= 1. Numbers of 16 bits in float32, and weights that follow, hold less.
 __device__ __forceinline__ double power_of_element(double x, double p, bool is_half) {
   return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))
                  : pow(x, p);

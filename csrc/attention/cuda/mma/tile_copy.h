@@ -40,7 +40,7 @@ struct RowCopy {
   __device__ __forceinline__ const T* source(const T* rows) const {
     return rows + row * stride + (inside ? column : 0);
   }
-  // Begins to copy kRows rows from a thread's place; of those from the `count`-th on, zeros.
+  // InitialSums to copy kRows rows from a thread's place; of those from the `count`-th on, zeros.
   template <int kRows, typename T>
   __device__ __forceinline__ void begin(uint32_t base, const T* from, int count) const {
 #pragma unroll
@@ -54,22 +54,23 @@ struct RowCopy {
 
 // Where a lane reads fragments of a 16-row chunk: column fragment k (32 bytes) of chunk c is at
 // place[k % 4] + k / 4 * 128 + c * 16 rows, the latter two known when compiling.
-struct FragmentPlaces {
+struct FragmentAddresses {
   uint32_t place[4];
 
-  __device__ FragmentPlaces(uint32_t start, int row, int half, uint32_t row_bytes) {
+  __device__ FragmentAddresses(uint32_t start, int row, int half, uint32_t row_bytes) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) place[k] = start + swizzled(row, 2 * k + half, row_bytes);
   }
-  // Of A, and of B that lies [k][n] and is read with trans.
-  __device__ static __forceinline__ FragmentPlaces of_rows(uint32_t start, uint32_t row_bytes) {
+  // Returns the places of A, and of B that lies [k][n] and is read with trans.
+  __device__ static __forceinline__ FragmentAddresses of_rows(uint32_t start, uint32_t row_bytes) {
     const int lane = threadIdx.x % 32;
-    return FragmentPlaces(start, lane % 16, lane / 16, row_bytes);
+    return FragmentAddresses(start, lane % 16, lane / 16, row_bytes);
   }
-  // Of B that lies [n][k].
-  __device__ static __forceinline__ FragmentPlaces of_columns(uint32_t start, uint32_t row_bytes) {
+  // Returns the places of B that lies [n][k].
+  __device__ static __forceinline__ FragmentAddresses of_columns(uint32_t start,
+                                                                 uint32_t row_bytes) {
     const int lane = threadIdx.x % 32;
-    return FragmentPlaces(start, lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes);
+    return FragmentAddresses(start, lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes);
   }
   template <int kRowBytes>
   __device__ __forceinline__ uint32_t at(int chunk, int k) const {

@@ -13,7 +13,7 @@ struct FeatureSource {
   int64_t B, heads, x_heads, N, d, M, frequency_heads, frequency_batches;
 
   __host__ __device__ bool stationary() const { return w2.type == ElementType::kNone; }
-  // What a head of a batch has of x, w1 and w2.
+  // Index of x, w1 and w2 for a head of a batch.
   __device__ int64_t x_head(int64_t head) const {
     return shared_head(static_cast<unsigned>(head), heads, x_heads);
   }
@@ -23,7 +23,7 @@ struct FeatureSource {
   __device__ int64_t frequency_batch(int64_t b) const { return frequency_batches == 1 ? 0 : b; }
 };
 
-// Of the queries, or the keys, of a call; of ikattn::features.
+// Returns the source of the queries, or the keys, of a call, or of ikattn::features.
 FeatureSource source_of(const AttentionParams& params, bool keys);
 FeatureSource source_of(const FeaturesParams& params);
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ T relative_logit(TwoParts<T> key, T mask, TwoParts<T>
   return (sum.high - reference.high) + ((sum.low + key.low) - reference.low);
 }
 
-// From here on the second part of a logit counts for exponentials: before, it leaves weights of
+// Size from which the second part of a logit counts for exponentials: below, it leaves weights of
 // Half the room that the largest eps for tensor cores needs.
 template <typename T>
 constexpr T kLargeLogit = sizeof(T) == 4 ? T(1 << 18) : T(1LL << 47);

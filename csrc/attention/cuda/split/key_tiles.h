@@ -1,5 +1,5 @@
-// What blocks that own queries have in common, in both passes: the queries of a warp, and the tiles
-// of keys and values that the block passes along, two in flight.
+// Parts of blocks that own queries, in both passes: the queries of a warp, and the tiles of keys
+// and values that the block passes along, two in flight.
 #pragma once
 
 #include "attention/cuda/split/pairs.h"
@@ -40,7 +40,7 @@ struct KeyTiles {
     const int64_t seen = params.is_causal ? min(S, int64_t{at.i0} + kSplitRows) : S;
     count = static_cast<int>((seen + L::kTokens - 1) / L::kTokens);
   }
-  // Begins to copy a tile into the stage at `base`.
+  // InitialSums to copy a tile into the stage at `base`.
   __device__ __forceinline__ void copy(int tile, uint32_t base) const {
     const int64_t j0 = int64_t{tile} * L::kTokens;
     const int there = remaining_of(S, j0);
@@ -70,7 +70,7 @@ template <int F>
 struct HeldQueries {
   SplitFragment features[F / 16 + 1];
 
-  // Of queries from i on.
+  // Loads queries from i on.
   __device__ __forceinline__ HeldQueries(const AttentionParams& params, const SplitRows& queries,
                                          int64_t bh, int64_t i) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -95,14 +95,14 @@ struct HeldQueries {
 
 // A warp's 16 rows as left operands where they lie in shared memory.
 struct SharedRows {
-  SplitPlaces places;
+  SplitAddresses places;
   uint32_t distance;  // of the low parts
 
   // kWidth columns of the block's rows, which begin at `base`.
   template <int kWidth>
   __device__ __forceinline__ static SharedRows of(uint32_t base) {
     const uint32_t warp = threadIdx.x / 32;
-    return {SplitPlaces::of_rows(base + warp * (16 * 2 * kWidth), 2 * kWidth).behind(0),
+    return {SplitAddresses::of_rows(base + warp * (16 * 2 * kWidth), 2 * kWidth).behind(0),
             kSplitRows * 2 * kWidth};
   }
   __device__ __forceinline__ SplitFragment operator()(int k) const {

@@ -1,4 +1,4 @@
-// Rows of float32 as rows of two numbers of Half, and numbers of tokens, padded.
+// Splits rows of float32 into two operands of Half, and pads numbers of tokens.
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/feature_source.h"
 #include "attention/cuda/split/products.h"

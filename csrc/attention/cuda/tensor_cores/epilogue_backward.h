@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a key head.
+// Scales of a key head.
 struct KeyScales {
   float fit;                     // makes sqrt(K e_j) |s_ij| (dP - delta) fit; see rows.h
   float features, logit, value;  // multiply what pairs add up to
@@ -22,17 +22,17 @@ __device__ __forceinline__ KeyScales key_scales_of(const AttentionParams& params
   const float gradient_units = gradient_scale_of(rows, bk);
   const float units = gradient_units * value_units;
   const float value_bound = __uint_as_float(tokens.value_bounds[bk]) * value_units;
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   KeyScales scales;
   scales.fit = fit_of(2 * __uint_as_float(rows.row_bound[bk]) * value_bound);
   scales.features = 2 / (static_cast<float>(4 * params.M) * scales.fit) / units;
   scales.logit = 1 / kWeightScale<T> / units;
-  scales.value = kept / kWeightScale<T> / gradient_units;
+  scales.value = dropout_scale / kWeightScale<T> / gradient_units;
   return scales;
 }
 
-// One row of gradients of F features, from `first` on, of which the thread's parts are
-// sum(n, c) * scale; zeros for a row that hears of nothing. By the whole warp, there or not.
+// One row of gradients of F features, from `first` on, of which the thread's parts are sum(n, c) *
+// scale; zeros for a row that sees nothing. All lanes of the warp call it, also without a row.
 template <int F, typename Sum>
 __device__ __forceinline__ void store_feature_row(const AttentionParams& params,
                                                   const FeatureGradients& to, int64_t heads,
@@ -72,7 +72,7 @@ __device__ __forceinline__ float normalizer_of(const AttentionParams& params,
   if (i < params.L) return rows.normalizer[at.bh * padded_tokens(params.L) + i];
   return kGeneral ? INFINITY : 0.0f;
 }
-// What the sums of a query's features are multiplied with, in `units`.
+// Returns the factor of the sums of a query's features, in `units`.
 template <bool kGeneral>
 __device__ __forceinline__ float query_scale(const AttentionParams& params, float normalizer,
                                              float fit, float units) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ float query_scale(const AttentionParams& params, floa
   return 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
 }
 // grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's part in
-// `units`. By the whole warp, also where there is no such query.
+// `units`. All lanes of the warp call it, also where there is no such query.
 template <int F, bool kGeneral, typename Sum>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackwardParams& params,
                                                       float normalizer, const QueryBlock& at,

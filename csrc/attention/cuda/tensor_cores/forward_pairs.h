@@ -7,7 +7,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// What rounding to T has added to two weights.
+// Returns the error of rounding two weights to T.
 template <typename T>
 __device__ __forceinline__ float rounding_of(uint32_t rounded, float low, float high) {
   const float2 two = unpack<T>(rounded);
@@ -34,8 +34,8 @@ class RowPair {
  private:
   uint32_t both_ = 0;
 };
-// What rounding has added to their weights: to be told from 0, and to repair a weight's 8 or 11
-// bits.
+// Errors that rounding has added to a row's weights: to be told from 0, and to repair a weight's 8
+// or 11 bits.
 class Roundings : public RowPair {
  public:
   __device__ __forceinline__ void add(float first, float second) {
@@ -46,7 +46,7 @@ class Roundings : public RowPair {
   }
 };
 
-// What the weights of a thread's two rows have added up to, and how they are made.
+// Weights of a thread's two rows, and their sums.
 //
 // Weights are rounded where they meet the value. A row that sees one key alone should be its value
 // all the same, or its gradients, which vanish, would be what roundings leave, over the score: so
@@ -69,7 +69,7 @@ struct ForwardRows {
   // what they are relative to changes.
   //   few: of the head, kFew
   template <int kTiles>
-  __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
+  __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const FragmentPairs<kPairs>& at,
                                             const KeyColumns& keys, const GeneralScales& scales,
                                             bool few, float (&output)[kTiles][4]) {
     [[maybe_unused]] float masks[2][4];

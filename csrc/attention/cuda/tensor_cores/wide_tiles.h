@@ -1,4 +1,4 @@
-// What the kernels of wide rows share: heads of more than 128 features, or columns of the value.
+// Slices of wide rows: heads of more than 128 features, or columns of the value.
 //
 // Rows are cut into slices of 128 columns. A block owns 64 rows and one slice of what is added up
 // for them, and passes along the tiles of 64 rows of the other side. Of a tile it takes one slice
@@ -31,7 +31,7 @@ struct WideLayout {
   }
 };
 
-// Begins to copy a slice of kStep rows; zeros beyond `count` rows and `columns` columns.
+// InitialSums to copy a slice of kStep rows; zeros beyond `count` rows and `columns` columns.
 template <typename T>
 __device__ __forceinline__ void copy_slice(uint32_t place, const T* rows, int64_t stride,
                                            int columns, int slice, int count) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_slice(uint32_t place, const T* rows, int64_
   copy.template begin<kStep>(place, copy.source(rows + slice * kSlice), count);
 }
 
-// Begins to copy the numbers of a tile, from the first of each array on.
+// InitialSums to copy the numbers of a tile, from the first of each array on.
 template <int kCount>
 __device__ __forceinline__ void copy_numbers(uint32_t place, const float* const (&arrays)[kCount]) {
   static_assert(kCount <= 3);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy_numbers(uint32_t place, const float* const 
 }
 
 // Calls visit(tile, slice, stage) for the slices of all tiles, when what begin(tile, slice, stage)
-// has begun to copy is there; stage: an address. Between two visits the block meets.
+// has begun to copy is there; stage: an address. Between two visits it synchronises the block.
 template <typename Begin, typename Visit>
 __device__ __forceinline__ void pass_along(uint32_t base, TileRange tiles, int slices,
                                            const Begin& begin, const Visit& visit) {
@@ -107,12 +107,12 @@ __device__ __forceinline__ void pass_by(TileSums& sums) {
 }
 
 struct SliceProducts {
-  FragmentPlaces left, columns, rows;
+  FragmentAddresses left, columns, rows;
 
   __device__ __forceinline__ SliceProducts()
-      : left(FragmentPlaces::of_rows(threadIdx.x / 32 * (16 * 2 * kSlice), 2 * kSlice)),
-        columns(FragmentPlaces::of_columns(WideLayout::kRight, 2 * kSlice)),
-        rows(FragmentPlaces::of_rows(WideLayout::kRight, 2 * kSlice)) {}
+      : left(FragmentAddresses::of_rows(threadIdx.x / 32 * (16 * 2 * kSlice), 2 * kSlice)),
+        columns(FragmentAddresses::of_columns(WideLayout::kRight, 2 * kSlice)),
+        rows(FragmentAddresses::of_rows(WideLayout::kRight, 2 * kSlice)) {}
 
   // sums += the warp's rows of the block's slice times those of the tile's.
   template <typename T>

@@ -14,15 +14,15 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a mask that the keys' logits do not hold: whether it is one of bits, and its heads, H or 1.
+// Returns whether a mask, which the keys' logits do not hold, is one of bits.
 inline bool is_bool(const at::Tensor& mask) { return mask.scalar_type() == at::kBool; }
 inline bool differs_by_query(const at::Tensor& mask) {
   return mask.dim() >= 2 && mask.size(-2) != 1;
 }
 inline int64_t heads_of(const at::Tensor& mask) { return mask.dim() >= 3 ? mask.size(-3) : 1; }
 
-// Why the norms of a call's pairs, and sums of other keys' values, are made in blocks of rows by
-// torch's operators; nullptr: by kernels.
+// Returns why the norms of a call's pairs, and sums of other keys' values, are made in blocks of
+// rows by torch's operators; nullptr: by kernels.
 inline const char* why_norms_in_blocks(const ContributionCall& call,
                                        const ContributionSizes& sizes) {
   const WeightsSource& source = call.source;
@@ -39,8 +39,8 @@ inline const char* why_norms_in_blocks(const ContributionCall& call,
   return nullptr;
 }
 
-// Why not by kernels that know neither many heads, masks of pairs that are floats or differ by
-// head, nor mixing ratios.
+// Returns why not by kernels that know neither many heads, masks of pairs that are floats or differ
+// by head, nor mixing ratios.
 inline const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
   if (const char* reason = why_norms_in_blocks(call, sizes)) return reason;
   if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";
@@ -66,8 +66,8 @@ inline at::Tensor operand_rows(at::Tensor rows) {
   return is_aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
-// Rows of float32 as two numbers of Half each, over a power of two that makes the largest of a row
-// Half's largest. Products leave out what is small times small.
+// Splits rows of float32 into two operands of Half, over a power of two that makes the largest of a
+// row Half's largest. Products leave out what is small times small.
 inline StreamedOperand split_operand(const at::Tensor& x, bool is_key) {
   const at::Tensor largest = x.abs().amax({-1}, true);
   const at::Tensor exponent = std::get<1>(at::frexp(largest)).to(at::kFloat).clamp_min(-100);
@@ -125,7 +125,7 @@ inline at::Tensor key_logits(const WeightsSource& source, const ContributionSize
     logits = logits + repeated_heads(norms * scale, H, -2);
   }
   for (const at::Tensor& term : logit_terms(source, mask, at::kDouble)) {
-    // Of the implicit kernel finite offsets end, as its attention has it.
+    // Finite offsets of the implicit kernel are bounded, as in its attention.
     const at::Tensor own = source.w1.defined() ? bounded_offsets(term) : term;
     const at::Tensor by_key = own.expand({B, H, 1, S}).squeeze(2);
     const at::Tensor hides = by_key == -INFINITY;
@@ -190,7 +190,7 @@ class StreamedPairs {
       call_.check(streamed_kernels.pair_norms(params_, call_.stream()));
     }
     if (block.maps[kMixingRatios]) result.others = sum_others(keys.summands);
-    // Of dot attention own pairs that are hidden have no weight, but NaN in rows that are.
+    // In dot attention hidden own pairs have no weight, but NaN in rows that are NaN.
     if (result.own.defined() && !params_.is_implicit) result.own.add_(rows_.select(-1, 2) * 0);
     return result;
   }
@@ -201,7 +201,7 @@ class StreamedPairs {
     tensors_.push_back(tensor);
     return tensor;
   }
-  // Of factors as in FactorParams; fills the units [B, S], too.
+  // Makes fragments of factors as FactorParams has them; fills the units [B, S], too.
   const uint32_t* fragments_of(const at::Tensor& factors, const at::Tensor& units,
                                bool is_reversed) {
     const int64_t words = fragment_words(sizes_.H, params_.is_split);

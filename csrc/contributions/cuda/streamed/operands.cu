@@ -1,5 +1,4 @@
-// What the pairs' kernels read in another form than callers have it: masks as bits, and factors as
-// right operands of products.
+// Operands of the pairs' kernels: masks as bits, and factors as right operands of products.
 #include "contributions/cuda/streamed/fragments.h"
 
 namespace ikattn::cuda {

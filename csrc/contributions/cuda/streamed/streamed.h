@@ -40,8 +40,8 @@ struct StreamedParams {
   // Where finite offsets end.
   float farthest_offset = INFINITY;
 
-  // Of the pairs alone.
-  bool is_split = false;  // weights and factors are two numbers of Half each, else one
+  // Fields of the pairs alone.
+  bool is_split = false;  // weights and factors are split into two operands of Half, else one
   int variants = 0;
   const uint32_t* fragments[3] = {};  // as factor_fragments() makes them
   const float* units[3] = {};         // [B, S]
@@ -66,7 +66,7 @@ struct FragmentParams {
   const float* factors = nullptr;  // as in FactorParams
   uint32_t* fragments = nullptr;   // [B, S, 1 or 2, tiles, 32, 2]
   float* units = nullptr;          // [B, S]
-  // Of products with the factor itself, rows by heads, in place of the transposed one.
+  // Whether products are with the factor itself, rows by heads, in place of the transposed one.
   bool is_reversed = false;
 };
 
@@ -102,8 +102,8 @@ IKATTN_HOST_DEVICE constexpr int64_t fragment_words(int64_t H, bool is_split) {
   return (is_split ? 2 : 1) * fragment_tiles(head_tiles(H)) * 64;
 }
 
-// Of row sums that are there: sum_j a_ij values_j over all keys but a query's own and padding. A
-// row with a weight for a key that is broken is NaN.
+// Sums over row sums that are there: sum_j a_ij values_j over all keys but a query's own and
+// padding. A row with a weight for a key that is broken is NaN.
 struct WeighedValueParams : StreamedParams {
   int64_t value_heads = 0, d_v = 0;
   Array values{};                 // [B, value_heads, S, d_v], float32, finite

@@ -1,5 +1,5 @@
-// What each query takes of all keys but its own: sums of values, [B, H, L, d_v], for mixing ratios.
-// A block takes 32 queries of a head and 64 columns. Its four warps make the weights of 64 keys, by
+// Sums values that each query takes of all keys but its own, [B, H, L, d_v], for mixing ratios. A
+// block takes 32 queries of a head and 64 columns. Its four warps make the weights of 64 keys, by
 // 16, in float32, which then meet the values on CUDA cores. Keys come in order.
 #include "contributions/cuda/pairs.h"
 #include "contributions/cuda/streamed/scores.h"
@@ -91,11 +91,12 @@ __global__ void __launch_bounds__(kThreads, 3) weighed_value_kernel(WeighedValue
   float4 sums[kRows] = {};
   for (int64_t j0 = 0; j0 < end; j0 += kKeys) {
     const int64_t own_j0 = j0 + warp * kStreamedKeys;
-    // Or the addresses of every query would stay in registers from one tile to the next.
+    // Unknown to the compiler, the addresses of queries are computed anew for each tile, and take
+    // no registers between.
     at.q0 += unknown_to_compiler(0);
     const uint32_t visible =
         own_j0 < params.S ? visible_pairs(params, at.b, at.q0, own_j0, at.h) : 0;
-    // Of rows that are NaN hidden pairs are NaN, too; sums of theirs are at the first tile.
+    // Hidden pairs of rows that are NaN are NaN, too; their sums begin at the first tile.
     if (__syncthreads_or(j0 == 0 || visible != 0) == 0) continue;
     put_weights<T>(params, at, own_j0, visible, weights + warp * kStreamedKeys * kPitch);
     load_values(params, at, j0, values);

@@ -1,7 +1,7 @@
 // Accesses to shared memory, checked, and copies by cp.async.
 #include <string.h>
 
-#include "support/interpreter/block.h"
+#include "interpreter/block.h"
 
 namespace ikattn::interpreter {
 

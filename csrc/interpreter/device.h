@@ -12,9 +12,9 @@
 #include <tuple>
 #include <type_traits>
 
+#include "interpreter/interpreter.h"
+#include "interpreter/shared.h"
 #include "support/cuda/families.h"
-#include "support/interpreter/interpreter.h"
-#include "support/interpreter/shared.h"
 
 #define __global__
 #define __device__
@@ -199,7 +199,7 @@ IKATTN_INTERPRETER_MIN_MAX(unsigned long)
 IKATTN_INTERPRETER_MIN_MAX(long long)
 IKATTN_INTERPRETER_MIN_MAX(unsigned long long)
 #undef IKATTN_INTERPRETER_MIN_MAX
-// As on a GPU the other operand where one is NaN.
+// Returns the other operand where one is NaN, as a GPU does.
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }

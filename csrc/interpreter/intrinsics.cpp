@@ -1,4 +1,4 @@
-// What the 32 lanes of a warp do together. Fragment layouts: support/cuda/intrinsics.h.
+// Operations of the 32 lanes of a warp together. Fragment layouts: support/cuda/intrinsics.h.
 #include "support/cuda/intrinsics.h"
 
 namespace ikattn::interpreter {

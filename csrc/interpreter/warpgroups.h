@@ -3,8 +3,8 @@
 // they read of shared memory must be there when they begin, too.
 #pragma once
 
+#include "interpreter/interpreter.h"
 #include "support/cuda/float16.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace interpreter {
@@ -14,7 +14,7 @@ template <typename T>
 constexpr ProductType kProductType =
     std::is_same_v<T, BFloat16> ? ProductType::kBFloat16 : ProductType::kHalf;
 
-// Of one lane.
+// Product as one lane begins it.
 struct Product {
   void* sums;         // float; of kInt8 int32_t
   int count;          // of them; the product has twice as many columns
@@ -32,8 +32,8 @@ inline void begin_product(Product product, Place place) {
   warp_operation(static_cast<WarpOperation>(begin_product), &product, 0xffffffffu, "wgmma", place);
 }
 template <typename T>
-void begin_turned_product(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
-                          Place place = Place::current()) {
+void begin_transposed_product(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
+                              Place place = Place::current()) {
   begin_product({d, 32, nullptr, a, b, accumulate, true, kProductType<T>, true}, place);
 }
 

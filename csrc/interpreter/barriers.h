@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "support/interpreter/interpreter.h"
+#include "interpreter/interpreter.h"
 
 namespace ikattn::interpreter {
 

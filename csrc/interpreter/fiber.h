@@ -36,7 +36,7 @@ class Fiber {
   void (*entry_)(void*) = nullptr;
   void* context_ = nullptr;
   bool running_ = false;  // from start() until `entry` has returned
-  // What AddressSanitizer keeps for a stack that is not running.
+  // Numbers that AddressSanitizer keeps for a stack that is not running.
   void* fake_stack_ = nullptr;
   const void* resumer_stack_ = nullptr;
   size_t resumer_stack_bytes_ = 0;

@@ -1,8 +1,8 @@
 // The instructions of support/cuda/intrinsics.h, emulated.
 #pragma once
 
+#include "interpreter/interpreter.h"
 #include "support/cuda/float16.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace interpreter {

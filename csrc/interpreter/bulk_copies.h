@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "support/interpreter/interpreter.h"
+#include "interpreter/interpreter.h"
 
 namespace ikattn {
 

@@ -47,10 +47,10 @@ void set_order(Order order);
 // Per block; what sm_90 has. Set 99 KiB to test for sm_86, 89 and 120.
 void set_shared_limit(size_t bytes);
 
-// What multiprocessors() says; 1 at first.
+// Sets the result of multiprocessors(); 1 at first.
 void set_multiprocessors(int count);
 
-// What has_warpgroups() says; false at first.
+// Sets the result of has_warpgroups(); false at first.
 void set_warpgroups(bool has);
 
 // Launches so far of kernels whose name contains `part`.
@@ -92,10 +92,10 @@ int warp_of_operation();
 enum class Access { kRead, kReadByProduct, kWrite, kAtomic };
 unsigned char* access_shared(Access kind, uint32_t address, uint32_t bytes, uint32_t alignment,
                              Place place);
-// The same as a read by a lane of the warp operation that runs; nullptr after an error.
+// Reads for a lane of the warp operation that runs; nullptr after an error.
 const unsigned char* read_shared_as_lane(int lane, uint32_t address, uint32_t bytes, Place place);
-// The same by a product of warpgroups, which sees what was written before a fence_accesses; so do
-// copies by TMA, before which reads have to be fenced, too.
+// Reads for a product of warpgroups, which sees writes before a fence_accesses; so do copies by
+// TMA, before which reads have to be fenced, too.
 const unsigned char* read_shared_as_product(int lane, uint32_t address, uint32_t bytes,
                                             Place place);
 void fence_accesses();

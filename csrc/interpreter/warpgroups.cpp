@@ -1,4 +1,4 @@
-#include "support/interpreter/warpgroups.h"
+#include "interpreter/warpgroups.h"
 
 #include <array>
 #include <deque>
@@ -41,7 +41,7 @@ struct Operand {
   int first_row = 0;  // of those that are read
 };
 
-// Where a byte lies: the 16-byte chunk of an address is turned by its row of 128 bytes.
+// Where a byte lies: the 16-byte chunk of an address is transposed by its row of 128 bytes.
 uint32_t place_of(const Operand& operand, int row, int along) {
   const auto start = static_cast<uint32_t>((operand.descriptor & 0x3fff) << 4);
   const auto atom = static_cast<uint32_t>(operand.descriptor >> 32 & 0x3fff) << 4;
@@ -67,8 +67,8 @@ void append(const unsigned char* from, int bytes, ProductType type, std::vector<
 
 // The numbers of all rows, by chunks of 16 bytes, read as the lanes in turn; false after an error.
 bool read(const Operand& operand, ProductType type, Place place, std::vector<float>& numbers) {
-  // Turned in rows of 128 bytes, whose period begins at a multiple of 1024; the fields between are
-  // those of operands of at most 64 columns.
+  // Transposed in rows of 128 bytes, whose period begins at a multiple of 1024; the fields between
+  // are those of operands of at most 64 columns.
   constexpr uint64_t kFields = ~uint64_t{0x3fff};
   if ((operand.descriptor & kFields) != (uint64_t{1} << 62 | uint64_t{64} << 32 | 1 << 16) ||
       (operand.descriptor << 4 & 0x380) != 0) {
@@ -93,7 +93,7 @@ Operand b_of(const Product& product) {
   if (product.b_by_rows) return {product.b, inner_of(product), 2 * columns};
   return {product.b, columns, kRowBytes};
 }
-// Of the warp that runs.
+// Returns the A of the warp that runs.
 Operand a_of(const Product& product) {
   return {product.shared_a, 16, kRowBytes, warp_of_operation() % 4 * 16};
 }
@@ -104,13 +104,13 @@ bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   const int inner = inner_of(product), each = inner / 8;  // numbers of a register
   if (product.a_by_rows) {
     // All that the warpgroup's rows are in, of which a warp takes its own.
-    std::vector<float> turned;
-    if (!read({product.shared_a, inner, 128}, product.type, begun.place, turned)) return false;
+    std::vector<float> transposed;
+    if (!read({product.shared_a, inner, 128}, product.type, begun.place, transposed)) return false;
     a.resize(static_cast<size_t>(16 * inner));
     for (int row = 0; row < 16; ++row) {
       for (int k = 0; k < inner; ++k) {
         const int from = k * 64 + warp_of_operation() % 4 * 16 + row;
-        a[static_cast<size_t>(row * inner + k)] = turned[static_cast<size_t>(from)];
+        a[static_cast<size_t>(row * inner + k)] = transposed[static_cast<size_t>(from)];
       }
     }
     return true;
@@ -130,7 +130,7 @@ bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   return true;
 }
 
-// What registers of sums hold, and back.
+// Read and write a register of sums.
 float sum_in(const Product& product, int i) {
   if (product.type != ProductType::kInt8) return static_cast<const float*>(product.sums)[i];
   return static_cast<float>(static_cast<const int32_t*>(product.sums)[i]);
