@@ -2,7 +2,8 @@
 
     pip install --no-build-isolation .
 
-Read from the environment: MAX_JOBS or CMAKE_BUILD_PARALLEL_LEVEL (parallel compilations),
+Read from the environment: IKATTN_TORCHS (folders of TorchConfig.cmake: one wheel for several versions
+of torch, `make wheel`), MAX_JOBS or CMAKE_BUILD_PARALLEL_LEVEL (parallel compilations),
 CMAKE_ARGS (more arguments for CMake), WITH_CUDA (0 or 1), IKATTN_ISA (native: for this processor
 alone), IKATTN_DEBUG=1, CXX.
 """
@@ -44,12 +45,29 @@ def torch_version() -> str | None:
 
 
 def torch_requirement() -> str:
-    """A built library loads into one minor version of torch only."""
+    """The minor versions of torch for which the package holds libraries."""
     version = torch_version()
+    folders = torch_folders()
+    if folders:
+        series = [version_of(folder) for folder in folders]
+        return f"torch>={series[0][0]}.{series[0][1]},<{series[-1][0]}.{series[-1][1] + 1}"
     if version is None:
         return "torch>=2.11"
     major, minor = version.split(".")[:2]
     return f"torch=={major}.{minor}.*"
+
+
+def torch_folders() -> list[Path]:
+    """The folders of TorchConfig.cmake that IKATTN_TORCHS names, oldest torch first."""
+    folders = [Path(name) for name in os.environ.get("IKATTN_TORCHS", "").split(";") if name]
+    return sorted(folders, key=version_of)
+
+
+def version_of(folder: Path) -> tuple[int, int]:
+    """The minor version of the torch whose TorchConfig.cmake is in a folder."""
+    header = folder.parents[2] / "include/torch/headeronly/version.h"
+    numbers = re.findall(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)", header.read_text())
+    return int(numbers[0]), int(numbers[1])
 
 
 def find_tool(name: str) -> str | None:
@@ -82,28 +100,37 @@ class BuildNative(Command):
         jobs = os.environ.get("MAX_JOBS") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL")
         jobs = jobs or str(len(os.sched_getaffinity(0)))
         run(self.cmake(), "--build", build_dir, "--target", "ikattn", "--parallel", jobs)
-        for component in ("Unspecified", "python"):
-            run(
-                *(self.cmake(), "--install", build_dir, "--component", component),
-                *("--prefix", self.package_dir()),
-            )
+        shutil.rmtree(self.package_dir() / "lib", ignore_errors=True)  # of an older build
+        run(self.cmake(), "--install", build_dir, "--prefix", self.package_dir())
 
     def configure(self) -> Path:
         """Runs CMake in a directory that stays: the next build compiles only what changed."""
         version = torch_version()
-        if version is None:
+        folders = torch_folders()
+        if version is None and not folders:
             raise SetupError(
                 f"ikattn is compiled against PyTorch, which {sys.executable} cannot import; run\n"
                 "  pip install torch==2.13.0\n"
                 "  pip install --no-build-isolation ."
             )
-        import torch
-
         debug = os.environ.get("IKATTN_DEBUG", "0") not in ("", "0")
-        build_dir = ROOT / "build" / f"torch-{version}{'-debug' if debug else ''}"
-        arguments = [
+        if folders:
+            name = "torchs-" + "-".join(
+                f"{major}.{minor}" for major, minor in map(version_of, folders)
+            )
+            arguments = [
+                f"-DTorch_DIR={folders[-1]}",
+                f"-DIKATTN_MORE_TORCHS={';'.join(map(str, folders[:-1]))}",
+                "-DIKATTN_PORTABLE=ON",
+            ]
+        else:
+            import torch
+
+            name = f"torch-{version}"
+            arguments = [f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch"]
+        build_dir = ROOT / "build" / f"{name}{'-debug' if debug else ''}"
+        arguments += [
             f"-DCMAKE_BUILD_TYPE={'Debug' if debug else 'Release'}",
-            f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch",
             f"-DWITH_CUDA={os.environ.get('WITH_CUDA', 'AUTO')}",
             f"-DIKATTN_ISA={os.environ.get('IKATTN_ISA') or 'all'}",
             "-DCMAKE_INSTALL_LIBDIR=lib",
@@ -138,7 +165,7 @@ class BuildNative(Command):
     def get_outputs(self) -> list[str]:
         installed = [self.package_dir() / name for name in ("lib", "include", "share")]
         files = [file for folder in installed for file in folder.rglob("*") if file.is_file()]
-        return [str(file) for file in [*files, self.package_dir() / "build_info.json"]]
+        return [str(file) for file in files]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}

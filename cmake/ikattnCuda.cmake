@@ -158,7 +158,7 @@ function(ikattn_add_cuda_objects target architectures)
                CUDA_VISIBILITY_PRESET hidden
                CUDA_RUNTIME_LIBRARY Shared
                CUDA_ARCHITECTURES "${architectures}")
-  target_sources(ikattn PRIVATE $<TARGET_OBJECTS:${target}>)
+  target_sources(ikattn_kernels PRIVATE $<TARGET_OBJECTS:${target}>)
 endfunction()
 
 # ikattn_add_cuda(sources... WARPGROUPS sources...): adds kernels to the library; those of warpgroups for
@@ -178,14 +178,17 @@ macro(ikattn_add_cuda)
     list(APPEND arg_UNPARSED_ARGUMENTS ${arg_WARPGROUPS})
   endif()
   ikattn_add_cuda_objects(ikattn_cuda "${CMAKE_CUDA_ARCHITECTURES}" ${arg_UNPARSED_ARGUMENTS})
-  set_target_properties(ikattn PROPERTIES CUDA_RUNTIME_LIBRARY Shared LINKER_LANGUAGE CXX)
+  set_target_properties(ikattn_kernels PROPERTIES CUDA_RUNTIME_LIBRARY Shared LINKER_LANGUAGE CXX)
   string(JOIN " " ikattn_architectures ${CMAKE_CUDA_ARCHITECTURES})
-  target_compile_definitions(ikattn PRIVATE IKATTN_HAVE_CUDA=1
-                                            IKATTN_CUDA_ARCHITECTURES="${ikattn_architectures}"
-                                            IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
   find_package(CUDAToolkit REQUIRED)
-  target_include_directories(ikattn PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-  target_link_libraries(
-    ikattn PRIVATE CUDA::cudart "${IKATTN_TORCH_PREFIX}/lib/libc10_cuda.so"
-                   "${IKATTN_TORCH_PREFIX}/lib/libtorch_cuda.so")
+  target_link_libraries(ikattn_kernels PRIVATE CUDA::cudart ${CMAKE_DL_LIBS})
+  foreach(target IN LISTS operators)
+    target_compile_definitions(
+      ${target} PRIVATE IKATTN_HAVE_CUDA=1 IKATTN_CUDA_ARCHITECTURES="${ikattn_architectures}"
+                        IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
+    target_include_directories(${target} PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+    get_target_property(prefix ${target} IKATTN_TORCH_PREFIX)
+    target_link_libraries(
+      ${target} PRIVATE CUDA::cudart "${prefix}/lib/libc10_cuda.so" "${prefix}/lib/libtorch_cuda.so")
+  endforeach()
 endmacro()

@@ -1,5 +1,5 @@
 # ikattn_add_kernel(name source [isas...]): compiles one torch-free source once per instruction set into
-# ikattn, by default for all of IKATTN_ISAS.
+# ikattn_kernels, by default for all of IKATTN_ISAS.
 #
 # Each copy sees IKATTN_ISA, the name of its instruction set, and keeps everything in a namespace of that
 # name. The glue chooses between them at run time; IKATTN_HAVE_AVX2 and the like tell it which exist.
@@ -75,17 +75,20 @@ function(ikattn_add_kernel name source)
               -fno-trapping-math
               -ffp-contract=fast
               ${IKATTN_FLAGS_${isa}})
+    if(IKATTN_PORTABLE)
+      target_compile_options(${target} PRIVATE -include support/portable.h)
+    endif()
     target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc
                                                  ${PROJECT_SOURCE_DIR}/csrc/include)
     set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
-    target_sources(ikattn PRIVATE $<TARGET_OBJECTS:${target}>)
+    target_sources(ikattn_kernels PRIVATE $<TARGET_OBJECTS:${target}>)
   endforeach()
 endfunction()
 
-# Tells the glue which sets exist.
-function(ikattn_tell_isas)
+# Tells the operators of a target which sets exist.
+function(ikattn_tell_isas target)
   foreach(isa IN LISTS IKATTN_ISAS IKATTN_SIXTEEN_BIT_ISAS)
     string(TOUPPER ${isa} isa)
-    target_compile_definitions(ikattn PRIVATE IKATTN_HAVE_${isa}=1)
+    target_compile_definitions(${target} PRIVATE IKATTN_HAVE_${isa}=1)
   endforeach()
 endfunction()

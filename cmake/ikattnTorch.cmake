@@ -1,10 +1,11 @@
-# Defines the target ikattn::torch: LibTorch's headers and CPU libraries.
+# Finds LibTorch, and defines a target of its headers and CPU libraries.
 #
 # Used by the build and, installed, by ikattnConfig.cmake. find_package(Torch) is not: for a torch with
 # CUDA (the usual one on Linux) it stops where no CUDA toolkit is installed, although nothing here
 # needs one. A program may call find_package(Torch) beside find_package(ikattn).
 
-# Sets in the caller: IKATTN_TORCH_PREFIX, IKATTN_TORCH_VERSION (major.minor.patch).
+# Sets in the caller: IKATTN_TORCH_PREFIX, IKATTN_TORCH_VERSION (major.minor.patch) and
+# IKATTN_TORCH_SERIES (major.minor).
 #   HINTS  more directories that may hold torch, tried last
 function(ikattn_find_torch)
   cmake_parse_arguments(PARSE_ARGV 0 arg "" "" "HINTS")
@@ -33,16 +34,23 @@ function(ikattn_find_torch)
   string(REGEX REPLACE "[^;]* ([0-9]+)" "\\1" numbers "${numbers}")
   string(REPLACE ";" "." version "${numbers}")
 
-  if(NOT TARGET ikattn::torch)
-    add_library(ikattn::torch INTERFACE IMPORTED GLOBAL)
-    target_include_directories(
-      ikattn::torch INTERFACE "${prefix}/include" "${prefix}/include/torch/csrc/api/include")
-    target_link_libraries(
-      ikattn::torch INTERFACE "${prefix}/lib/libtorch.so" "${prefix}/lib/libtorch_cpu.so"
-                              "${prefix}/lib/libc10.so")
-    # Torch's libraries may need CUDA's, which are found when the program runs and not by the linker.
-    target_link_options(ikattn::torch INTERFACE -Wl,--allow-shlib-undefined)
-  endif()
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" series "${version}")
   set(IKATTN_TORCH_PREFIX "${prefix}" PARENT_SCOPE)
   set(IKATTN_TORCH_VERSION "${version}" PARENT_SCOPE)
+  set(IKATTN_TORCH_SERIES "${series}" PARENT_SCOPE)
+endfunction()
+
+# Defines a target of the libraries of the torch in `prefix`, unless there is one.
+function(ikattn_define_torch target prefix)
+  if(TARGET ${target})
+    return()
+  endif()
+  add_library(${target} INTERFACE IMPORTED GLOBAL)
+  target_include_directories(
+    ${target} INTERFACE "${prefix}/include" "${prefix}/include/torch/csrc/api/include")
+  target_link_libraries(
+    ${target} INTERFACE "${prefix}/lib/libtorch.so" "${prefix}/lib/libtorch_cpu.so"
+                        "${prefix}/lib/libc10.so")
+  # Torch's libraries may need CUDA's, which are found when the program runs and not by the linker.
+  target_link_options(${target} INTERFACE -Wl,--allow-shlib-undefined)
 endfunction()

@@ -82,6 +82,7 @@ def info() -> str:
     rows = {
         "ikattn": _library.version(),
         "torch": f"{torch.__version__} (built for {build['torch']})",
+        "libraries for torch": ", ".join(_library.built_for()),
         "Python": platform.python_version(),
         "compiler": build["compiler"],
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
@@ -94,4 +95,4 @@ def info() -> str:
         "threads": str(torch.get_num_threads()),
         "C++ package": _library.cmake_prefix_path(),
     }
-    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+    return "\n".join(f"{name:<19} {value}" for name, value in rows.items())

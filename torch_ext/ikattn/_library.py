@@ -1,7 +1,7 @@
 """Finds, checks and loads the shared library that registers the operators.
 
-A library built for another torch fails to load with an undefined C++ symbol, or crashes later. So
-the torch it was built for is read from a file beside it and compared before it is opened.
+There is one for each minor version of torch, within which torch's C++ interface holds: another
+would fail to load with an undefined symbol, or crash later. All share the library of kernels.
 """
 
 from __future__ import annotations
@@ -12,49 +12,64 @@ from pathlib import Path
 import torch
 
 _PACKAGE = Path(__file__).resolve().parent
-_LIBRARY = _PACKAGE / "lib" / "libikattn.so"
-_BUILD_INFO = _PACKAGE / "build_info.json"  # what it was built for
-_REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+_BUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
 def load() -> str:
-    """Loads the library into this process and returns its version.
+    """Loads the library for this torch into this process and returns its version.
 
     Raises:
-        ImportError: The library is missing, was built for another torch, or does not load.
+        ImportError: There is none for this torch, or it does not load.
     """
-    for file in (_BUILD_INFO, _LIBRARY):
-        if not file.exists():
-            raise ImportError(
-                f"ikattn's library has not been built: {file} is missing. "
-                "In ikattn's source tree, run: pip install --no-build-isolation ."
-            )
-    built: dict[str, str] = json.loads(_BUILD_INFO.read_text())
-    check_torch_version(built["torch"], torch.__version__)
+    library = library_for(torch.__version__, _PACKAGE / "lib")
     try:
-        torch.ops.load_library(_LIBRARY)
+        torch.ops.load_library(library)
     except OSError as error:
         raise ImportError(
-            f"ikattn, built for torch {built['torch']}, does not load into torch "
-            f"{torch.__version__}: {error}. To build it anew, in ikattn's source tree, run: "
-            f"{_REBUILD}"
+            f"ikattn's {library} does not load into torch {torch.__version__}: {error}. To build "
+            f"it anew, in ikattn's source tree, run: {_BUILD}"
         ) from error
-    return built["version"]
+    return version()
+
+
+def library_for(running: str, folder: Path) -> Path:
+    """Returns the library of operators for a version of torch.
+
+    Args:
+        running: The version, such as "2.13.0+cpu".
+        folder: Holds ``torch-2.13/libikattn.so`` and the like.
+
+    Raises:
+        ImportError: There is none; the message says which there are, and how to build one.
+    """
+    series = ".".join(running.split(".")[:2])
+    library = folder / f"torch-{series}" / "libikattn.so"
+    if library.exists():
+        return library
+    there = sorted(
+        (path.parent.name.removeprefix("torch-") for path in folder.glob("torch-*/libikattn.so")),
+        key=lambda name: [int(number) for number in name.split(".")],
+    )
+    if not there:
+        raise ImportError(
+            f"ikattn's library has not been built: {library} is missing. "
+            "In ikattn's source tree, run: pip install --no-build-isolation ."
+        )
+    raise ImportError(
+        f"ikattn was built for torch {', '.join(there)}, but this is torch {running}. "
+        f"To build it for this torch, in ikattn's source tree, run: {_BUILD}"
+    )
+
+
+def built_for() -> list[str]:
+    """Returns the minor versions of torch that there is a library for, such as "2.13"."""
+    return sorted(path.parent.name[6:] for path in _PACKAGE.glob("lib/torch-*/libikattn.so"))
 
 
 def version() -> str:
-    """The version of the package that is built."""
-    built: dict[str, str] = json.loads(_BUILD_INFO.read_text())
+    """Returns the version of the library that is loaded."""
+    built: dict[str, str] = json.loads(torch.ops.ikattn.build_info())
     return built["version"]
-
-
-def check_torch_version(built_for: str, running: str) -> None:
-    """Raises ImportError unless both are of one minor version, within which torch's ABI holds."""
-    if built_for.split(".")[:2] != running.split(".")[:2]:
-        raise ImportError(
-            f"ikattn was built for torch {built_for}, but this is torch {running}. "
-            f"To build it for this torch, in ikattn's source tree, run: {_REBUILD}"
-        )
 
 
 def cmake_prefix_path() -> str:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cpu/route.h"
+#include "support/exported.h"
 
 namespace ikattn {
 
@@ -18,22 +19,22 @@ struct AttentionKernels {
 
 // Tables of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
 namespace baseline {
-extern const AttentionKernels attention_kernels;
+extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
 }
 namespace avx2 {
-extern const AttentionKernels attention_kernels;
+extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
 }
 namespace avx512 {
-extern const AttentionKernels attention_kernels;
+extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
 }
 namespace avx512_vnni {
-extern const SixteenBitKernels sixteen_bit_kernels;
+extern IKATTN_EXPORTED const SixteenBitKernels sixteen_bit_kernels;
 }
 namespace avx512_bf16 {
-extern const SixteenBitKernels sixteen_bit_kernels;
+extern IKATTN_EXPORTED const SixteenBitKernels sixteen_bit_kernels;
 }
 namespace amx {
-extern const SixteenBitKernels sixteen_bit_kernels;
+extern IKATTN_EXPORTED const SixteenBitKernels sixteen_bit_kernels;
 }
 
 }  // namespace ikattn

@@ -4,6 +4,7 @@
 
 #include "attention/calls/params.h"
 #include "support/cuda/executor.h"
+#include "support/exported.h"
 
 namespace ikattn::cuda {
 
@@ -16,7 +17,7 @@ struct AttentionKernels {
   const char* (*features[2])(const FeaturesParams&, bool backward, const DeviceExecutor&);
 };
 
-extern const AttentionKernels attention_kernels;
+extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
 
 // keep [B, H, L, S]: what dropout keeps, from B, H, L, S, dropout_threshold and dropout.
 const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep, Stream stream);

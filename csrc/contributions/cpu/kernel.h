@@ -3,6 +3,7 @@
 
 #include "contributions/params.h"
 #include "support/executor.h"
+#include "support/exported.h"
 
 namespace ikattn {
 
@@ -18,13 +19,13 @@ struct ContributionKernels {
 
 // Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
 namespace baseline {
-extern const ContributionKernels contribution_kernels;
+extern IKATTN_EXPORTED const ContributionKernels contribution_kernels;
 }
 namespace avx2 {
-extern const ContributionKernels contribution_kernels;
+extern IKATTN_EXPORTED const ContributionKernels contribution_kernels;
 }
 namespace avx512 {
-extern const ContributionKernels contribution_kernels;
+extern IKATTN_EXPORTED const ContributionKernels contribution_kernels;
 }
 
 }  // namespace ikattn

@@ -4,6 +4,7 @@
 
 #include "contributions/params.h"
 #include "support/cuda/launch.h"
+#include "support/exported.h"
 
 namespace ikattn::cuda {
 
@@ -48,7 +49,7 @@ struct ContributionKernels {
   const char* (*pair_gradients)(const PairGradientParams&, double* scratch, Stream);
 };
 
-extern const ContributionKernels contribution_kernels;
+extern IKATTN_EXPORTED const ContributionKernels contribution_kernels;
 
 // Returns whether factors come of Gram matrices: in float32, of so many heads as have room beside
 // others.

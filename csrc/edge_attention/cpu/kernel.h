@@ -3,6 +3,7 @@
 
 #include "edge_attention/params.h"
 #include "support/executor.h"
+#include "support/exported.h"
 
 namespace ikattn {
 
@@ -20,13 +21,13 @@ struct EdgeAttentionKernels {
 
 // Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
 namespace baseline {
-extern const EdgeAttentionKernels edge_attention_kernels;
+extern IKATTN_EXPORTED const EdgeAttentionKernels edge_attention_kernels;
 }
 namespace avx2 {
-extern const EdgeAttentionKernels edge_attention_kernels;
+extern IKATTN_EXPORTED const EdgeAttentionKernels edge_attention_kernels;
 }
 namespace avx512 {
-extern const EdgeAttentionKernels edge_attention_kernels;
+extern IKATTN_EXPORTED const EdgeAttentionKernels edge_attention_kernels;
 }
 
 }  // namespace ikattn

@@ -4,6 +4,7 @@
 
 #include "edge_attention/params.h"
 #include "support/cuda/launch.h"
+#include "support/exported.h"
 
 namespace ikattn::cuda {
 
@@ -22,8 +23,8 @@ struct EdgeKernelsOf {
   const char* (*key_gradients)(const EdgeKeyGradientParams<T>&, double* numbers, T* values, Stream);
 };
 
-extern const EdgeKernelsOf<float> edge_kernels_of_float;
-extern const EdgeKernelsOf<double> edge_kernels_of_double;
+extern IKATTN_EXPORTED const EdgeKernelsOf<float> edge_kernels_of_float;
+extern IKATTN_EXPORTED const EdgeKernelsOf<double> edge_kernels_of_double;
 
 // Elements that `numbers` and `values` need for E edges, H heads and rows of `width` values.
 EdgeScratch edge_scratch(int64_t E, int64_t H, int64_t width);

@@ -3,6 +3,7 @@
 
 #include "moments/params.h"
 #include "support/executor.h"
+#include "support/exported.h"
 
 namespace ikattn {
 
@@ -18,13 +19,13 @@ struct MomentsKernels {
 
 // Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
 namespace baseline {
-extern const MomentsKernels moments_kernels;
+extern IKATTN_EXPORTED const MomentsKernels moments_kernels;
 }
 namespace avx2 {
-extern const MomentsKernels moments_kernels;
+extern IKATTN_EXPORTED const MomentsKernels moments_kernels;
 }
 namespace avx512 {
-extern const MomentsKernels moments_kernels;
+extern IKATTN_EXPORTED const MomentsKernels moments_kernels;
 }
 
 }  // namespace ikattn

@@ -2,10 +2,11 @@
 #pragma once
 
 #include "support/cuda/launch.h"
+#include "support/exported.h"
 
 namespace ikattn::cuda {
 
 // nullptr, or what CUDA says of it.
-const char* why_no_kernels();
+IKATTN_EXPORTED const char* why_no_kernels();
 
 }  // namespace ikattn::cuda

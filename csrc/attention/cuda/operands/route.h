@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention/calls/params.h"
+#include "support/exported.h"
 #include "support/proven.h"
 
 namespace ikattn::cuda {
@@ -38,9 +39,9 @@ struct Route {
   const char* reason = nullptr;  // why nothing faster, where there is something faster
 };
 
-Route route_of(const AttentionParams& params, bool in_double, Pass pass);
+IKATTN_EXPORTED Route route_of(const AttentionParams& params, bool in_double, Pass pass);
 
 // The families of kernels that a route takes; none of CUDA cores.
-std::vector<Family> families_of(const AttentionParams& params, const Route& route);
+IKATTN_EXPORTED std::vector<Family> families_of(const AttentionParams& params, const Route& route);
 
 }  // namespace ikattn::cuda

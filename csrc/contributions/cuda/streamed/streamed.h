@@ -4,6 +4,7 @@
 
 #include "contributions/params.h"
 #include "support/cuda/launch.h"
+#include "support/exported.h"
 
 namespace ikattn::cuda {
 
@@ -122,6 +123,6 @@ struct StreamedKernels {
   const char* (*score_gradients)(const StreamedGradientParams&,
                                  Stream);  // grad of scores, in place
 };
-extern const StreamedKernels streamed_kernels;
+extern IKATTN_EXPORTED const StreamedKernels streamed_kernels;
 
 }  // namespace ikattn::cuda

@@ -1,0 +1,115 @@
+"""Builds one wheel for several versions of torch. A part of `make wheel`.
+
+    python tools/wheel.py --torchs 2.11 2.12 2.13 2.14 [--cuda] [--out dist]
+
+Each torch comes from pip's index without its dependencies; headers and the libraries that are linked
+are unpacked, no more. A torch with CUDA serves for a wheel without. The wheel gets the oldest
+manylinux tag that its libraries fulfil, and is refused where that is newer than --plat, or where a
+library needs one that is neither torch's nor the system's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHS = ROOT / "build" / "torchs"
+NEEDED = re.compile(
+    r"torch/(include/|share/cmake/Torch/|lib/lib(torch|torch_cpu|c10|c10_cuda|torch_cuda)\.so)"
+)
+# Libraries that torch brings, or the driver: they are in the process, and not in the wheel.
+EXCLUDED = ("libtorch*", "libc10*", "libgomp*", "libcuda*", "libcudart*", "libikattn_kernels.so")
+
+
+def run(*command: object, **environment: str) -> str:
+    """Runs a command, shows what it says on stderr, and returns its output."""
+    words = [str(word) for word in command]
+    print("+", *words, flush=True)
+    done = subprocess.run(
+        words, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode != 0:
+        sys.exit(f"{done.stdout}\n`{' '.join(words[:4])} ...` failed with {done.returncode}")
+    return done.stdout
+
+
+def torch_of(series: str, with_cuda: bool) -> Path:
+    """Returns the folder of TorchConfig.cmake of a torch, fetched where it is not there."""
+    folder = TORCHS / series
+    if not (folder / "whole").exists():
+        downloads = TORCHS / "downloads"
+        run(
+            *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"),
+            *("--constraint", os.devnull, "--dest", downloads, f"torch=={series}.*"),
+        )
+        (wheel,) = downloads.glob(f"torch-{series}.*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            names = [name for name in packed.namelist() if NEEDED.match(name)]
+            packed.extractall(folder, names)
+        wheel.unlink()
+        (folder / "whole").touch()
+    prefix = folder / "torch"
+    if with_cuda and not (prefix / "lib/libc10_cuda.so").exists():
+        sys.exit(f"torch {series} from pip has no CUDA: name another index, or leave out --cuda")
+    return prefix / "share/cmake/Torch"
+
+
+def platform_of(wheel: Path, newest: str) -> str:
+    """Returns the oldest platform that a wheel's libraries fulfil.
+
+    Exits where that is newer than ``newest``, or where a library is missing.
+    """
+    said = run(sys.executable, "-m", "auditwheel", "show", wheel)
+    print(said)
+    found = re.search(r'"(manylinux_\d+_\d+_\w+)"', said)
+    if found is None:
+        sys.exit(f"{wheel} fulfils no manylinux platform: its message stands above")
+
+    def age(platform: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", platform)[:2]]
+
+    if age(found[1]) > age(newest):
+        sys.exit(f"{wheel} needs {found[1]}, newer than {newest}: auditwheel says above what for")
+    return max(found[1], newest, key=age)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--torchs", nargs="+", required=True, help="minor versions, such as 2.13")
+    parser.add_argument("--cuda", action="store_true", help="with kernels for GPUs")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--plat", default="manylinux_2_28_x86_64", help="the newest allowed")
+    asked = parser.parse_args()
+    order = sorted(asked.torchs, key=lambda series: [int(part) for part in series.split(".")])
+    folders = [str(torch_of(series, asked.cuda)) for series in order]
+    raw = ROOT / "build" / "wheel"
+    raw.mkdir(parents=True, exist_ok=True)
+    for old in raw.glob("*.whl"):
+        old.unlink()
+    date = run("git", "log", "-1", "--format=%ct").strip()
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"),
+        *("--wheel-dir", raw, ROOT),
+        IKATTN_TORCHS=";".join(folders),
+        WITH_CUDA=str(int(asked.cuda)),
+        SOURCE_DATE_EPOCH=os.environ.get("SOURCE_DATE_EPOCH", date),
+    )
+    (wheel,) = raw.glob("*.whl")
+    platform = platform_of(wheel, asked.plat)
+    (name,) = run(
+        sys.executable, "-m", "wheel", "tags", "--platform-tag", platform, "--remove", wheel
+    ).splitlines()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    final = (raw / name).rename(asked.out / name)
+    run(sys.executable, "-m", "twine", "check", "--strict", final)
+    print(f"{final}: {final.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
