@@ -2,10 +2,10 @@
 
     pip install --no-build-isolation .
 
-Read from the environment: IKATTN_TORCHS (folders of TorchConfig.cmake: one wheel for several versions
-of torch, `make wheel`), MAX_JOBS or CMAKE_BUILD_PARALLEL_LEVEL (parallel compilations),
+Read from the environment: MAX_JOBS or CMAKE_BUILD_PARALLEL_LEVEL (parallel compilations),
 CMAKE_ARGS (more arguments for CMake), WITH_CUDA (0 or 1), IKATTN_ISA (native: for this processor
-alone), IKATTN_DEBUG=1, CXX.
+alone), IKATTN_DEBUG=1, CXX, IKATTN_TORCHS (folders of TorchConfig.cmake, with ; between them: one
+wheel for several versions of torch, as `make wheel` builds it).
 """
 
 from __future__ import annotations

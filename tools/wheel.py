@@ -2,9 +2,9 @@
 
     python tools/wheel.py --torchs 2.11 2.12 2.13 2.14 [--cuda] [--out dist]
 
-Each torch comes from pip's index without its dependencies; headers and the libraries that are linked
+Each torch comes from the index of pip without its dependencies; headers and linked libraries
 are unpacked, no more. A torch with CUDA serves for a wheel without. The wheel gets the oldest
-manylinux tag that its libraries fulfil, and is refused where that is newer than --plat, or where a
+manylinux tag that its libraries fulfil. It is refused where that is newer than --plat, or where a
 library needs one that is neither torch's nor the system's.
 """
 
