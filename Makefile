@@ -11,6 +11,8 @@
 #                  CUDA_CHECK='--arch sm_90a' for one architecture
 # make lint      formatting, lint and types
 # make format    format C++ and Python
+# make wheel     one wheel for TORCHS, several versions of torch, into dist/; CUDA=1: with kernels for GPUs
+# make release-check  that wheel in a fresh environment for each of TORCHS
 # make bench     the table of CPU measurements, some nine minutes
 # make develop   editable install; again after an edit of C++, which compiles only what changed
 # make clean     remove build/, keep the environment
@@ -23,10 +25,11 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .PHONY: demo analyze check test test-cpp test-python test-sets test-full full-cpp full-python full-sets \
-  full-floors full-vision full-interpreter full-cuda asan cuda-check lint format bench develop clean
+  full-floors full-vision full-interpreter full-cuda asan cuda-check lint format bench wheel release-check develop clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+TORCHS ?= 2.11 2.12 2.13 2.14
 PYTHON ?= python3
 
 python := $(VENV)/bin/python
@@ -172,6 +175,12 @@ format: $(stamps)/lint
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+wheel: $(stamps)/release
+	$(python) tools/wheel.py --torchs $(TORCHS) $(if $(filter 1,$(CUDA)),--cuda)
+
+release-check:
+	$(PYTHON) tools/release_check.py --torchs $(TORCHS)
+
 bench: $(stamps)/extra-test
 	$(python) benchmarks/cpu_table.py
 
@@ -205,8 +214,8 @@ $(stamps)/tools: $(stamps)/constraints.txt
 	command -v cmake >/dev/null || $(pip) --quiet 'cmake>=3.22'
 	touch $@
 
-$(stamps)/lint: $(stamps)/tools pyproject.toml
-	$(pip) --quiet --group lint
+$(stamps)/lint $(stamps)/release: $(stamps)/tools pyproject.toml
+	$(pip) --quiet --group $(@F)
 	touch $@
 
 # NVIDIA's packages of nvcc, for the check alone.
