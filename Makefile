@@ -79,7 +79,7 @@ test-python: $(stamps)/extra-test $(stamps)/minilm $(stamps)/chromium $(stamps)/
 test-sets: $(stamps)/extra-test
 	$(python) tests/instructions.py
 
-# --- Everything: the same parts whole, and what CONTRIBUTING.md lists -------------------------------
+# --- Everything: the same parts whole, and what tests/README.md lists ------------------------------
 
 test-full:
 	@set +e

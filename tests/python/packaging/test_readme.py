@@ -59,7 +59,8 @@ def test_examples_of_pages_run_as_shown(
 
 
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
-PAGES += [str(page.relative_to(ROOT)) for page in sorted(DOCS.rglob("*.md"))]
+FOLDERS = (DOCS, ROOT / "csrc", ROOT / "tests", ROOT / "torch_ext")
+PAGES += [str(page.relative_to(ROOT)) for folder in FOLDERS for page in folder.rglob("*.md")]
 
 
 def anchors(page: Path) -> set[str]:

@@ -5,7 +5,7 @@
 * ``commit``: every sample in one dtype, the dtypes taking turns; the handful in all of them.
 * ``full``: every sample in every dtype, and the tests marked ``full``.
 
-CONTRIBUTING.md lists what ``full`` alone proves.
+tests/README.md lists what ``full`` alone proves.
 """
 
 from __future__ import annotations
