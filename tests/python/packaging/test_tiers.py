@@ -60,13 +60,8 @@ def test_every_operator_is_called(texts: list[str]) -> None:
     assert left_out == []
 
 
-def test_every_public_module_and_name_is_used(texts: list[str]) -> None:
-    modules = [
-        info.name
-        for info in pkgutil.walk_packages(ikattn.__path__, "ikattn.")
-        if not any(part.startswith("_") for part in info.name.split("."))
-    ]
-    names = [name for name in ikattn.__all__ if not inspect.ismodule(getattr(ikattn, name))]
-    last = {module.rpartition(".")[2] for module in modules} | set(names)
-    left_out = [name for name in last if not any(re.search(rf"\b{name}\b", t) for t in texts)]
+def test_every_public_name_and_integration_is_used(texts: list[str]) -> None:
+    names = {name for name in ikattn.__all__ if not inspect.ismodule(getattr(ikattn, name))}
+    names |= {info.name for info in pkgutil.iter_modules(ikattn.integrations.__path__)}
+    left_out = [name for name in names if not any(re.search(rf"\b{name}\b", t) for t in texts)]
     assert left_out == []
