@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recorded_models import pair_vectors
+
 __all__ = [
     "Attention",
     "B",
@@ -84,5 +86,4 @@ def vectors(attention: Attention, x: Tensor) -> Tensor:
     q, k, v = attention.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     weights = (q @ k.mT / (D / H) ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-    projection = attention.proj.weight.unflatten(1, (H, -1))
-    return torch.einsum("bhts,bhsd,ehd->btse", weights, v, projection)
+    return pair_vectors(weights, v, attention.proj.weight)
