@@ -116,26 +116,6 @@ def test_regression_reports_every_setting_and_writes_every_run(
     assert all(0 < float(run["best_rmse"]) <= float(run["last_rmse"]) for run in runs)
 
 
-@pytest.mark.full
-def test_regression_on_the_data_of_the_paper(source_tree: Path, tmp_path: Path) -> None:
-    data = source_tree.parent / "shared" / "data" / "regression"
-    if not data.is_dir():
-        pytest.skip("the airline and co2 data, ../shared/data/regression, are not there")
-    result = run_example(source_tree, "regression.py", "--data", data, "--quick", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    rows_of(
-        result.stdout, "airline   dot", "airline   implicit, p = 2", "co2       implicit, p = 3"
-    )
-
-
-def test_regression_names_the_file_that_is_missing(source_tree: Path, tmp_path: Path) -> None:
-    result = run_example(source_tree, "regression.py", "--data", "nowhere", cwd=tmp_path)
-    assert result.returncode == 1
-    missing = Path("nowhere", "airline_passengers", "train.csv")
-    assert f"{missing} is missing" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_regression_rejects_files_of_unlike_columns(regression: ModuleType, sines: Path) -> None:
     path = sines / "co2" / "test.csv"
     path.write_text("1,2,3\n")

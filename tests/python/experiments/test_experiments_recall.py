@@ -81,40 +81,6 @@ def test_options_that_are_several_are_all_run_and_told(
         assert tuple(best.values())[:5] in {tuple(row.values())[:5] for row in chosen}
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--sizes", "96"], "--sizes must be multiples of 64, got [96]"),
-        (["--rates", "0"], "--rates must be above 0"),
-        (["--widths", "-1"], "--widths and --kernel-rates at least 0"),
-        (["--seeds", "0"], "--seeds, --stages and --threads must be at least 1"),
-    ],
-)
-def test_options_out_of_range_are_named(
-    recall: ModuleType,
-    options: list[str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["recall.py", *options])
-    with pytest.raises(SystemExit):
-        recall.parse_options()
-    assert told in capsys.readouterr().err
-
-
-def test_a_run_that_diverges_leaves_the_others(
-    recall: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--quick", "--attention", "softmax", "elu", "--rates", "1e30"]
-    monkeypatch.setattr(sys, "argv", ["recall.py", *options])
-    monkeypatch.setattr(recall, "seconds_per_step", lambda settings, *_: [1.0] * len(settings))
-    monkeypatch.setattr(recall, "QUICK", (Stage((64,), 64, 60),))
-    with pytest.raises(SystemExit, match=r"recall\.py: 2 runs diverged"):
-        recall.main()
-    assert "left out: 64, softmax, seed 0: the loss is" in capsys.readouterr().out
-
-
 def test_every_query_has_one_answer() -> None:
     examples = draw(5, 64, 16, torch.Generator().manual_seed(0))
     for tokens, places, answers in zip(*(part.tolist() for part in examples), strict=True):
@@ -131,11 +97,6 @@ def test_every_query_has_one_answer() -> None:
 def test_a_kernel_that_has_learned_nothing_has_room_by_its_entries() -> None:
     found = [random_recall(m, 64, 3.0, repeats=2) for m in (2, 8, 32)]
     assert found[0] < 0.5 < 0.8 < found[1] < found[2] == 1
-
-
-def test_pairs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="pairs must be from 1 to 16 at length 64, got 17"):
-        draw(1, 64, 17, torch.Generator())
 
 
 def test_a_model_learns_to_recall() -> None:

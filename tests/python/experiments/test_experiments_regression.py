@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiment_programs import ATTENTIONS, rows_of, run
+from experiment_programs import rows_of, run
 from programs import import_program
-
-REGRESSION = Path(__file__).resolve().parents[4] / "shared/data/regression"
 
 
 @pytest.fixture
@@ -47,18 +45,6 @@ def test_regression_runs_every_attention_and_order(
     assert len(runs) == 2 * (1 + 4 * 3)
     assert all(0 < float(run["best_rmse"]) <= float(run["last_rmse"]) for run in runs)
     assert "selected on the test set" in result.stdout
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not REGRESSION.is_dir(), reason=f"{REGRESSION} is absent")
-def test_regression_runs_quickly_on_the_real_data(source_tree: Path, tmp_path: Path) -> None:
-    options = ["--data", REGRESSION, "--quick", "--csv", "a.csv", "--plot", "a.png"]
-    result = run(source_tree, "regression.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    runs = rows_of(tmp_path / "a.csv")
-    names = {(row["data_set"], row["attention"], row["epochs"]) for row in runs}
-    assert names == {(data, kind, "5") for data in ("airline", "co2") for kind in ATTENTIONS}
-    assert all(0 < float(row["best_rmse"]) <= float(row["last_rmse"]) < 1 for row in runs)
 
 
 def test_regression_names_the_file_that_is_missing_and_its_origin(

@@ -376,18 +376,6 @@ def test_meta_modules_give_meta_outputs_of_upstreams_shapes(kernel):
 
 
 @each_kernel
-def test_modules_pickled_before_the_kernel_was_known_and_after_agree(kernel):
-    """A pickle holds the class by name and the attributes; nothing else is needed."""
-    module, x = make(kernel, add_bias_kv=True, kdim=7, dropout=0.3).eval(), batch(L, N, E)
-    memory = batch(S, N, 7), batch(S, N, E)
-    twin = pickle.loads(pickle.dumps(module))
-    assert vars(twin).keys() == vars(module).keys()
-    assert not twin.training
-    torch.testing.assert_close(twin(x, *memory), module(x, *memory))
-    assert repr(twin) == repr(module)
-
-
-@each_kernel
 def test_state_of_every_form_passes_both_ways(kernel):
     for options in OPTIONS:
         ours, stock = make(kernel, **options), make("stock", **options)
@@ -401,9 +389,3 @@ def test_state_of_every_form_passes_both_ways(kernel):
         assert all(name.startswith("spectral.") for name in result.unexpected_keys)
         for name, tensor in stock.state_dict().items():
             assert torch.equal(back.state_dict()[name], tensor)
-
-
-@each_kernel
-def test_torchscript_is_refused_in_a_sentence_that_names_torch_export(kernel):
-    with pytest.raises(RuntimeError, match=r"cannot compile ikattn.*use torch\.export\.export"):
-        torch.jit.script(make(kernel))
