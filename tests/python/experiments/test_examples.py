@@ -56,9 +56,7 @@ def rows_of(output: str, *names: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_digits_prints_both_accuracies_and_draws(
-    source_tree: Path, tmp_path: Path, digits: ModuleType
-) -> None:
+def test_digits_prints_both_accuracies_and_draws(source_tree, tmp_path, digits):
     from matplotlib.image import imread
 
     result = run_example(source_tree, "digits.py", "--quick", cwd=tmp_path)
@@ -96,9 +94,7 @@ def test_received_attention_is_a_share_of_what_is_given(digits: ModuleType, kern
 
 
 @pytest.mark.full
-def test_regression_reports_every_setting_and_writes_every_run(
-    source_tree: Path, tmp_path: Path, sines: Path
-) -> None:
+def test_regression_reports_every_setting_and_writes_every_run(source_tree, tmp_path, sines):
     options = ["--data", sines, "--repeats", 2, "--epochs", 3, "--p", 1.5, 2, "--csv", "runs.csv"]
     result = run_example(source_tree, "regression.py", *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -60,9 +60,7 @@ def value_of(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("length", [4, 5, 13, 25, 124, 500, 2000])
-def test_every_list_has_the_value_that_a_plain_evaluator_gives_it(
-    tasks: ModuleType, length: int
-) -> None:
+def test_every_list_has_the_value_that_a_plain_evaluator_gives_it(tasks, length):
     batch = tasks.Lists().draw(3, length, np.random.default_rng(length))
     names = [*map(str, range(10)), *tasks.OPERATORS, "]"]
     assert batch.tokens.shape == (3, length)
@@ -133,9 +131,7 @@ def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, dat
         ("0 one\n1 two\n", "expected 30 sentences of each label, got 1 and 1"),
     ],
 )
-def test_sentences_that_are_none_are_named(
-    tasks: ModuleType, tmp_path: Path, text: str, message: str
-) -> None:
+def test_sentences_that_are_none_are_named(tasks, tmp_path, text, message):
     (tmp_path / "subj.all").write_text(text)
     with pytest.raises(ValueError, match=message):
         tasks.read_sentences(tmp_path, "subj.all")
@@ -164,13 +160,7 @@ def test_the_kernel_with_places_depends_on_their_distance(training: ModuleType, 
     torch.testing.assert_close(there, moved)
 
 
-def test_every_task_and_attention_is_trained_quickly(
-    program: ModuleType,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_task_and_attention_is_trained_quickly(program, data, tmp_path, monkeypatch, capsys):
     files = ["--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]
     monkeypatch.setattr(sys, "argv", ["long.py", "--quick", "--data", str(data), *files])
     program.main()

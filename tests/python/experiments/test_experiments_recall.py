@@ -53,12 +53,7 @@ def test_every_attention_runs(source_tree: Path, tmp_path: Path, recall: ModuleT
     }
 
 
-def test_options_that_are_several_are_all_run_and_told(
-    recall: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_that_are_several_are_all_run_and_told(recall, tmp_path, monkeypatch, capsys):
     options = "--quick --attention implicit-8 taylor --stages 1 --rates 1e-3 1e-2 --widths 0 2"
     options += f" --kernel-rates 0 1 --csv {tmp_path / 'a.csv'}"
     monkeypatch.setattr(sys, "argv", ["recall.py", *options.split()])
@@ -110,9 +105,7 @@ def test_a_model_learns_to_recall() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("positions", ["none", "learned", "rotary"])
-def test_hidden_tokens_change_nothing_and_the_future_is_not_seen(
-    kernel: Kernel, positions: str
-) -> None:
+def test_hidden_tokens_change_nothing_and_the_future_is_not_seen(kernel, positions):
     torch.manual_seed(0)
     tokens = torch.randint(11, (2, 9))
     hidden = torch.arange(9).ge(6).expand(2, -1)
@@ -138,7 +131,7 @@ def test_a_pooled_model_averages_the_tokens_that_are_there() -> None:
 
 
 def attention_of(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What a model with this attention computes of queries, keys and values [B, H, N, d]."""
+    """Returns the attention of a model of queries, keys and values [B, H, N, d]."""
     block = SequenceModel(**SIZES, kernel=kernel).blocks[0]
     output: Tensor = block.attention._attend(q, k, v, None)
     return output

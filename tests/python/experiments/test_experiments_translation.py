@@ -61,9 +61,7 @@ def aligned(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_translation_runs_every_attention(
-    source_tree: Path, tmp_path: Path, captions: Path, aligned: Path
-) -> None:
+def test_translation_runs_every_attention(source_tree, tmp_path, captions, aligned):
     options = ["--data", captions, "--quick", "--p", "none", "--csv", "a.csv"]
     options += ["--plot", "a.png", "--align", aligned, "--align-csv", "b.csv"]
     result = run(source_tree, "translation.py", *options, cwd=tmp_path)
@@ -81,9 +79,7 @@ def test_translation_runs_every_attention(
 
 
 @pytest.mark.full
-def test_translation_learns_a_dictionary(
-    translation: ModuleType, captions: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_translation_learns_a_dictionary(translation, captions, monkeypatch):
     monkeypatch.setattr("parallel_text.BATCH_TOKENS", 100)
     corpus = translation.read_corpus(captions, "test_2016_flickr")
     fitted = translation.fit(corpus, "direct", "2", seed=0, epochs=10)
@@ -92,9 +88,7 @@ def test_translation_learns_a_dictionary(
 
 
 @pytest.mark.full
-def test_models_that_were_kept_are_measured_without_training(
-    source_tree: Path, tmp_path: Path, captions: Path
-) -> None:
+def test_models_that_were_kept_are_measured_without_training(source_tree, tmp_path, captions):
     options = ["--data", captions, "--quick", "--attention", "mikan", "--models", "kept"]
     for file in ("a.csv", "b.csv"):
         result = run(source_tree, "translation.py", *options, "--csv", file, cwd=tmp_path)
@@ -116,9 +110,7 @@ def test_translation_says_what_to_install(source_tree: Path, tmp_path: Path) -> 
     assert "needs sacrebleu: pip install 'ikattn[experiments]'" in result.stderr
 
 
-def test_sentences_without_a_translation_are_an_error(
-    translation: ModuleType, captions: Path
-) -> None:
+def test_sentences_without_a_translation_are_an_error(translation, captions):
     path = captions / "val.lc.norm.tok.en"
     path.write_text(path.read_text() + "a dog\n")
     with pytest.raises(ValueError, match="must have as many lines, got 12 and 13"):
@@ -133,9 +125,7 @@ def test_sentences_without_a_translation_are_an_error(
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_no_decoder_sees_the_words_it_predicts(
-    translation: ModuleType, attention: str, training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_decoder_sees_the_words_it_predicts(translation, attention, training, monkeypatch):
     monkeypatch.setattr(translation, "DROPOUT", 0.0)
     torch.manual_seed(0)
     model = translation.Translator(20, attention, "2").train(training)
@@ -196,9 +186,7 @@ def test_alignment_reads_the_row_that_predicts_a_word_or_takes_it_in(
         assert found[kind, "AWI", 1] == [{(word + 1, word) for word in words[:-1]}] * len(pairs)
 
 
-def test_batches_hold_every_pair_once_and_no_more_than_their_budget(
-    translation: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_hold_every_pair_once_and_no_more_than_their_budget(translation, monkeypatch):
     monkeypatch.setattr("parallel_text.BATCH_TOKENS", 1000)
     lengths = np.random.RandomState(0).randint(2, 60, 500)
     pairs = [translation.Numbers([9] * n, [9] * (n // 2 + 1)) for n in lengths]

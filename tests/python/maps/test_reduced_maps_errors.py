@@ -1,4 +1,4 @@
-"""What reduced maps and chosen rows refuse, and who refuses them: a sentence each."""
+"""Calls that reduced maps and chosen rows refuse, and who refuses them: a sentence each."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def test_diagonal_of_cross_attention_is_refused_by_name() -> None:
         ({"queries": []}, ValueError, "queries must name at least one"),
     ],
 )
-def test_arguments_are_refused_before_the_model_runs(
-    options: Any, error: type[Exception], words: str
-) -> None:
+def test_arguments_are_refused_before_the_model_runs(options, error, words):
     with pytest.raises(error, match=words), record(encoder(), **options):
         pass
 
@@ -93,9 +91,7 @@ def test_arguments_are_refused_before_the_model_runs(
         ({"reduce": lambda rows, first: rows.sum(-2)}, ValueError, "a result for each row"),
     ],
 )
-def test_what_does_not_fit_a_call_is_refused_by_it(
-    options: Any, error: type[Exception], words: str
-) -> None:
+def test_what_does_not_fit_a_call_is_refused_by_it(options, error, words):
     with pytest.raises(error, match=words):
         recorded(encoder(), torch.randn(1, 4, 16), "summed", **options)
 

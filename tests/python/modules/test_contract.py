@@ -327,10 +327,7 @@ def test_hooks_run_once_each_in_order_and_can_change_what_passes(kernel):
     plain = module(x, x, x)[0]
     handles = [
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: (
-                seen.append("pre"),
-                ((args[0] * 2, *args[1:]), kwargs),
-            )[1],
+            lambda _, args, kwargs: (seen.append("pre"), ((args[0] * 2, *args[1:]), kwargs))[1],
             with_kwargs=True,
         ),
         module.register_forward_hook(

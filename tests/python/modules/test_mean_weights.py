@@ -218,7 +218,7 @@ def test_a_compiled_call_by_parts_equals_the_eager_one(kernel, mask, every_call_
 
 
 def graph_of(module, arguments):
-    """What a compiler is shown of a call."""
+    """Returns the graph that a compiler is shown of a call."""
     graphs = []
 
     def backend(graph, _):

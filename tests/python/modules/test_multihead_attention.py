@@ -258,11 +258,7 @@ BAD_CALLS = {
     "batches, batch first": ({"batch_first": True}, (X, Y[:1], Y[:1]), {}),
     "sizes of 2-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(L, L)}),
     "sizes of 3-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(N, L, S)}),
-    "sizes of causal mask": (
-        {},
-        (X, X, X),
-        {"attn_mask": causal(L + 1), "is_causal": True},
-    ),
+    "sizes of causal mask": ({}, (X, X, X), {"attn_mask": causal(L + 1), "is_causal": True}),
     "sizes of causal mask, padding": (
         {},
         (X, X, X),
@@ -416,10 +412,7 @@ def test_masks_may_be_float32_or_of_the_querys_type(name, kernel, wanted):
             {"num_frequencies": "8", "spectral": "ikan"},
             "num_frequencies must be an integer >= 1, got '8'",
         ),
-        (
-            {"spectral": "fourier"},
-            "spectral must be one of 'direct'.*a function .*, got 'fourier'",
-        ),
+        ({"spectral": "fourier"}, "spectral must be one of 'direct'.*a function .*, got 'fourier'"),
     ],
 )
 def test_bad_options_say_what_was_expected_and_got(options, message):

@@ -217,7 +217,7 @@ def correct_call() -> Arguments:
 
 
 def on(device: str, call: Arguments) -> Arguments:
-    """The same call there."""
+    """Moves a call to a device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
 
 

@@ -119,7 +119,6 @@ def test_maps_of_found_blocks_have_gradients() -> None:
         with record(model, maps="with_residual", detach=False) as recording:
             model(x)
         map_ = recording["0.attn"].with_residual
-        assert map_ is not None
         map_.sum().backward()
         assert model[0].attn.proj.weight.grad is not None
     with record(model, maps="with_residual") as recording:
@@ -289,7 +288,6 @@ def test_rounding_beside_large_numbers_hides_no_scale(dtype: torch.dtype, kind: 
     if kind == "function" and dtype != torch.float32:
         assert found is None  # 16 bits do not tell what is no module
         return
-    assert found is not None
     limit = 0.1 if dtype != torch.float32 else 1e-4
     others = expected - expected.diagonal(dim1=-2, dim2=-1).diag_embed()
     off = (found - expected).abs() - (found - expected).abs().diagonal(
@@ -428,9 +426,7 @@ HOW = [(True, False), (False, False), (True, True), (False, True)]
 @pytest.mark.parametrize("tokens", [B, L])
 @pytest.mark.parametrize(("batch_first", "turns"), HOW)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_maps_of_a_hand_written_block(
-    kind: Any, batch_first: bool, turns: bool, tokens: int
-) -> None:
+def test_maps_of_a_hand_written_block(kind, batch_first, turns, tokens):
     torch.manual_seed(0)
     layer, x = kind(batch_first, turns).eval(), torch.randn(B, tokens, D)
     with record(nn.Sequential(layer), maps="all", check="all") as recording:
@@ -459,7 +455,7 @@ def blocks_of(layer: nn.Module, *args: Tensor, **options: Any) -> list[str]:
 
 
 def why(layer: nn.Module, map_: str, *args: Tensor) -> str:
-    """What the error says where a map is asked for that a layer turns out not to have."""
+    """Returns the error where a map is asked for that a layer turns out not to have."""
     no_map = pytest.raises(ValueError, match=f"has no map '{map_}'")
     with torch.no_grad(), record(layer, maps=[map_]), no_map as error:
         layer(*args)
@@ -805,7 +801,6 @@ def test_maps_around_torchs_attention_have_gradients() -> None:
         with record(nn.Sequential(layer), maps="encoder", detach=False) as recording:
             layer(torch.randn(B, L, D))
         map_ = recording["0.attn"].encoder
-        assert map_ is not None
         map_.sum().backward()
         assert layer.attn.out_proj.weight.grad is not None
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 class Probe:
-    """What every module that ran was given and gave, in the order of the runs."""
+    """The inputs and outputs of every module that ran, in the order of the runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inputs: dict[nn.Module, list[Tensor]] = {}
@@ -233,9 +233,7 @@ def test_ledger_makes_up_the_weights(family: str) -> None:
         assert_close(maps.per_head, maps.weights * maps.value_norms.unsqueeze(-2), TOLERANCE)
 
 
-def test_weights_that_are_never_held_are_made_of_what_the_model_gave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_are_never_held_are_made_of_what_the_model_gave(monkeypatch):
     """Queries and keys of 16 bits, for which GPUs have kernels of their own."""
     calls: list[dict[str, Any]] = []
 
@@ -607,7 +605,6 @@ def explicit(call: AttentionCall, projection: Tensor, around: Surroundings) -> T
         stats = around.output_norm
         y = y - y.mean(-1, keepdim=True) if stats.centered else y
         y = y * stats.weight / stats.scale[:, :, None, None]
-    assert around.residual is not None
     L, S = y.shape[1:3]
     rows = torch.arange(L)
     keys = rows + call.diagonal
@@ -616,9 +613,7 @@ def explicit(call: AttentionCall, projection: Tensor, around: Surroundings) -> T
 
 
 @pytest.mark.parametrize("kind", [*PRE, *POST, *ALONE])
-def test_maps_of_a_family_that_is_found_by_running(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_of_a_family_that_is_found_by_running(kind, monkeypatch):
     model = build_tiny(kind)
     seen: list[tuple[AttentionCall, Tensor, Surroundings, Contributions]] = []
     make_maps = making.make_maps
@@ -647,7 +642,6 @@ def test_maps_of_a_family_that_is_found_by_running(
         hidden = hidden if call.key_padding is None else call.key_padding
         pairs = there[:, :, None] & ~hidden[:, None]
         norms = pair_vectors(call.weights, call.value, projection).norm(dim=-1)
-        assert maps.summed is not None
         assert_close(maps.summed[pairs], norms[pairs], 1e-9, "summed")
         if maps.with_residual is not None:
             norms = explicit(call, projection, around)
@@ -687,7 +681,6 @@ def test_gated_families_of_transformers_are_recorded(family: str) -> None:
     maps = recording[recording.names[-1]]
     assert maps.with_residual is not None
     assert maps.encoder is not None
-    assert maps.weights is not None
     torch.testing.assert_close(maps.weights[0].sum(-1), torch.ones(4, 4).float())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Heard:
-    """What F.scaled_dot_product_attention was called with, in turn."""
+    """The arguments of calls of F.scaled_dot_product_attention, in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Tensor, Tensor]] = []
@@ -96,9 +95,7 @@ def test_maps_are_the_explicit_sums(name: str, monkeypatch: pytest.MonkeyPatch) 
         ("vit_small_patch16_dinov3", lambda block: block.gamma_1),
     ],
 )
-def test_maps_with_the_residual(
-    name: str, scale: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_with_the_residual(name, scale, monkeypatch):
     torch.manual_seed(1)
     model = timm.create_model(name, pretrained=False, num_classes=3, **MODELS[name]).eval()
     heard, given = Heard(monkeypatch), []

@@ -1,4 +1,4 @@
-"""What ``ikattn.record`` records of one attention: weights, keys, projections, what gates heads."""
+"""Recordings of one attention: weights, keys, projections, gates of heads."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ def inputs_of(case: dict[str, Any], module: nn.MultiheadAttention) -> dict[str, 
 
 @pytest.mark.parametrize("kernel", ["stock", "dot", "rbf", "implicit"])
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
-def test_weights_and_contributions_are_those_of_the_module(
-    kernel: str, case: dict[str, Any]
-) -> None:
+def test_weights_and_contributions_are_those_of_the_module(kernel, case):
     module = attention(kernel, **case.get("module", {}))
     arguments = inputs_of(case, module)
     if module.batch_first and arguments["query"].dim() == 2:
@@ -168,9 +166,7 @@ def test_all_maps_are_those_that_each_layer_has() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["stock", "rbf", "implicit"])
-def test_large_weights_are_never_held_and_maps_are_the_same(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_weights_are_never_held_and_maps_are_the_same(kernel, monkeypatch):
     model = encoder()
     if kernel != "stock":
         ikattn.convert(model, kernel, p=3.0)
@@ -280,7 +276,7 @@ def test_nested_tensors_change_neither_outputs_nor_maps(kernel: str, lengths: li
 
 
 class CrossAttention(nn.Module):
-    """Of 16 features and 4 heads, by F.scaled_dot_product_attention."""
+    """Attention of 16 features and 4 heads, by F.scaled_dot_product_attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,9 +388,7 @@ class Given(Attention):
 @pytest.mark.parametrize(
     ("first", "L_", "S"), [(1, 5, None), (3, 5, None), (None, 5, 5), (None, 5, 8), (None, 8, 5)]
 )
-def test_queries_that_are_not_among_their_keys_have_no_part_of_their_own(
-    first: int | None, L_: int, S: int | None
-) -> None:
+def test_queries_that_are_not_among_their_keys_have_no_part_of_their_own(first, L_, S):
     attention = Given(first).eval()
     x, memory = torch.randn(B, L_, D), None if S is None else torch.randn(B, S, D)
     with record(attention, maps="all") as recording:
@@ -456,7 +450,6 @@ def test_whose_keys_they_are_is_told_by_what_is_projected(kind: str) -> None:
             if kind in ("place", "mask"):
                 parts = self.q(x), self.k(x), self.v(x)
             elif kind == "same":  # with places in queries and keys, as DETR has it
-                assert value is not None
                 parts = self.q(x), self.k(other), self.v(value)
             else:
                 other = self.norm(other) if kind == "normed context" else other
@@ -480,7 +473,7 @@ def test_whose_keys_they_are_is_told_by_what_is_projected(kind: str) -> None:
 
 
 class Prepared(Attention):
-    """What is between its heads and its out-projection changes nothing, or multiplies."""
+    """A module between heads and out-projection changes nothing, or multiplies."""
 
     def __init__(self, between: nn.Module) -> None:
         super().__init__()
@@ -553,8 +546,6 @@ def test_an_out_projection_may_change_between_calls() -> None:
                 model[0].attn.proj.weight.mul_(2.0)
     maps = [next(iter(batch.layers.values())).summed for batch in recording.batches]
     for found, factor in zip(maps, (1, 1, 2, 3, 3, 6), strict=True):
-        assert found is not None
-        assert maps[0] is not None
         assert_close(found, factor * maps[0], 1e-9)
 
 
@@ -620,7 +611,6 @@ def test_several_calls_of_one_module_are_one_map() -> None:
     with record(model, maps=("weights", "summed"), check="all") as recording:
         model(x)
     weights = recording["0"].weights
-    assert weights is not None
     assert weights.shape == (1, H, L, L)
     assert (weights[..., :2, 2:] == 0).all()
     assert (weights[..., 2:, :2] == 0).all()
@@ -696,7 +686,7 @@ GATES = (by_channel, in_place, by_head, by_norm_of_heads, by_norm_of_tokens, dif
 
 
 def gated_vectors(attention: Gated, x: Tensor) -> Tensor:
-    """What every pair adds to the output, ``[B, L, S, D]``, by taking all other pairs away.
+    """Returns what every pair adds to the output, ``[B, L, S, D]``, without all other pairs.
 
     A gate that reads the heads, such as a norm's divisor, is that of all pairs.
     """
@@ -737,12 +727,9 @@ def test_maps_of_gated_heads_are_those_of_explicit_vectors(gate: Any) -> None:
     torch.testing.assert_close(found, expected)
     y = gated_vectors(block.attn, block.n1(x))
     maps = recording["attn"]
-    assert maps.summed is not None
     assert_close(maps.summed, y.norm(dim=-1), 1e-9, "summed")
     if gate is product:  # the bias stands alone there, and so the sum is not looked for
         return
-    assert maps.with_residual is not None
-    assert maps.per_head is not None
     assert (maps.per_head >= 0).all()
     own = torch.arange(L)
     y[:, own, own] += x

@@ -16,7 +16,7 @@ from recorded_models import pair_vectors, randomize
 
 
 class Layer(nn.Module):
-    """What the layers of this file have. Those that turn hold the items where the module has not.
+    """The parts of the layers of this file. A layer that turns has items where its module has not.
 
     Its tensors are items first, ``[B, L, D]``, if ``batch_first`` and no turning, or both not.
     """
@@ -50,7 +50,7 @@ class Sums(NamedTuple):
 
 
 class ViT(Layer):
-    """As torchvision's EncoderBlock."""
+    """A block like torchvision's EncoderBlock."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.ln_1(x)
@@ -63,7 +63,7 @@ class ViT(Layer):
 
 
 class Clip(Layer):
-    """As open_clip's ResidualAttentionBlock."""
+    """A block like open_clip's ResidualAttentionBlock."""
 
     def __init__(self, *how: bool) -> None:
         super().__init__(*how)
@@ -117,7 +117,7 @@ class Sandwich(Layer):
 
 
 class Detr(Layer):
-    """As DETR's encoder layer: positions are added to queries and keys, norms are after sums."""
+    """A block like DETR's: positions are added to queries and keys, norms are after sums."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = x + places_like(x)
@@ -192,7 +192,7 @@ def places_like(x: Tensor) -> Tensor:
 
 
 def pairs(attention: Any, query: Tensor, value: Tensor) -> Tensor:
-    """What every pair adds to the output, [B, L, S, D]; keys are of the queries' tokens."""
+    """Returns what every pair adds to the output, [B, L, S, D]; keys are of the queries' tokens."""
     rows = zip(
         (query, query, value),
         attention.in_proj_weight.chunk(3),
