@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ikattn import cli
+from ikattn.cli import command
 from tiny_texts import tiny_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
@@ -78,7 +79,7 @@ def test_an_exception_is_one_sentence_and_a_traceback_on_demand(
     def fail(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_info", fail)
+    monkeypatch.setattr(command, "_info", fail)
     assert message in told(capsys, "info", status=status)
     assert cli.main(["info", "--debug"]) == status
     said = capsys.readouterr().err
@@ -89,12 +90,12 @@ def test_an_exception_is_one_sentence_and_a_traceback_on_demand(
 def test_a_warning_is_told_once_whatever_the_filters(monkeypatch, capsys):
     def warn(*_: object) -> int:
         for _ in range(3):
-            warnings.warn("two layers gave no map\nand more", cli.Notice, stacklevel=1)
+            warnings.warn("two layers gave no map\nand more", command.Notice, stacklevel=1)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
         return 0
 
-    monkeypatch.setattr(cli, "_info", warn)
+    monkeypatch.setattr(command, "_info", warn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert told(capsys, "info", status=0) == "ikattn info: two layers gave no map"
@@ -198,11 +199,11 @@ def test_a_model_of_images_is_told_what_it_reads(tmp_path, capsys):
     config = transformers.ViTConfig(**sizes, intermediate_size=32, image_size=8, patch_size=4)
     for kind in ("ViTModel", "ViTForImageClassification"):
         getattr(transformers, kind)(config).save_pretrained(tmp_path / "vit")
-        for command in (
+        for words in (
             analysis(tmp_path / "vit", tmp_path / "out"),
             ("attribute", "--model", tmp_path / "vit", "--prompt", "w1"),
         ):
-            assert "reads pixel_values, and this command gives it text" in told(capsys, *command)
+            assert "reads pixel_values, and this command gives it text" in told(capsys, *words)
 
 
 def test_a_model_that_needs_an_image_beside_the_text_is_told(tmp_path, capsys):

@@ -88,7 +88,7 @@ def test_contributions_of_no_edges():
         ({"weights": torch.ones(40, 3).long()}, TypeError, "must be floating point"),
         ({"source": torch.zeros(40)}, TypeError, r"source must be int64 or int32, got torch\.f"),
         ({"source": torch.zeros(4).long()}, ValueError, r"source must have shape \[E\] = \[40\]"),
-        ({"source": torch.full((40,), 6)}, IndexError, "out of (range|bounds)"),
+        ({"source": torch.full((40,), 6)}, IndexError, "must be in"),
         ({"source": torch.full((40,), -1)}, IndexError, r"source must be in \[0, 6\), got -1"),
     ],
 )
@@ -197,7 +197,7 @@ def test_calls_layers_and_other_attention_are_kept_apart():
 def test_messages_that_are_not_summed_are_refused(aggr):
     conv = pyg.TransformerConv(8, 4, heads=2, aggr=aggr, root_weight=False)
     first_has_one_message = torch.tensor([[3, 0, 2], [0, 1, 1]])
-    message = f"does not add up: .* expected a layer that sums messages, got aggr='{aggr}'"
+    message = f"aggr='{aggr}'.* does not add up"
     for edge_index in (first_has_one_message, first_has_one_message.flip(1)):
         with ikattn.record(conv), pytest.raises(RuntimeError, match=message):
             conv(torch.randn(4, 8), edge_index)

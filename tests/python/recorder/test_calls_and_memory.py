@@ -26,8 +26,7 @@ from ikattn import _memory
 from ikattn.maps import Layer, Recording
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.recorder import record
-from ikattn.recorder.runs import following, transfers
-from ikattn.recorder.runs import run as runs
+from ikattn.recorder.runs import following, residual_sum, transfers
 from recorded_models import TOLERANCE, attention, encoder, run_in_threads
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
@@ -564,7 +563,7 @@ class OnItsWay(transfers.Arrival):
 def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether numbers are looked at when a call has ended, as on a GPU, which is imitated."""
     if request.param:
-        for module in (runs, following):
+        for module in (residual_sum, following):
             monkeypatch.setattr(module, "takes_waiting", lambda x: True)
         monkeypatch.setattr(transfers.Transfers, "arrival", lambda self: OnItsWay())
     return bool(request.param)

@@ -15,7 +15,6 @@ from ikattn.maps.contribution_maps import Contributions, streamed_contributions
 from ikattn.recorder import record, register_norms
 from ikattn.recorder.calls import attention_call
 from ikattn.recorder.calls.attention_call import AttentionCall
-from ikattn.recorder.calls.projection import effective_projection
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.plan.run_maps import Surroundings
 from ikattn.recorder.runs import making
@@ -160,8 +159,9 @@ def test_vectors_with_the_norms_found_make_up_what_the_blocks_compute(family: st
         run = runs[site.module] = runs.get(site.module, -1) + 1
         value = values.pop(0)
         a = weights[name].weights
-        width = value.size(1) * value.size(-1)
-        y = pair_vectors(a, value, effective_projection(parts.out_proj, width, value).weight)
+        weight = parts.out_proj.weight
+        is_transposed = type(parts.out_proj).__name__ == "Conv1D"  # [in, out]
+        y = pair_vectors(a, value, weight.T if is_transposed else weight)
         assert_close(maps.summed, y.norm(dim=-1), TOLERANCE, "summed")
         # rows of padding are no rows of the output
         bias = getattr(parts.out_proj, "bias", None)

@@ -19,8 +19,6 @@ from ikattn.cli.errors import AnalyzeError, Notice, doing
 from ikattn.integrations.transformers import from_pretrained
 from ikattn.integrations.transformers._implicit import settings_of
 
-__all__ = ["Loaded", "hushed", "load", "the_transformers", "warn_of_missing"]
-
 _TRIED = 4  # tokens
 
 

@@ -24,8 +24,6 @@ from ikattn.maps.reduction import Reduced
 from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 from ikattn.ops._decompositions import operator
 
-__all__ = ["Contributions", "NormStats", "contributions", "streamed_contributions"]
-
 # The maps that sum over heads, each with one more step of the block than the one before.
 SUMMED_MAPS = ("summed", "with_residual", "with_norm", "encoder")
 MAPS = ("value_norms", "per_head", *SUMMED_MAPS, "mixing_ratio")

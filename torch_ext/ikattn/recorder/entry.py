@@ -19,10 +19,9 @@ from ikattn.recorder.calls.transformers_attention import listening
 from ikattn.recorder.graphs import GraphRecorder, graph_layers
 from ikattn.recorder.plan.plan import Asked, asked_maps, describe, plan_layers
 from ikattn.recorder.plan.run_maps import ALL_MAPS
-from ikattn.recorder.recorder import OnLayer, OnRun, Recorder
+from ikattn.recorder.recorder import Recorder
+from ikattn.recorder.runs.making import OnLayer, OnRun
 from ikattn.recorder.runs.rows import Queries, RowsAsked, check_kinds, rows_asked
-
-__all__ = ["record", "recorded"]
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ def _check_sum(name: str, module: Any, messages: Tensor, output: Tensor, target:
     if wrong.any():
         node = int(wrong.nonzero()[0])
         raise RuntimeError(
-            f"record: {name} does not add up: the messages into node {node} and what it got differ "
-            f"by {float(error[node] / scale[node]):.2%}; expected a layer that sums messages, got "
-            f"aggr={module.aggr!r}"
+            f"record: {name} ({type(module).__name__}, aggr={module.aggr!r}) does not add up: the "
+            f"sum of the messages into node {node} and what it got differ by "
+            f"{float(error[node] / scale[node]):.2%}. layers=... leaves the layer out"
         )

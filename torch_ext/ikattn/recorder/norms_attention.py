@@ -19,14 +19,12 @@ from ikattn.integrations.transformers._interface import (
     attention_function,
     register_attention,
 )
-from ikattn.recorder.calls.projection import effective_projection
+from ikattn.recorder.calls.projection import describe, effective_projection
 from ikattn.recorder.calls.transformers_attention import NORMS, interface_call
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import find_attention, resolve
 from ikattn.recorder.plan.run_maps import Surroundings, make_maps
 from ikattn.recorder.runs.padding import fill_padding
-
-__all__ = ["register_norms"]
 
 _MAPS_WITHOUT_BLOCK = ("summed", "per_head", "weights", "similarity")
 
@@ -76,7 +74,7 @@ class _NormsAttention:
 
     def __init__(self, name: str) -> None:
         self._map = name
-        # Of modules that have run, the modules around them, innermost first.
+        # Modules around each module that has run, innermost first.
         self._around: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
     def __call__(
@@ -99,7 +97,7 @@ class _NormsAttention:
         assert parts.out_proj is not None
         with without_autocast(query.device):
             width = call.query.size(1) * call.value.size(-1)
-            projection = effective_projection(parts.out_proj, width, value)
+            projection = effective_projection(parts.out_proj, width, value, describe(module))
             maps = make_maps(call, projection.weight, Surroundings(), {self._map})
         found = getattr(maps, self._map)
         assert isinstance(found, Tensor)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ikattn.explain.attribution.page import frame, write_page
-from ikattn.maps.through_layers import RankedToken
+from ikattn.maps.importance import RankedToken
 from ikattn.maps.tokens import is_byte_level, readable_tokens
 from ikattn.maps.words import texts_of, words_of_text
 

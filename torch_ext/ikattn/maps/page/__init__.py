@@ -111,7 +111,7 @@ def write_page_to(
 
 
 def page_bytes(recording: RecordedMaps) -> int:
-    """What the numbers of a recording take in its page, from shapes and padding alone."""
+    """Returns the bytes that a recording takes in its page, from shapes and padding alone."""
     numbers = 0
     for batch in recording.batches:
         for maps in batch.values():
@@ -143,7 +143,7 @@ def describe(recording: RecordedMaps) -> str:
 def _sequence_contents(
     layers: Sequence[Layer], sequence: SequenceMaps, arrays: Arrays
 ) -> dict[str, Any]:
-    """What the page knows of one sequence: its tokens once, its arrays by their names."""
+    """Returns one sequence for the page: its tokens once, its arrays by their names."""
     labels: list[list[str]] = []
 
     def place_of(tokens: list[str]) -> int:

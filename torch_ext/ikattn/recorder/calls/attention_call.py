@@ -25,7 +25,7 @@ MOST_WEIGHTS = 1 << 26
 
 @dataclass
 class AttentionCall:
-    """What a layer of attention was given in one run, in float32 at least.
+    """Inputs of a layer of attention in one run, in float32 at least.
 
     Attributes:
         query: ``[B, H, L, d]``.

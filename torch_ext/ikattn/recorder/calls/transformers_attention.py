@@ -30,8 +30,6 @@ from ikattn.integrations.transformers._interface import (
 from ikattn.integrations.transformers._kernels import IMPLICIT, kernel_of
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["NORMS", "interface_call", "listening"]
-
 NORMS = "ikattn_norms"
 _RECORDING = "ikattn_record_"  # and the name of the implementation that computes the output
 _RECORDABLE = ("eager", "sdpa", NORMS, IMPLICIT)
@@ -90,7 +88,7 @@ def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener
 
 
 def interface_call(module: nn.Module, given: Given, kind: str | None) -> AttentionCall:
-    """What the attention of a call of an attention function was given.
+    """Returns the inputs of attention in a call of an attention function.
 
     Raises:
         NotImplementedError: The call asks for something that this package cannot compute.

@@ -19,15 +19,6 @@ from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.torch_parts import torch_attention
 from ikattn.recorder.plan.transformers_parts import transformers_attention
 
-__all__ = [
-    "AttentionParts",
-    "Resolver",
-    "Site",
-    "find_attention",
-    "register_resolver",
-    "resolve",
-]
-
 Resolver: TypeAlias = Callable[[nn.Module, Sequence[nn.Module]], AttentionParts | None]
 
 

@@ -17,13 +17,11 @@ from typing import Any, BinaryIO
 from ikattn.cli.errors import doing
 from ikattn.cli.shards import Shard
 
-__all__ = ["Ledger", "lines_of", "read_entry"]
-
 _BLOCK = 1 << 20  # bytes that are read at once
 
 
 class Ledger:
-    """What is finished of a job. In memory is a byte for each line of the text.
+    """The finished lines of a job. It takes a byte of memory for each line of the text.
 
     Attributes:
         path: Of lines.jsonl.
@@ -59,7 +57,7 @@ class Ledger:
                 self._mark(lines_of(entry))
 
     def add(self, entries: Sequence[dict[str, Any]]) -> None:
-        """From here on the entries' lines are finished, even if the power fails.
+        """Marks the entries' lines as finished, even if the power fails then.
 
         An entry whose lines another process has finished meanwhile is not added again.
         """
