@@ -13,7 +13,7 @@ from torch import Tensor
 import ikattn
 from ikattn.maps import (
     Batch,
-    Factors,
+    LedgerFactors,
     LedgerShares,
     head_mean,
     layer_mean,
@@ -117,7 +117,7 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float64)
 
 
-def every_share(shares: LedgerShares) -> list[Factors]:
+def every_share(shares: LedgerShares) -> list[LedgerFactors]:
     return [shares.per_head, shares.per_token, shares.per_head_and_token]
 
 
