@@ -321,6 +321,7 @@ def test_colours_tell_the_sign_and_the_size(tab: Tab, tmp_path: Path) -> None:
     light = colours()
     scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
     tab.call("Emulation.setEmulatedMedia", features=scheme)
+    tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
     dark = colours()
     tab.call("Emulation.setEmulatedMedia", features=[])
     assert len({*light[:3], *dark[:2]}) == 5  # and no colour is the same in both

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikattn.explain.comparison import page
-from ikattn.explain.comparison._distances import Sums
+from ikattn._library import version
+from ikattn._whole_files import whole_file
+from ikattn.explain.comparison._distances import ROW_MAPS, Sums, shares
+from ikattn.maps.page import sequence_contents
+from ikattn.maps.page.arrays import Arrays
+from ikattn.maps.page.labels import layer_labels
+from ikattn.maps.page.template import write_mode
 from ikattn.maps.recording import Recording
+from ikattn.maps.sequences import SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens
 
 __all__ = ["Comparison", "MapDistance"]
@@ -171,7 +178,12 @@ class Comparison:
             ValueError: Tokens that do not match the maps, or no text was kept.
             OSError: The path cannot be written, or the disk is full.
         """
-        return page.write_page(self, path, tokens, title=title)
+        if not self.recording_a.batches:
+            raise ValueError("to_html: no text was kept to show: compare with keep=1 or more")
+        with whole_file(path) as file:
+            title = title or " beside ".join(self.names)
+            write_mode(file, "comparison", title, partial(_page_contents, self, tokens))
+            return file.tell()
 
 
 def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
@@ -189,3 +201,40 @@ def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
         ]
     means = {name: float(getattr(distance, name).nanmean()) for name in _MEASURES}
     return [{"head": None, **means, **ratios, "rows": int(distance.rows.max())}]
+
+
+def _page_contents(found: Comparison, tokens: Tokens | None, arrays: Arrays) -> dict[str, Any]:
+    """Writes both models' rows as one array, so that equal numbers are equal in the page."""
+    a, b = found.recording_a, found.recording_b
+    layers = [a.layers[name] for name in found.pairs]
+
+    def maps_of(one: SequenceMaps, other: SequenceMaps, layer: str) -> dict[str, Any]:
+        of_a, of_b = one.layers[layer], other.layers[found.pairs[layer]]
+        maps = {}
+        for name in ROW_MAPS:
+            x, y = getattr(of_a, name), getattr(of_b, name)
+            if x is not None and y is not None and x.numel():
+                heads = x.shape[0] if x.dim() == 3 else 0
+                maps[name] = {**arrays.add(torch.stack((shares(x), shares(y)))), "heads": heads}
+        return maps
+
+    apart = found.output_distance
+    return {
+        "about": f"{found.sequences} sequences"
+        + ("" if apart is None else f" · distance of outputs {apart:.3g}")
+        + f" · ikattn {version()}",
+        "sequences": [
+            sequence_contents(layers, one, partial(maps_of, one, other))
+            for one, other in zip(sequences(a, tokens), sequences(b), strict=True)
+        ],
+        "precision": arrays.precision(),
+        "models": found.names,
+        "layers": [
+            {"name": layer.name, "label": label, "kind": layer.kind}
+            for layer, label in zip(layers, layer_labels(layers), strict=True)
+        ],
+        "table": [
+            {name: None if x != x else x for name, x in row.items()}
+            for row in found.table(heads=True) + found.table()
+        ],
+    }

@@ -1,8 +1,4 @@
-// Draws the maps that the page carries.
-//
-// L queries are rows, S keys are columns, H heads.
-
-const contents = JSON.parse(byId("contents").textContent);
+// Shows one recording: a layer's weights beside its contributions, and both of a pair in numbers.
 
 const MAPS = [
   ["norms", "N", "Contribution N"],
@@ -18,23 +14,14 @@ const MEANINGS = {
   alti: "how much nearer a token brings the output, as a share of its row",
 };
 
-const state = {
-  sequence: 0, layer: 0, head: null, map: null, scale: "linear", diagonal: false,
-  pinned: [0, 0], hover: null, theme: null,
-};
-
 // --- Arrays ------------------------------------------------------------------------------------------
-
-function layerOf(layer = state.layer) {
-  return contents.sequences[state.sequence].layers[layer];
-}
 
 function array(name, layer = state.layer) {
   const shown = layerOf(layer);
   return shown && shown.maps[name] ? decode(shown.maps[name]) : null;
 }
 
-// Of a map of each head: [L, S] of one head, or the mean over heads.
+// Returns [L, S] of one head of a map, or the mean over heads.
 function headOrMean(name, layer, head) {
   const shown = layerOf(layer);
   const size = shown.L * shown.S;
@@ -51,7 +38,7 @@ function headOrMean(name, layer, head) {
   });
 }
 
-// [H, L, S]; contributions of each head are weights times value norms where the page has both.
+// Returns [H, L, S]; contributions of each head are weights times value norms where the page has both.
 function perHead(name, layer) {
   const direct = array(name, layer);
   if (direct || name !== "per_head") return direct;
@@ -63,12 +50,23 @@ function perHead(name, layer) {
     weights.map((weight, i) => weight * norms[Math.floor(i / (L * S)) * S + (i % S)]));
 }
 
-// What a heat map shows: its values [L, S], its name and what they mean.
+// Makes a plate of values [L, S], in the colours of norms or of weights.
+const plateOf = (values, caption, meaning, norms) => ({
+  values, caption, meaning, norms, textOf: number,
+  cells: () => cellsOf(values, norms, state.layer),
+  legend: () => {
+    const { L, S } = layerOf();
+    const top = state.scale === "row" ? "row maximum" : number(maximum(values, 0, L, S, state.layer));
+    const kind = state.scale === "root" ? " (square root)" : "";
+    return { lowest: "0", highest: `${top}${kind}`, colourAt: (share) => ramp(norms)[Math.round(255 * share)] };
+  },
+});
+
 function weightsPlate(layer = state.layer, head = state.head) {
   const values = layerOf(layer) && headOrMean("weights", layer, head);
   if (!values) return null;
   const caption = head === null ? "Attention weight, mean over heads" : `Attention weight, head ${head}`;
-  return { values, caption, meaning: "a: what the softmax gives, each row sums to 1", norms: false };
+  return plateOf(values, caption, "a: what the softmax gives, each row sums to 1", false);
 }
 
 function normsPlate(layer = state.layer, head = state.head) {
@@ -77,18 +75,18 @@ function normsPlate(layer = state.layer, head = state.head) {
   if (state.map !== "norms") {
     const values = array(state.map, layer);
     const note = head === null ? "" : " (all heads together)";
-    return values && { values, caption: title + note, meaning: MEANINGS[state.map], norms: true };
+    return values && plateOf(values, title + note, MEANINGS[state.map], true);
   }
   const summed = array("summed", layer);
   if (head === null && summed) {
-    return { values: summed, caption: "Contribution N, all heads together", meaning: "|Σ a f(x)|: what a token really adds", norms: true };
+    return plateOf(summed, "Contribution N, all heads together", "|Σ a f(x)|: what a token really adds", true);
   }
   const values = headOrMean("per_head", layer, head);
   if (values) {
     const which = head === null ? "mean over heads" : `head ${head}`;
-    return { values, caption: `Contribution N, ${which}`, meaning: "a |f(x)|: weight times value norm", norms: true };
+    return plateOf(values, `Contribution N, ${which}`, "a |f(x)|: weight times value norm", true);
   }
-  return summed && { values: summed, caption: "Contribution N (all heads together)", meaning: "|Σ a f(x)|", norms: true };
+  return summed && plateOf(summed, "Contribution N (all heads together)", "|Σ a f(x)|", true);
 }
 
 const plates = () => ({ left: weightsPlate(), right: normsPlate() });
@@ -99,7 +97,7 @@ function isSelf(layer = state.layer) {
   return contents.layers[layer].kind === "self";
 }
 
-// The largest value of the rows given, without what is left out.
+// Returns the largest value of the rows given, without what is left out.
 function maximum(values, from, to, S, layer) {
   let largest = 0;
   for (let t = from; t < to; t++) {
@@ -112,7 +110,7 @@ function maximum(values, from, to, S, layer) {
   return largest;
 }
 
-// Levels 0..255 of a plate's cells; -1: left out, -2: no finite number.
+// Returns levels 0..255 of a map's cells; -1: left out, -2: no finite number.
 function levelsOf(values, layer, scale = state.scale) {
   const { L, S } = layerOf(layer);
   const whole = maximum(values, 0, L, S, layer);
@@ -150,7 +148,7 @@ function number(value) {
 
 const FOLDED = 60;  // more tokens than that are two lines that scroll
 
-// As in a text: pieces of a word stand together, so they need no mark.
+// Returns a token as in a text, where pieces of a word stand together and need no mark.
 function flowing(token, isJoined) {
   const text = readable(token);
   return isJoined && text.length > 2 && text.startsWith("##") ? text.slice(2) : text;
@@ -163,36 +161,18 @@ function joined(tokens) {
     && !special(token) && !special(tokens[i - 1])));
 }
 
-function tokensOf() {
-  const shown = layerOf();
-  const lists = contents.sequences[state.sequence].labels;
-  return { queries: lists[shown.queries], keys: lists[shown.keys] };
-}
-
 // --- Parts of the page -------------------------------------------------------------------------------
 
 function thumbnail(plate, layer) {
-  const canvas = element("canvas");
-  if (!plate) return canvas;
-  const { L, S } = layerOf(layer);
-  canvas.width = S;
-  canvas.height = L;
-  paintCells(canvas.getContext("2d"), plate, layer, "root");  // small, and each by its own maximum
-  return canvas;
+  return plate ? cellsOf(plate.values, plate.norms, layer, "root") : element("canvas");
 }
 
-// One pixel for each cell.
-function paintCells(context, plate, layer, scale = state.scale) {
-  const { L, S } = layerOf(layer);
-  const image = context.createImageData(S, L);
-  levelsOf(plate.values, layer, scale).forEach((level, i) => {
-    image.data.set(levelColour(level, plate.norms), 4 * i);
-    image.data[4 * i + 3] = 255;
-  });
-  context.putImageData(image, 0, 0);
+function cellsOf(values, norms, layer, scale = state.scale) {
+  const levels = Array.from(levelsOf(values, layer, scale), (level) => levelColour(level, norms));
+  return pixels(levels, layerOf(layer));
 }
 
-function showStrips() {
+function showRest() {
   const sequence = contents.sequences[state.sequence];
   radios(byId("layer"), contents.layers.map((layer, index) => {
     const there = sequence.layers[index] !== null;
@@ -213,6 +193,7 @@ function showStrips() {
 
 function showControls() {
   const shown = layerOf();
+  if (state.head >= contents.layers[state.layer].heads) state.head = null;
   const has = (name) => !!shown.maps[name];
   const there = MAPS.filter(([name]) => name === "norms"
     ? has("summed") || has("per_head") || (has("weights") && has("value_norms")) : has(name));
@@ -260,12 +241,13 @@ function showReading() {
   }));
 }
 
-// Between weight and contribution, which is their product; a long text has no room for a third copy.
+// Returns the norms that stand between weight and contribution, which is their product; a long text has
+// no room for a third copy.
 function shownValueNorms() {
   return state.map === "norms" && layerOf().S <= 48 ? valueNorms() : null;
 }
 
-// |f(x)| of each key: of the chosen head, or the mean over heads.
+// Returns |f(x)| of each key for the chosen head, or the mean over heads.
 function valueNorms() {
   const norms = array("value_norms");
   if (!norms) return null;
@@ -291,111 +273,13 @@ function legible(background) {
 
 // --- Heat maps ---------------------------------------------------------------------------------------
 
-function layoutOf(width, L, S, queries, keys, context) {
-  context.font = labelFont(12);
-  const longest = (tokens) => Math.min(96, Math.max(...tokens.map((token) => context.measureText(shorten(token)).width)) + 8);
-  let left = longest(queries);
-  let top = longest(keys) * 0.85 + 10;
-  let cell = Math.min(34, (width - left - 22) / S);
-  const labelled = cell >= 9;
-  if (!labelled) {  // only the hovered row and column are labelled
-    left = 78;
-    top = 66;
-    cell = (width - left - 4) / S;
-  }
-  if (cell >= 4) cell = Math.floor(cell);
-  return { left, top, cell, labelled, width, height: top + cell * L + 2 };
-}
-
-function draw(figure, plate) {
-  figure.hidden = !plate;
-  if (!plate) return;
-  const { L, S } = layerOf();
-  const { queries, keys } = tokensOf();
-  const canvas = figure.querySelector("canvas");
-  const context = canvas.getContext("2d");
-  const layout = layoutOf(figure.clientWidth, L, S, queries, keys, context);
-  const { left, top, cell, labelled } = layout;
-  const sharp = window.devicePixelRatio || 1;
-  canvas.width = layout.width * sharp;
-  canvas.height = layout.height * sharp;
-  canvas.style.width = `${layout.width}px`;
-  canvas.style.height = `${layout.height}px`;
-  canvas.layout = layout;
-  context.scale(sharp, sharp);
-  context.font = labelFont(labelled ? Math.min(12, Math.max(9, cell - 1)) : 12);
-
-  const cells = element("canvas", { width: S, height: L });
-  paintCells(cells.getContext("2d"), plate, state.layer);
-  context.imageSmoothingEnabled = cell < 1;  // else some cells would not be seen at all
-  context.drawImage(cells, left, top, cell * S, cell * L);
-  if (cell >= 14) rule(context, layout, L, S);
-
-  const [q, k] = pair();
-  const style = getComputedStyle(document.documentElement);
-  const [ink, quiet, mark] = ["--ink", "--quiet", "--mark"].map((name) => style.getPropertyValue(name).trim());
-  context.textBaseline = "middle";
-  queries.forEach((token, t) => {
-    if (!labelled && t !== q) return;
-    context.fillStyle = t === q ? mark : labelled ? ink : quiet;
-    context.textAlign = "right";
-    context.fillText(fitted(context, token, left - 8), left - 6, top + cell * (t + 0.5));
-  });
-  keys.forEach((token, s) => {
-    if (!labelled && s !== k) return;
-    context.save();
-    context.translate(left + cell * (s + 0.5) + 2, top - 6);
-    context.rotate(-Math.PI / 3.4);
-    context.textAlign = "left";
-    context.fillStyle = s === k ? mark : ink;
-    context.fillText(fitted(context, token, (top - 10) / 0.81), 0, 0);
-    context.restore();
-  });
-  context.strokeStyle = mark;
-  context.lineWidth = 1;
-  context.globalAlpha = 0.75;
-  context.strokeRect(left - 0.5, top + cell * q - 0.5, cell * S + 1, cell + 1);
-  context.globalAlpha = 1;
-  context.lineWidth = 2;
-  context.strokeRect(left + cell * k - 1, top + cell * q - 1, cell + 2, cell + 2);
-
-  const at = plate.values[q * S + k];
-  figure.querySelector("figcaption").replaceChildren(plate.caption, element("span", {}, plate.meaning));
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${plate.caption}: ${queries[q]} reads ${keys[k]}: ${number(at)}`);
-  showLegend(figure.querySelector(".legend"), plate);
-}
-
-// Hairlines between cells that are large enough to have them.
-function rule(context, { left, top, cell }, L, S) {
-  context.strokeStyle = dark() ? "rgb(20 23 27 / .8)" : "rgb(251 250 248 / .9)";
-  context.lineWidth = 1;
-  context.beginPath();
-  for (let s = 1; s < S; s++) { context.moveTo(left + cell * s, top); context.lineTo(left + cell * s, top + cell * L); }
-  for (let t = 1; t < L; t++) { context.moveTo(left, top + cell * t); context.lineTo(left + cell * S, top + cell * t); }
-  context.stroke();
-}
-
-function showLegend(legend, plate) {
-  const { L, S } = layerOf();
-  const [q, k] = pair();
-  const bar = element("canvas", { width: 256, height: 1 });
-  const context = bar.getContext("2d");
-  ramp(plate.norms).forEach((colour, level) => { context.fillStyle = css(colour); context.fillRect(level, 0, 1, 1); });
-  const top = state.scale === "row" ? "row maximum" : number(maximum(plate.values, 0, L, S, state.layer));
-  const kind = state.scale === "root" ? " (square root)" : "";
-  legend.replaceChildren("0", bar, `${top}${kind}`, element("span", {}, `\u00b7 here ${number(plate.values[q * S + k])}`));
-}
-
 // --- Ledger ------------------------------------------------------------------------------------------
 
 function showLedger() {
   const { L, S } = layerOf();
-  const { queries, keys } = tokensOf();
   const [q, k] = pair();
   const heads = contents.layers[state.layer].heads;
-  byId("pair").replaceChildren(element("b", { className: "reader" }, element("bdi", {}, readable(queries[q]))), ` (${q}) reads `,
-    element("b", {}, element("bdi", {}, readable(keys[k]))), ` (${k})`);
+  nameThePair();
 
   const pairOf = (values) => values && ((head) => values[(head * L + q) * S + k]);
   const keyOf = (values) => values && ((head) => values[head * S + k]);
@@ -463,8 +347,6 @@ function sums(q, k, columns) {
 
 // --- What the reader does ----------------------------------------------------------------------------
 
-const pair = () => state.hover || state.pinned;
-
 function strongest(t) {
   const { right, left } = plates();
   const plate = right || left;
@@ -474,22 +356,9 @@ function strongest(t) {
   return best;
 }
 
-function set(change) {
-  const kept = layerOf();
-  Object.assign(state, change, { hover: null });
-  let shown = layerOf();
-  if (!shown) {
-    state.layer = contents.sequences[state.sequence].layers.findIndex((layer) => layer !== null);
-    shown = layerOf();
-  }
-  if (state.head !== null && state.head >= contents.layers[state.layer].heads) state.head = null;
-  showControls();
-  if (!kept || kept.L !== shown.L || kept.S !== shown.S || "sequence" in change) {
-    const t = Math.min(Math.floor(shown.L / 2), shown.L - 1);
-    state.pinned = [t, strongest(t)];
-  }
-  showStrips();
-  showPair();
+function startingPair() {
+  const t = Math.min(Math.floor(layerOf().L / 2), layerOf().L - 1);
+  return [t, strongest(t)];
 }
 
 function showPair() {
@@ -502,20 +371,7 @@ function showPair() {
   showFlow();
 }
 
-let waiting = false;
-
-// While the pointer moves: the pieces that follow the pair, once per frame.
-function hover(where) {
-  state.hover = where;
-  if (waiting) return;
-  waiting = true;
-  requestAnimationFrame(() => {
-    waiting = false;
-    markPair();
-  });
-}
-
-// Everything that shows the pair, but no button is replaced under the pointer.
+// Shows the pair everywhere, and replaces no button under the pointer.
 function markPair() {
   const [q] = pair();
   const buttons = [...byId("queries").children];
@@ -542,49 +398,8 @@ function markPair() {
   showLedger();
 }
 
-function pin(where) {
-  state.pinned = where;
-  state.hover = null;
-  showPair();
-}
-
-function listen() {
-  for (const figure of [byId("left"), byId("right")]) {
-    const canvas = figure.querySelector("canvas");
-    canvas.addEventListener("pointermove", (event) => hover(cellAt(canvas, event)));
-    canvas.addEventListener("pointerleave", () => hover(null));
-    canvas.addEventListener("click", (event) => { const at = cellAt(canvas, event); if (at) pin(at); });
-    canvas.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      const { L, S } = layerOf();
-      const [q, k] = state.pinned;
-      pin([Math.max(0, Math.min(L - 1, q + step[0])), Math.max(0, Math.min(S - 1, k + step[1]))]);
-    });
-  }
-  listenToFlow();
-  byId("sequence").addEventListener("change", (event) => set({ sequence: Number(event.target.value) }));
-  byId("scale").addEventListener("change", (event) => set({ scale: event.target.value }));
-  byId("diagonal").addEventListener("change", (event) => set({ diagonal: event.target.checked }));
-  window.addEventListener("resize", () => showPair());
-  document.addEventListener("keydown", (event) => {
-    if (event.target.tagName === "SELECT" || event.ctrlKey || event.metaKey || event.altKey) return;
-    const step = { "]": ["layer", 1], "[": ["layer", -1], ".": ["head", 1], ",": ["head", -1] }[event.key];
-    if (step) move(...step);
-  });
-}
-
-function start() {
-  byId("about").textContent = contents.about;
-  byId("precision").textContent = contents.precision;
-  byId("sequence").replaceChildren(...contents.sequences.map((sequence, i) =>
-    element("option", { value: String(i) }, `${i + 1}  ${isolated(sequence.title)}`)));
-  startTheme(() => set({}));
-  listen();
-  // With many tokens most numbers are small against the largest.
-  if (contents.sequences[0].layers.some((layer) => layer && layer.S > 100)) byId("scale").value = state.scale = "root";
-  set({ sequence: 0 });
-}
-
-start();
+listenToFlow();
+byId("diagonal").addEventListener("change", (event) => set({ diagonal: event.target.checked }));
+// With many tokens most numbers are small against the largest.
+if (contents.sequences[0].layers.some((layer) => layer && layer.S > 100)) byId("scale").value = state.scale = "root";
+startHeatMaps();
