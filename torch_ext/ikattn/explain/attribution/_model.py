@@ -19,7 +19,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ikattn.explain.attribution._linear import LinearModel, activations_as_one
-from ikattn.recorder.calls.hooks import Hook
+from ikattn.explain.attribution._torch import called_with, first_output, hooked
 from ikattn.recorder.calls.modes import without_compiled_code
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.sums.tensors import first_tensor
@@ -203,19 +203,10 @@ def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
             return None
         check_graph(module)
         y = stack.source = make(x)
-        changed = tuple(y if each is x else each for each in args)
-        return changed, {name: y if each is x else each for name, each in kwargs.items()}
+        return called_with(args, kwargs, x, y)
 
-    # of blocks that are skipped or called in another order, the first that runs
-    handles = [
-        block.register_forward_pre_hook(Hook(hook), with_kwargs=True, prepend=True)
-        for block in stack.blocks
-    ]
-    try:
+    with hooked(stack.blocks, before=hook):  # the first that runs, in whatever order
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -224,7 +215,7 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
     found: list[tuple[Stack, Tensor]] = []
 
     def hook(stack: Stack, module: nn.Module, args: Any, output: Any) -> Any:
-        x = output[0] if isinstance(output, (tuple, list)) else output
+        x = first_output(output)
         if not isinstance(x, Tensor):
             return None
         check_graph(module)
@@ -234,14 +225,10 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
             return output._replace(**{output._fields[0]: leaf})
         return (leaf, *output[1:]) if isinstance(output, (tuple, list)) else leaf
 
-    handles = [
-        stack.blocks[-1].register_forward_hook(Hook(partial(hook, stack))) for stack in stacks
-    ]
-    try:
+    with ExitStack() as opened:
+        for stack in stacks:
+            opened.enter_context(hooked(stack.blocks[-1:], after=partial(hook, stack)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def attention_of(model: nn.Module, stack: Stack) -> list[str]:

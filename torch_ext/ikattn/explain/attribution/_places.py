@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.explain.attribution._linear import detached
 from ikattn.explain.attribution._model import Stack
-from ikattn.recorder.calls.hooks import Hook
+from ikattn.explain.attribution._torch import detached, hooked
 from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = ["places_of_tokens", "readers_of"]
@@ -59,16 +58,10 @@ def readers_of(
         return detached(output)
 
     with ExitStack() as opened:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                opened.callback(module.register_forward_hook(Hook(looked_up)).remove)
+        opened.enter_context(hooked(_embeddings(model), after=looked_up))
         for stack in stacks:
-            for block in stack.blocks:
-                before = block.register_forward_pre_hook(
-                    Hook(partial(entering, stack)), with_kwargs=True
-                )
-                opened.callback(before.remove)
-                opened.callback(block.register_forward_hook(Hook(made)).remove)
+            enters = partial(entering, stack)
+            opened.enter_context(hooked(stack.blocks, before=enters, after=made))
         opened.enter_context(torch.enable_grad())
         leaves = {
             name: x.detach().requires_grad_().clone()
@@ -111,16 +104,15 @@ def places_of_tokens(
                 found.append(places[: ids.size(1)])
 
     with ExitStack() as opened:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                handle = module.register_forward_hook(Hook(looked_up))
-                opened.callback(handle.remove)
-        for stack in stacks:
-            handle = stack.blocks[0].register_forward_pre_hook(Hook(entering), with_kwargs=True)
-            opened.callback(handle.remove)
+        opened.enter_context(hooked(_embeddings(model), after=looked_up))
+        opened.enter_context(hooked([stack.blocks[0] for stack in stacks], before=entering))
         opened.enter_context(torch.enable_grad())
         call()
     return found[0] if found else None
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
 def _places(x: Tensor, vectors: Tensor) -> Tensor | None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.explain.attribution._linear import SUMS, Activation, LinearModel, detached, name_of
+from ikattn.explain.attribution._linear import Activation, LinearModel
+from ikattn.explain.attribution._torch import SUMS, detached, name_of
 from ikattn.recorder.calls.sdpa import sdpa_call
 
 __all__ = ["BlockReplay", "Replay"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ikattn.explain.attribution._linear import tolerance_of
 from ikattn.explain.attribution._model import Stack, is_of_batch
-from ikattn.recorder.calls.hooks import Hook
+from ikattn.explain.attribution._torch import first_output, hooked
 
 __all__ = [
     "check_vectors",
@@ -72,16 +72,11 @@ def outputs_of(
     found: list[Any] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        x = output[0] if isinstance(output, (tuple, list)) else output
         with torch._C.DisableTorchFunction():
-            found.append(reduced(x.detach()))
+            found.append(reduced(first_output(output).detach()))
 
-    handles = [block.register_forward_hook(Hook(hook)) for block in stack.blocks]
-    try:
+    with hooked(stack.blocks, after=hook):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_vectors(model: nn.Module, found: Tensor, expected: Tensor, caller: str) -> None:

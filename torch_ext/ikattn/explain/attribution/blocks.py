@@ -17,6 +17,7 @@ from ikattn._memory import takes_memory_for
 from ikattn.explain.attribution._linear import Activation
 from ikattn.explain.attribution._model import Stack, alone, called_linear, the_stack_of
 from ikattn.explain.attribution._replay import BlockReplay
+from ikattn.explain.attribution._torch import called_with, hooked
 from ikattn.explain.attribution._vectors import (
     check_vectors,
     keys_together,
@@ -27,7 +28,6 @@ from ikattn.explain.attribution._vectors import (
     whose,
     without_graph,
 )
-from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = ["block_maps"]
@@ -116,10 +116,7 @@ def _of_blocks(
         with _entered(stack, replay, enter), outputs_of(stack) as expected:
             model(**inputs)
         replay.begin_whole()
-        with (
-            _entered(stack, replay, lambda n, x: entered[n].clone()),
-            outputs_of(stack) as whole,
-        ):
+        with _entered(stack, replay, lambda n, x: entered[n].clone()), outputs_of(stack) as whole:
             model(**inputs)
         check_vectors(model, torch.stack(whole), torch.stack(expected), _CALLER)
         S = entered[0].size(1)
@@ -170,15 +167,7 @@ def _entered(
             y = make(count, x).requires_grad_()
         replay.enter_block(y)
         count += 1
-        changed = tuple(y if each is x else each for each in args)
-        return changed, {name: y if each is x else each for name, each in kwargs.items()}
+        return called_with(args, kwargs, x, y)
 
-    handles = [
-        block.register_forward_pre_hook(Hook(hook), with_kwargs=True, prepend=True)
-        for block in stack.blocks
-    ]
-    try:
+    with hooked(stack.blocks, before=hook):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

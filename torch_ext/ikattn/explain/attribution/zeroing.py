@@ -6,7 +6,6 @@ Sizes: B batch, N blocks, K tokens whose values are zeroed together, L = S token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,22 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn._memory import takes_memory_for
-from ikattn.explain.attribution._linear import body_of, name_of
 from ikattn.explain.attribution._model import Stack, alone, takes, the_stack_of
+from ikattn.explain.attribution._torch import ATTENTION, body_of, first_output, hooked, name_of
 from ikattn.explain.attribution._vectors import sequences_of
 from ikattn.maps.summary import row_shares
-from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = ["value_zeroing"]
 
 _CALLER = "value_zeroing"
-_ATTENTION = (
-    "scaled_dot_product_attention",
-    "implicit_kernel_attention",
-    "attention_from_features",
-    "softmax_mean_weights",
-)
 _KEEPING = ("dropout", "to", "type", "float", "type_as", "view", "reshape", "nan_to_num", "getitem")
 
 
@@ -151,8 +143,7 @@ class _Run:
         )
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        made = self._block(*args, **kwargs)
-        output: Tensor = made[0] if isinstance(made, (tuple, list)) else made
+        output: Tensor = first_output(self._block(*args, **kwargs))
         return output if output.dtype == torch.float64 else output.float()
 
 
@@ -163,10 +154,7 @@ def _runs(model: nn.Module, inputs: dict[str, Any], stack: Stack) -> list[_Run]:
         runs.append(_Run(module, args, dict(kwargs)))
 
     options = {"use_cache": False} if takes(model, "use_cache") else {}
-    with ExitStack() as opened:
-        for block in stack.blocks:
-            handle = block.register_forward_pre_hook(Hook(hook), with_kwargs=True)
-            opened.callback(handle.remove)
+    with hooked(stack.blocks, before=hook):
         model(**{**options, **inputs})
     return runs
 
@@ -194,7 +182,7 @@ class _Zeroed(TorchFunctionMode):
                 return body_of(func)(*args, **kwargs)
         if self.has_seen:
             return func(*args, **kwargs)
-        if name in _ATTENTION and len(args) >= 3:
+        if name in ATTENTION and len(args) >= 3:
             return func(*args[:2], self._without(args[2]), *args[3:], **kwargs)
         is_mixing = name in ("matmul", "bmm") and len(args) == 2 and args[0] in self._weights
         if is_mixing:
