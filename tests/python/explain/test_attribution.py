@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import ikattn
 from families import ALONE, POST, PRE
-from ikattn.explain import Attribution, estimate
+from ikattn.explain import Attribution
 from ikattn.explain.attribution import _attribute
 from ikattn.explain.attribution._linear import LinearModel
 from ikattn.explain.attribution._model import frozen_parameters
@@ -597,12 +597,3 @@ def test_a_table_of_targets_apart_and_ranks_that_lack_something() -> None:
         found.ranked(3)
     with pytest.raises(ValueError, match=r"got None for found.tokens: pass tokenizer="):
         ikattn.attribute(decoder(), PROMPT).ranked(3)
-
-
-def test_the_estimate_grows_with_length() -> None:
-    model = decoder()
-    short, long = estimate(model, 100), estimate(model, 1000, targets=4)
-    assert long.activations == 10 * short.activations > long.checkpointed
-    assert long.logits == 4 * short.logits == 2 * 4 * 40 * 8
-    with pytest.raises(ValueError, match="1 or more"):
-        estimate(model, 0)

@@ -27,6 +27,7 @@ from ikattn.explain.attribution._linear import (
 )
 from ikattn.explain.attribution._model import (
     Stack,
+    activation_bytes,
     alone,
     attention_of,
     checkpointed,
@@ -39,7 +40,7 @@ from ikattn.explain.attribution._model import (
 )
 from ikattn.explain.attribution._places import places_of_tokens, readers_of
 from ikattn.explain.attribution._targets import Choice, Target, choose, predicts_next, with_answer
-from ikattn.explain.attribution._texts import (
+from ikattn.explain.attribution.texts import (
     Conversation,
     encoded,
     number_of_text,
@@ -47,7 +48,6 @@ from ikattn.explain.attribution._texts import (
     with_first_token,
 )
 from ikattn.explain.attribution.attribution import Attribution
-from ikattn.explain.attribution.cost import MUCH, activation_bytes
 from ikattn.explain.attribution.zeroing import value_zeroing
 from ikattn.maps.layers import RecordedMaps
 from ikattn.maps.summary import row_shares
@@ -57,6 +57,7 @@ from ikattn.recorder.entry import recorded
 __all__ = ["attribute"]
 
 _CALLER = "attribute"
+_MUCH = 1 << 30  # bytes of activations, above which blocks run twice instead
 
 
 @takes_memory_for("the attribution")
@@ -316,7 +317,7 @@ def _decompose(task: _Task, each: bool, activation: Activation) -> Attribution:
     B, stacks, linear = expected.size(1), stacks_of(model, _CALLER), LinearModel(activation)
     with ExitStack() as opened:
         entered: list[tuple[Stack, torch.Size]] = []  # as they run
-        if activation_bytes(stacks, task.inputs) > MUCH:
+        if activation_bytes(stacks, task.inputs) > _MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
         opened.enter_context(frozen_parameters(model))

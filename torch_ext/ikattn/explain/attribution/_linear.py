@@ -313,7 +313,7 @@ class LinearModel(TorchFunctionMode):
         def inverse() -> Tensor:
             return (_wide(x).var(axes, correction=0, keepdim=True) + eps).rsqrt()
 
-        y = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
+        y: Tensor = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
         y = y if weight is None else y * weight
         return self._with_constant(y, bias).to(x.dtype)
 

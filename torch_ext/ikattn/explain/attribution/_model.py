@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from ikattn.recorder.sums.tensors import first_tensor
 
 __all__ = [
     "Stack",
+    "activation_bytes",
     "alone",
     "attention_of",
     "called_linear",
@@ -288,6 +289,19 @@ def called_linear(model: nn.Module, linear: LinearModel) -> Iterator[None]:
     """A context in which calls of the model are those of the linear map."""
     with frozen_parameters(model), activations_as_one(model, linear), torch.enable_grad(), linear:
         yield
+
+
+def activation_bytes(stacks: Sequence[Stack], inputs: Mapping[str, Any]) -> int:
+    """Returns the bytes of the linear map's graph where every block's numbers are kept.
+
+    A token keeps ``2 (in + out)`` numbers of every linear module in a block, which covers the norms
+    and activations between them.
+    """
+    tokens = [x.numel() for x in inputs.values() if isinstance(x, Tensor) and x.dim() == 2]
+    weights = [p for stack in stacks for block in stack.blocks for p in block.parameters()]
+    item = max(2, weights[0].element_size()) if weights else 4
+    kept = sum(2 * (p.shape[0] + p.shape[1]) for p in weights if p.dim() == 2)
+    return max(tokens, default=256) * kept * item
 
 
 def logits_of(output: Any, caller: str) -> Tensor:

@@ -1,5 +1,5 @@
-"""Means of maps over a corpus, by types of tokens."""
+"""Maps of any number of texts, added up."""
 
-from ikattn.explain.corpora.corpus import TOKEN_TYPES, CorpusMeans, CorpusSums, token_types
+from ikattn.explain.corpora.corpus import TOKEN_TYPES, CorpusSums, token_types
 
-__all__ = ["TOKEN_TYPES", "CorpusMeans", "CorpusSums", "token_types"]
+__all__ = ["TOKEN_TYPES", "CorpusSums", "token_types"]
