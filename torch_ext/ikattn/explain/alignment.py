@@ -180,8 +180,8 @@ def words_of_subwords(
     """Returns the number of each token's word, by the marks that subwords bear.
 
     It serves tokenizers without ``word_ids()``. Words begin with sentencepiece's "▁" or byte-level
-    BPE's "Ġ", or are continued by WordPiece's "##im" and subword-nmt's "im@@". The first token begins a
-    word with or without a mark.
+    BPE's "Ġ", or are continued by WordPiece's "##im" and subword-nmt's "im@@". The first token
+    begins a word with or without a mark.
 
     Args:
         tokens: Those of one sentence.

@@ -2,8 +2,7 @@
 
 from ikattn.explain.attribution._attribute import attribute
 from ikattn.explain.attribution.attribution import Attribution
-from ikattn.explain.attribution.blocks import block_maps
-from ikattn.explain.attribution.decomposed import decomposed_norms
+from ikattn.explain.attribution.decomposed import block_maps, decomposed_norms
 from ikattn.explain.attribution.faithfulness import Faithfulness, faithfulness
 from ikattn.explain.attribution.zeroing import value_zeroing
 

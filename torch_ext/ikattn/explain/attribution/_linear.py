@@ -310,10 +310,10 @@ class LinearModel(TorchFunctionMode):
         weight, bias, eps = _given(args, kwargs, weight=None, bias=None, eps=1e-5)
         axes = list(range(-len(shape), 0))
 
-        def inverse() -> Tensor:
+        def inverse() -> Any:
             return (_wide(x).var(axes, correction=0, keepdim=True) + eps).rsqrt()
 
-        y: Tensor = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
+        y = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
         y = y if weight is None else y * weight
         return self._with_constant(y, bias).to(x.dtype)
 
@@ -321,7 +321,7 @@ class LinearModel(TorchFunctionMode):
         weight, eps = _given(args, kwargs, weight=None, eps=None)
         axes = list(range(-len(shape), 0))
 
-        def inverse() -> Tensor:
+        def inverse() -> Any:
             smallest = torch.finfo(x.dtype).eps if eps is None else eps
             return (_wide(x).square().mean(axes, keepdim=True) + smallest).rsqrt()
 

@@ -36,6 +36,7 @@ __all__ = [
     "last_hidden",
     "logits_of",
     "replaced",
+    "sequences_of",
     "stacks_of",
     "takes",
     "the_stack_of",
@@ -172,6 +173,19 @@ def is_of_batch(name: str, x: Any) -> bool:
     """Whether an argument is a tensor of each sequence, not one mask of pairs for all."""
     is_of_pairs = name in ("mask", "src_mask", "attn_mask") and getattr(x, "ndim", 0) == 2
     return isinstance(x, Tensor) and not is_of_pairs
+
+
+def sequences_of(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the arguments of each sequence of the batch."""
+    count = next(x for name, x in inputs.items() if is_of_batch(name, x)).size(0)
+    with torch.inference_mode(False):
+        own = {
+            n: x.clone() if is_of_batch(n, x) and x.is_inference() else x for n, x in inputs.items()
+        }
+    return [
+        {name: x[b : b + 1] if is_of_batch(name, x) else x for name, x in own.items()}
+        for b in range(count)
+    ]
 
 
 def _mixers(

@@ -56,7 +56,7 @@ class Replay(LinearModel):
         self, activation: Activation, biases: Literal["none", "absdot"], caller: str
     ) -> None:
         super().__init__(activation)
-        self._caller = caller
+        self.caller = caller
         self._biases = biases
         self._kept: list[Any] = []
         self._next: int | None = None  # None: numbers are being fixed
@@ -108,7 +108,7 @@ class Replay(LinearModel):
         assert self._next is not None
         if self._next >= len(self._kept):
             raise RuntimeError(
-                f"{self._caller}: the model fixed {len(self._kept)} numbers in its first call and "
+                f"{self.caller}: the model fixed {len(self._kept)} numbers in its first call and "
                 "asks for more in a second one with the same inputs: it does not compute the same "
                 "in each call"
             )
@@ -188,7 +188,7 @@ class Replay(LinearModel):
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
-                f"{self._caller}: the model calls {name_of(func)}, which gives no weights to fix; "
+                f"{self.caller}: the model calls {name_of(func)}, which gives no weights to fix; "
                 "scaled_dot_product_attention, or a softmax, does"
             )
 
@@ -207,7 +207,7 @@ class Replay(LinearModel):
             return x
         if is_fixed:
             raise NotImplementedError(
-                f"{self._caller}: the model adds what {self.adds_results_of or 'a function'} made "
+                f"{self.caller}: the model adds what {self.adds_results_of or 'a function'} made "
                 "of the tokens, of which there is no linear map"
             )
         c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
@@ -244,7 +244,7 @@ class Replay(LinearModel):
         if x.dim() == 4 and x.shape[::2] == (K, L):
             return own.view(K, 1, L, 1)
         raise NotImplementedError(
-            f"{self._caller}: a bias is added to {list(x.shape)}, where [{K}, {L}, ..] is expected"
+            f"{self.caller}: a bias is added to {list(x.shape)}, where [{K}, {L}, ..] is expected"
         )
 
     def _shared(self, x: Tensor, c: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn._memory import takes_memory_for
-from ikattn.explain.attribution._model import Stack, alone, takes, the_stack_of
+from ikattn.explain.attribution._model import Stack, alone, sequences_of, takes, the_stack_of
 from ikattn.explain.attribution._torch import ATTENTION, body_of, first_output, hooked, name_of
-from ikattn.explain.attribution._vectors import sequences_of
 from ikattn.maps.summary import row_shares
 from ikattn.recorder.sums.tensors import first_tensor
 
