@@ -536,7 +536,7 @@ def test_inputs_and_values_that_are_nothing() -> None:
     with pytest.raises(ValueError, match="the value must be finite"):
         ikattn.attribute(model, PROMPT, torch.tensor(3))
     mixture = build_tiny("mixtral").float()
-    with pytest.raises(NotImplementedError, match="called with 6 copies of one sequence.*sources=1"):
+    with pytest.raises(NotImplementedError, match=r"called with \d copies of one sequence.*sources=1"):
         ikattn.explain.decomposed_norms(mixture, {"input_ids": PROMPT})
 
 
