@@ -115,7 +115,7 @@ def _attention(
         values: Tensor | None = getattr(shown.layers[layer.name], map)
         if values is None:
             raise ValueError(
-                f"to_bertviz: layer {layer.name!r} has no map {map!r}, which others have: take a map "
+                f"to_bertviz: layer {layer.name!r} has no map {map!r}, which others have: take one "
                 "that all have, or record with layers="
             )
         values = values if values.dim() == 3 else values.unsqueeze(0)

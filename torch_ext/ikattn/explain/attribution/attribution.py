@@ -9,7 +9,7 @@ import html
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate
 from typing import Any
@@ -40,13 +40,14 @@ class Attribution:
         scores: ``[B, S]``, or ``[B, n, S]`` for n targets apart. Padding has 0, unless
             the target reads it.
         value: ``[B]`` or ``[B, n]``, what was attributed: the sum of the targets' logits.
-        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" what biases add, and
-            vectors that the model puts beside the tokens it was given; with
-            "alti_logit" what feed-forward parts, the token's own vector and biases add. NaN where
-            scores are shares that add up to 1 ("rollout").
-        prefix_scores: Of an encoder-decoder those of the decoder's tokens, ``[B, L]``.
-        method: As it was asked for.
-        tokens, prefix_tokens: For each sequence, with padding; None: no tokenizer was given.
+        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" the part of biases
+            and of vectors that the model puts beside the tokens it was given; with "alti_logit"
+            that of feed-forward parts, the token's own vector and biases. NaN where scores are
+            shares that add up to 1 ("rollout").
+        prefix_scores: ``[B, L]`` or ``[B, n, L]``, scores of the decoder's tokens in an
+            encoder-decoder.
+        method: The name of the method.
+        tokens, prefix_tokens: Names for each sequence, with padding; None: no tokenizer was given.
         target_tokens: The tokens that were attributed, for each sequence.
         byte_level: Whether tokens are those of byte-level BPE, whose "Ġ" is a space.
     """
@@ -80,7 +81,7 @@ class Attribution:
                 self.target_tokens = [readable_tokens(tokenizer, row) for row in targets]
 
     def by_words(self, words: Sequence[Sequence[int | None]] | None = None) -> Attribution:
-        """The same with scores of words: sums over their tokens.
+        """Adds up the scores of each word's tokens.
 
         Args:
             words: For each sequence the number of each token's word, as ``word_ids()`` of a fast
@@ -109,10 +110,10 @@ class Attribution:
         return self._summed(words, are_texts=False)
 
     def by_lines(self) -> Attribution:
-        r"""The same with scores of the text's lines: sums over their tokens.
+        r"""Adds up the scores of each line's tokens.
 
-        A token that ends a line belongs to it. Of code, or of a conversation, lines often say more
-        than words.
+        A token that ends a line belongs to it. In code and conversations lines often say more than
+        words.
 
         Returns:
             Scores ``[B, n]``, n the largest number of lines; ``tokens`` are the lines' texts.
@@ -144,7 +145,7 @@ class Attribution:
         return self.tokens
 
     def _summed(self, words: Sequence[Sequence[int | None]], *, are_texts: bool) -> Attribution:
-        """Sums over tokens with the same number.
+        """Adds up the scores of tokens with the same number.
 
         Args:
             words: For each sequence, the numbers.
@@ -153,7 +154,8 @@ class Attribution:
         S = self.scores.size(-1)
         if len(words) != self.scores.size(0) or any(len(own) != S for own in words):
             raise ValueError(
-                f"by_words: words must hold {S} numbers for each of {self.scores.size(0)} sequences"
+                f"by_words: words must hold {S} numbers for each of {self.scores.size(0)} "
+                f"sequences, got {[len(own) for own in words]}"
             )
         count = max((i + 1 for own in words for i in own if i is not None), default=0)
         sums = self.scores.new_zeros(*self.scores.shape[:-1], count)
@@ -171,19 +173,13 @@ class Attribution:
                 names[b] = [name.strip(" ") for name in names[b]]
         rest = self.bias + self.scores.sum(-1) - sums.sum(-1)
         tokens = None if self.tokens is None else names
-        return Attribution(
-            sums,
-            self.value,
-            rest,
-            self.prefix_scores,
-            self.method,
-            tokens,
-            self.prefix_tokens,
-            self.target_tokens,
-        )
+        return replace(self, scores=sums, bias=rest, tokens=tokens, byte_level=False)
 
     def ranked(self, top: int | None = None) -> list[list[RankedToken]]:
-        """Tokens of each sequence by the size of their score, the largest first.
+        """Sorts tokens of each sequence by the size of their score, the largest first.
+
+        Args:
+            top: The number of tokens of each sequence; None: all.
 
         Raises:
             ValueError: Targets are apart, or no tokenizer named the tokens.
@@ -200,7 +196,7 @@ class Attribution:
         return ranked
 
     def __str__(self) -> str:
-        """A table of the scores of each token, with what they and the bias add up to."""
+        """Returns a table of the scores of each token, with what they and the bias add up to."""
         parts = [("", self.scores, self.tokens)]
         if self.prefix_scores is not None:
             parts.append(("prefix ", self.prefix_scores, self.prefix_tokens))
@@ -233,8 +229,8 @@ class Attribution:
         page shows the scores of those that its reader chooses. Padding is left out.
 
         Args:
-            path: Of the file, .html.
-            title: Of the page, by default "Attribution".
+            path: The file, .html.
+            title: The page's title, by default "Attribution".
 
         Returns:
             The size of the file in bytes.
@@ -258,7 +254,7 @@ class Attribution:
             return file.tell()
 
     def _repr_html_(self) -> str:
-        """The page of :meth:`to_html`, small; the coloured text alone where it is too large."""
+        """Returns the page of :meth:`to_html`, small; with targets summed where it is too large."""
         return _frame(self)
 
 
@@ -266,7 +262,7 @@ class Attribution:
 
 
 def _frame(found: Attribution) -> str:
-    """Returns the page in a frame that its script cannot leave; the text alone if too large."""
+    """Returns the page in a frame that its script cannot leave; if too large, of summed targets."""
     both = (found.scores, found.prefix_scores)
     if 16 / 3 * sum(x.numel() for x in both if x is not None) < _LARGEST_FRAME:  # base64, float32
         contents = _contents(found)
@@ -281,11 +277,19 @@ def _frame(found: Attribution) -> str:
                 f'<iframe sandbox="allow-scripts" title="Attribution" srcdoc="{page}" style="'
                 f'width: 100%; height: {height}px; border: 0; resize: vertical"></iframe>'
             )
-    return _static_text(found)
+    if found.scores.dim() == 3:
+        prefix = None if found.prefix_scores is None else found.prefix_scores.sum(1)
+        sums = found.scores.sum(1), found.value.sum(1), found.bias.sum(1), prefix
+        names = ("scores", "value", "bias", "prefix_scores")
+        return _frame(replace(found, **dict(zip(names, sums, strict=True))))
+    return (
+        f"<p>{html.escape(found.method or 'attribution')}: the page would take more than "
+        f"{_LARGEST_FRAME / 1e6:g} MB here; to_html(path) writes it to a file.</p>"
+    )
 
 
 def _contents(found: Attribution) -> dict[str, Any]:
-    """All that the page shows, for JSON."""
+    """Gathers all that the page shows, for JSON."""
     _check(found)
     return {
         "about": f"{found.method or 'attribution'} · ikattn {version()}",
@@ -321,7 +325,7 @@ def _check(found: Attribution) -> None:
 
 
 def _sequence(found: Attribution, b: int) -> dict[str, Any]:
-    """One sequence: its texts, and what was attributed."""
+    """Gathers a sequence: its texts, and what was attributed."""
     names = (found.target_tokens[b] or None) if found.target_tokens else None
     rows = _rows(found.scores, b)  # [n, S]
     n = rows.size(0)
@@ -356,7 +360,7 @@ def _text(
     argument: str,
     byte_level: bool,
 ) -> dict[str, Any]:
-    """A text without its padding, and ``[n, S]`` of its tokens."""
+    """Gathers a text without its padding, and the scores ``[n, S]`` of its tokens."""
     S = rows.size(1)
     names = [str(j) for j in range(S)] if tokens is None else tokens[b]
     if len(names) != S:
@@ -377,7 +381,7 @@ def _text(
 
 
 def _rows(scores: Tensor, b: int) -> Tensor:
-    """Of one sequence, float32 ``[n, S]``; n is 1 where targets are summed."""
+    """Returns the scores of one sequence, float32 ``[n, S]``; n is 1 where targets are summed."""
     own = scores[b].detach().to("cpu", torch.float32)
     return own if own.dim() == 2 else own.unsqueeze(0)
 
@@ -385,45 +389,3 @@ def _rows(scores: Tensor, b: int) -> Tensor:
 def _numbers(x: Tensor) -> list[float | None]:
     numbers = x.detach().cpu().double().reshape(-1).tolist()
     return [number if math.isfinite(number) else None for number in numbers]
-
-
-# --- Where there is no room for a page
-
-
-def _static_text(found: Attribution) -> str:
-    shown = []
-    for b in range(found.scores.size(0)):
-        texts = [_coloured(found.tokens, found.scores, b, found.byte_level)]
-        if found.prefix_scores is not None:
-            texts.append(_coloured(found.prefix_tokens, found.prefix_scores, b, found.byte_level))
-        target = (
-            "".join(texts_of(found.target_tokens[b], byte_level=found.byte_level))
-            if found.target_tokens
-            else ""
-        )
-        value = float(found.value[b].sum())
-        title = html.escape(f"{found.method}: {target} ({value:.4g})")
-        shown.append(f"<p><small>{title}</small></p>{''.join(texts)}")
-    return (
-        '<div style="font-family: sans-serif; line-height: 1.8; color: #111; background: #fff; '
-        f'padding: 4px 8px">{"".join(shown)}</div>'
-    )
-
-
-def _coloured(tokens: list[list[str]] | None, scores: Tensor, b: int, byte_level: bool) -> str:
-    """A text, each token coloured by its score: orange for, blue against."""
-    sums = _rows(scores, b).sum(0)  # [S]
-    names: Sequence[str] = [str(j) for j in range(len(sums))] if tokens is None else tokens[b]
-    span = text_span(names, (sums != 0).tolist())
-    sums = sums[span]
-    finite = sums[sums.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    spans = []
-    for text, score in zip(
-        texts_of(names[span], byte_level=byte_level), sums.tolist(), strict=True
-    ):
-        share = abs(score) / largest if largest > 0 and math.isfinite(score) else 0.0
-        colour = "230, 120, 0" if score >= 0 else "0, 110, 200"
-        style = f"background: rgba({colour}, {0.75 * share:.2f})"
-        spans.append(f'<span title="{score:.4g}" style="{style}">{html.escape(text)}</span>')
-    return f'<div style="white-space: pre-wrap">{"".join(spans)}</div>'
