@@ -429,6 +429,16 @@ def test_rollout_reads_the_rows_of_the_target() -> None:
     assert bool(found.bias.isnan().all())
 
 
+def test_a_decoder_without_attention_has_parts_and_no_rollout() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4}
+    config = transformers.MambaConfig(**sizes)
+    model = randomized(transformers.MambaForCausalLM(config))
+    found = ikattn.attribute(model, PROMPT, 3)
+    torch.testing.assert_close(found.scores.sum(-1) + found.bias, found.value)
+    with pytest.raises(ValueError, match=r"no attention .* found in MambaForCausalLM"):
+        ikattn.attribute(model, PROMPT, 3, method="rollout:alti")
+
+
 def test_blocks_that_run_twice_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (decoder(), decoder("gpt2")):
         once = ikattn.attribute(model, PROMPT, slice(3, 5), each=True)
@@ -536,7 +546,9 @@ def test_inputs_and_values_that_are_nothing() -> None:
     with pytest.raises(ValueError, match="the value must be finite"):
         ikattn.attribute(model, PROMPT, torch.tensor(3))
     mixture = build_tiny("mixtral").float()
-    with pytest.raises(NotImplementedError, match=r"called with \d copies of one sequence.*sources=1"):
+    with pytest.raises(
+        NotImplementedError, match=r"called with \d copies of one sequence.*sources=1"
+    ):
         ikattn.explain.decomposed_norms(mixture, {"input_ids": PROMPT})
 
 

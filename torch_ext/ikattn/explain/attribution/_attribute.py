@@ -16,7 +16,7 @@ from ikattn.explain.attribution._decompx import decompose
 from ikattn.explain.attribution._linear import Activation
 from ikattn.explain.attribution._model import alone, stacks_of
 from ikattn.explain.attribution._places import places_of_tokens
-from ikattn.explain.attribution._rollouts import alti_logit, roll_out
+from ikattn.explain.attribution._rollouts import ROLLED, alti_logit, roll_out
 from ikattn.explain.attribution._targets import Target, Task, named_inputs, predicts_next
 from ikattn.explain.attribution.attribution import Attribution
 from ikattn.explain.attribution.texts import (
@@ -118,6 +118,10 @@ def attribute(
         raise ValueError(
             'attribute: method must be "decompx", "alti_logit" or "rollout:MAP", for example '
             f'"rollout:encoder", got {method!r}'
+        )
+    if map_ and map_ not in ROLLED:
+        raise ValueError(
+            f"attribute: MAP of rollout:MAP must be one of {', '.join(ROLLED)}, got {map_!r}"
         )
     if activation not in ("slope", "tangent"):
         raise ValueError(f'attribute: activation must be "slope" or "tangent", got {activation!r}')

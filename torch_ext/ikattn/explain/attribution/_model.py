@@ -191,15 +191,13 @@ def sequences_of(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _mixers(
     module: nn.Module, ancestors: tuple[nn.Module, ...], known: set[nn.Module]
 ) -> list[tuple[nn.Module, ...]]:
-    """Paths of modules that mix tokens in code of their own, innermost first."""
-    name = type(module).__name__
-    if ancestors and module not in known and any(part in name for part in _MIXERS):
-        return [(module, *ancestors)]
+    """Returns paths of modules that mix tokens in code of their own, innermost first."""
+    name, path = type(module).__name__, (module, *ancestors)
     if ancestors and module in known and not any(part in known for part in module.children()):
         return []
-    return [
-        path for child in module.children() for path in _mixers(child, (module, *ancestors), known)
-    ]
+    inner = [found for child in module.children() for found in _mixers(child, path, known)]
+    is_one = ancestors and module not in known and any(part in name for part in _MIXERS)
+    return [path] if is_one and not inner else inner
 
 
 @contextmanager

@@ -8,8 +8,10 @@ Transformers Use Context to Build Predictions", ACL 2023.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +30,22 @@ from ikattn.explain.attribution._places import readers_of
 from ikattn.explain.attribution._targets import Task
 from ikattn.explain.attribution.attribution import Attribution
 from ikattn.explain.attribution.zeroing import value_zeroing
-from ikattn.maps.layers import RecordedMaps
+from ikattn.maps.recording import Recording
+from ikattn.maps.sequences import AXES
 from ikattn.maps.summary import row_shares
 from ikattn.maps.through_layers import rollout
 from ikattn.recorder.entry import recorded
 from ikattn.recorder.runs.run import Run
 
-__all__ = ["alti_logit", "roll_out"]
+__all__ = ["ROLLED", "alti_logit", "roll_out"]
+
+ROLLED = (*(name for name, axes in AXES.items() if axes.endswith("LS")), "value_zeroing")
+"""Maps that can be rolled out."""
+
+# Advice at the end of what the recorder says, by options that attribute has not.
+_ADVICE = re.compile(
+    r"[.;:,] (?=[^.;:]*(?:maps=|layers=|queries=|reduce=|to_cpu|recording\.)).*$", re.S
+)
 
 
 class _Writings:
@@ -100,6 +111,7 @@ class _Writings:
 
 
 def alti_logit(task: Task) -> Attribution:
+    """Attributes by ALTI-Logit."""
     if task.is_seq2seq:
         raise ValueError(
             'attribute: "alti_logit" is of decoders alone, and config.is_encoder_decoder of '
@@ -107,42 +119,61 @@ def alti_logit(task: Task) -> Attribution:
         )
     stack, gradient, values = _hidden_gradients(task)
     writings, layers = _Writings(gradient), attention_of(task.model, stack)
-    recording = recorded(task.model, ("alti",), layers=layers, to_cpu=False, on_run=writings.note)
-    with torch.no_grad(), recording:
-        task.values()
+    _record(task, "alti", layers, to_cpu=False, on_run=writings.note)
     scores = writings.followed_back()
     return Attribution(scores, values, values - scores.sum(-1))
 
 
 def roll_out(task: Task, map_: str) -> Attribution:
+    """Attributes by the rollout of a map."""
     stack, gradient, values = _hidden_gradients(task)
     share = row_shares(gradient.norm(dim=-1))  # of each token, [B, L]
     nothing = values.new_full(values.shape, float("nan"))
     if map_ == "value_zeroing" and not task.is_seq2seq:
-        flow = rollout(value_zeroing(task.model, task.inputs))
-        return Attribution((share.to(flow).unsqueeze(1) @ flow)[:, 0], values, nothing)
-
-    def record_of(layers: list[str] | None) -> RecordedMaps:
-        with torch.no_grad(), recorded(task.model, (map_,), layers=layers) as recording:
-            task.values()
-        return recording
-
-    recording = None if task.is_seq2seq else record_of(attention_of(task.model, stack))
+        rows = rollout(value_zeroing(task.model, task.inputs))
+        return Attribution((share.to(rows).unsqueeze(1) @ rows)[:, 0], values, nothing)
+    recording = None
+    if not task.is_seq2seq:
+        recording = _record(task, map_, attention_of(task.model, stack))
     layers = {} if recording is None else recording.layers
     crossing = [name for name, layer in layers.items() if layer.kind == "cross"]
     if recording is not None and not crossing:
         residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
-        flow = rollout(recording, map=map_, layers=list(layers), residual=residual)
-        return Attribution((share.to(flow).unsqueeze(1) @ flow)[:, 0], values, nothing)
+        rows = rollout(recording, map=map_, layers=list(layers), residual=residual)
+        return Attribution((share.to(rows).unsqueeze(1) @ rows)[:, 0], values, nothing)
     if map_ != "alti":
         raise ValueError(
             f"attribute: {type(task.model).__name__} has cross-attention"
             f'{", " + crossing[0] if crossing else ""}, through which only "rollout:alti" goes, '
             f'got "rollout:{map_}"'
         )
-    pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(record_of(None)))
+    pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(_record(task, map_, None)))
     scores, prefix = (x[:, 0] for x in pair)
     return Attribution(scores, values, nothing, prefix_scores=prefix)
+
+
+def _record(task: Task, map_: str, layers: list[str] | None, **options: Any) -> Recording:
+    """Records a map of each layer, or of some.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: What the recorder found, without its advice
+            on options that attribute has not.
+    """
+    if layers is not None and not layers:
+        raise ValueError(
+            "attribute: rollouts and ALTI-Logit follow attention, and no attention that can be "
+            f'recorded was found in {type(task.model).__name__}: take "decompx"'
+        )
+    try:
+        with torch.no_grad(), recorded(task.model, (map_,), layers=layers, **options) as found:
+            task.values()
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        said = str(error)
+        if not said.startswith("record: "):
+            raise
+        said = _ADVICE.sub("", said.removeprefix("record: "))
+        raise type(error)(f'attribute: {said}; take another map, or "decompx"') from error
+    return found
 
 
 def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:

@@ -279,9 +279,9 @@ def _frame(found: Attribution) -> str:
             )
     if found.scores.dim() == 3:
         prefix = None if found.prefix_scores is None else found.prefix_scores.sum(1)
-        sums = found.scores.sum(1), found.value.sum(1), found.bias.sum(1), prefix
-        names = ("scores", "value", "bias", "prefix_scores")
-        return _frame(replace(found, **dict(zip(names, sums, strict=True))))
+        value, bias = found.value.sum(1), found.bias.sum(1)
+        sums = found.scores.sum(1)
+        return _frame(replace(found, scores=sums, value=value, bias=bias, prefix_scores=prefix))
     return (
         f"<p>{html.escape(found.method or 'attribution')}: the page would take more than "
         f"{_LARGEST_FRAME / 1e6:g} MB here; to_html(path) writes it to a file.</p>"
