@@ -184,7 +184,7 @@ def words_of_subwords(
     begins a word with or without a mark.
 
     Args:
-        tokens: Those of one sentence.
+        tokens: The tokens of one sentence.
         begin: The mark that words begin with. None: whichever of those above the tokens bear.
         special: Tokens that belong to no word, such as a tokenizer's ``all_special_tokens``; tokens
             of the usual shapes (``</s>``, ``[CLS]``, ``<|endoftext|>``, ``en_XX``) never do. The
@@ -254,11 +254,11 @@ def word_alignment(
     Args:
         map: ``[B, L, S]`` of cross-attention: ``weights`` averaged over heads, ``summed`` or
             ``alti``; or the first result of :func:`ikattn.explain.alti_plus`.
-        source_words: For each sentence the word of each source token, None for special ones (a
-            tokenizer's ``word_ids()``, :func:`words_of_subwords`). Columns beyond its length do not
-            compete.
-        target_words: For each sentence the word of each target token y_0, y_1, ..., likewise. These
-            are the tokens to be predicted (labels), **without** the one that starts the decoder.
+        source_words: Words of the source tokens, a list for each sentence, None for special tokens
+            (a tokenizer's ``word_ids()``, :func:`words_of_subwords`). Columns beyond its length do
+            not compete.
+        target_words: Words of the target tokens y_0, y_1, ..., likewise. The tokens are those to be
+            predicted (labels), **without** the one that starts the decoder.
         setting: The row of token y_k: "AWO" (alignment with output), row k, where y_k is
             predicted, or "AWI" (alignment with input), row k + 1, where y_k is the decoder's input.
         key_padding: bool ``[B, S]``, True = padding: columns that do not compete. Needed only if

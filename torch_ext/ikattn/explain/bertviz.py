@@ -38,7 +38,7 @@ def to_bertviz(
         map: A map of queries and keys. Those without heads, such as "summed", are one head.
         batch: The forward call.
         sequence: Its place in that batch.
-        tokens, target_tokens: As for ``recording.to_html``: None, as recorded or numbers.
+        tokens, target_tokens: Names, as for ``recording.to_html``. None: as recorded, or numbers.
         shares: Whether rows of norms are divided by their sums, in each head by itself, because
             BertViz draws a pair by a number between 0 and 1. "weights" and
             "alti" stay as they are.

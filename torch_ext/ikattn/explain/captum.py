@@ -64,7 +64,7 @@ class _OfTokens(Method):  # type: ignore[misc]
 
         Raises:
             ValueError: Inputs that are no ids, or a target that the output has not.
-            RuntimeError: What :func:`ikattn.attribute` raises.
+            RuntimeError: Errors of :func:`ikattn.attribute`.
         """
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         for ids in given:
@@ -150,7 +150,7 @@ def _chosen(output: Any, target: Target) -> Tensor:
         only: Tensor = values.reshape(B)
         return only
     index: Any = target
-    if isinstance(target, Tensor):  # of one number it is that of all examples
+    if isinstance(target, Tensor):  # one number is that of all examples
         index = target.item() if target.numel() == 1 else target.tolist()
     indices = index if isinstance(index, list) else [index] * B
     places = [i if isinstance(i, tuple) else (i,) for i in indices]

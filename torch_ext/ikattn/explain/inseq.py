@@ -101,14 +101,14 @@ def step_scores(
     """Scores target tokens ``first`` to ``last``, counted with padding.
 
     Args:
-        model: Of transformers, in eval mode.
-        method, options: Those of :func:`ikattn.attribute`.
+        model: A model of transformers, in eval mode.
+        method, options: Arguments of :func:`ikattn.attribute`.
         source: The encoder's tokens; None: a decoder alone.
         target: The tokens that the decoder reads.
         first, last: The first target token, and the one after the last.
 
     Raises:
-        RuntimeError, ValueError: Those of :func:`ikattn.attribute`, or scores of tokens that come
+        RuntimeError, ValueError: Errors of :func:`ikattn.attribute`, or scores of tokens that come
             after their target.
     """
     B, L = target.ids.shape
@@ -207,7 +207,7 @@ def _base() -> type:
                 PaddedIds(batch.source_ids, batch.source_mask) if is_seq2seq else None,
                 PaddedIds(batch.target_ids, batch.target_mask),
                 first,
-                min(last + 1, size) if is_seq2seq else last,  # as far as inseq goes
+                min(last + 1, size) if is_seq2seq else last,  # inseq goes as far
                 **kwargs["attribution_args"],
             )
             try:

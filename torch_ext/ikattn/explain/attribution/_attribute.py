@@ -43,7 +43,7 @@ def attribute(
     activation: Activation = "slope",
     tokenizer: Any = None,
 ) -> Attribution:
-    r"""Which tokens of the input made a logit, or the logits of a span of text.
+    r"""Scores tokens of the input by their part in a logit, or in the logits of a span of text.
 
     ``"decompx"`` (Modarressi et al., ACL 2023): with attention weights, divisors of norms and
     slopes of activations fixed, the model is linear in the vectors x_j that enter its first block,
@@ -66,17 +66,18 @@ def attribute(
     nothing of the logit's sign.
 
     Args:
-        model: In eval mode; one of transformers, or any module. Its parameters' ``requires_grad``
-            is switched off during the call, and it has hooks: nothing else may call it meanwhile
-            (several threads may call this function, which takes them one after the other).
-        inputs: What it is called with, by name; a tensor: its only argument. With a tokenizer: a
-            text, or a conversation, ``[{"role": "user", "content": ...}, ...]``, for the
+        model: A model of transformers, or any module, in eval mode. Its parameters'
+            ``requires_grad`` is switched off during the call, and it has hooks: nothing else may
+            call it meanwhile (several threads may call this function, which takes them one after
+            the other).
+        inputs: Its arguments by name, or a tensor, its only argument. With a tokenizer: a text,
+            or a conversation, ``[{"role": "user", "content": ...}, ...]``, for the
             tokenizer's chat template; an assistant's turn at its end is the ``"answer"``.
-        target: Of logits ``[B, V]``: a class, one for each sequence, or None for the predicted one.
-            Of a model that predicts the next token: a slice, a span of the tokens it was given (of
-            an encoder-decoder: of the decoder's), counted without padding; ``"answer"``, all after
-            ``prompt_length``; token ids as a list or tensor, read as the continuation of the
-            input; an int, a token that may come next; None, the one that it predicts. Of other
+        target: For logits ``[B, V]``: a class, one for each sequence, or None for the predicted
+            one. For a model that predicts the next token: a slice, a span of the tokens it was
+            given (of an encoder-decoder: of the decoder's), counted without padding; ``"answer"``,
+            all after ``prompt_length``; token ids as a list or tensor, read as the continuation of
+            the input; an int, a token that may come next; None, the one that it predicts. For other
             logits ``[B, L, V]``: ``(position, class)``, class None: the predicted one. With a
             tokenizer: another text than "answer", which is the continuation or a class's label.
             Otherwise a function of the model's output that gives ``[B]``, taken by its tangent:
@@ -88,7 +89,7 @@ def attribute(
         each: Rows for each target by itself, at the cost of a backward pass each ("decompx").
         activation: How "decompx" takes activations: "slope", f(x) = (f(x) / x) x, the paper's, or
             "tangent", f(x) = f'(x) x plus a constant, which counts as a bias.
-        tokenizer: Of transformers, to label tokens and to read texts.
+        tokenizer: A tokenizer of transformers, to label tokens and to read texts.
 
     Returns:
         Scores ``[B, S]`` (``[B, n, S]`` with ``each``), and what they add up to.
@@ -156,7 +157,7 @@ def attribute(
 
 
 def _of_given_tokens(found: Attribution, task: Task) -> Attribution:
-    """The scores of the tokens that were given; the part of all other vectors is in ``bias``."""
+    """Returns scores of the tokens that were given; all other vectors' part is in ``bias``."""
     kept, rest = [found.scores, found.prefix_scores], found.bias
     for n, (ids, scores) in enumerate(zip(task.source_ids(), kept, strict=False)):
         if ids is None or scores is None or ids.size(-1) == scores.size(-1):

@@ -38,6 +38,7 @@ _MUCH = 1 << 30  # bytes of activations, above which blocks run twice instead
 
 
 def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
+    """Attributes by DecompX, targets apart with ``each``."""
     model = task.model
     with torch.no_grad():
         expected = task.values() if task.plain is None else task.values_of(task.plain)
@@ -46,7 +47,7 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
         raise ValueError(f"attribute: the value must be finite, got {expected.sum(0).tolist()}")
     B, stacks, linear = expected.size(1), stacks_of(model, "attribute"), LinearModel(activation)
     with ExitStack() as opened:
-        entered: list[tuple[Stack, torch.Size]] = []  # as they run
+        entered: list[tuple[Stack, torch.Size]] = []  # in the order in which they run
         if activation_bytes(stacks, task.inputs) > _MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
@@ -78,7 +79,7 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
                 f"have gradients: a module from {ran[-1].name or type(model).__name__} on detaches "
                 "or rounds numbers, or computes in an autograd function of its own"
             )
-        turned = [has_tokens_first(x, values) for x in sources]
+        are_first = [has_tokens_first(x, values) for x in sources]
         asked = list(values.sum(1)) if each else [values.sum()]
         rows: list[list[Tensor]] = []
         for row, value in enumerate(asked):
@@ -95,8 +96,8 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
                 ) from error
             parts = parts_of(gradients, sources)
             check_sum(parts, float(value.detach()), linear, sources[0], model)
-            pairs = zip(parts, turned, strict=True)
-            rows.append([part.mT if is_turned else part for part, is_turned in pairs])
+            pairs = zip(parts, are_first, strict=True)
+            rows.append([part.mT if is_first else part for part, is_first in pairs])
     values = values.detach().double()
     if not each:
         values, expected = values.sum(0, keepdim=True), expected.sum(0, keepdim=True)
@@ -111,10 +112,10 @@ def _entering(
     stack: Stack,
     x: Tensor,
 ) -> Tensor:
-    """What a stack is called with: a leaf, where it reads the vectors of B sequences.
+    """Returns a leaf in the place of what a stack is called with, if it is of B sequences.
 
-    What other stacks read is taken as it is: what an earlier one made, or the patches of all
-    pictures in a row, which enter the vectors of tokens.
+    Other stacks read what an earlier one made, or the patches of all pictures in a row, which enter
+    the vectors of tokens, and keep it.
     """
     entered.append((stack, x.shape))
     if stack not in readers and x.requires_grad:
@@ -126,7 +127,7 @@ def _entering(
 
 
 def has_tokens_first(x: Tensor, values: Tensor) -> bool:
-    """Whether blocks read ``[S, B, D]``: told by what the first sequence's number depends on."""
+    """Whether blocks read ``[S, B, D]``, by what the first sequence's number depends on."""
     B = values.size(1)
     if x.dim() != 3 or B == 1 or x.size(0) != x.size(1):
         return x.dim() == 3 and x.size(0) != B
@@ -143,21 +144,21 @@ def _found(
     task: Task,
     each: bool,
 ) -> Attribution:
-    """Of n targets.
+    """Makes the attribution of n targets.
 
     Args:
-        rows: For each target, for each stack of blocks, ``[B, S]``.
+        rows: Parts ``[B, S]`` by target and stack of blocks.
         values: ``[B, n]``, those of the linear map.
         expected: ``[B, n]``, those of the model.
         source: A vector that enters the model.
-        task: What was asked.
+        task: The task.
         each: Whether targets stay apart; otherwise there is one.
 
     Raises:
         RuntimeError: The values are not the same.
     """
     parts = [torch.stack(own, 1) for own in zip(*rows, strict=True)]  # [B, n, S] each
-    used = parts  # what an encoder adds may be nothing
+    used = parts  # an encoder may add nothing
     if len(parts) > 2 or not task.is_seq2seq:
         used = [part for part in parts if bool((part != 0).any())] or parts[:1]
     name = type(task.model).__name__
@@ -185,7 +186,7 @@ def _found(
 
 
 def parts_of(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor]:
-    """What each source token adds, ``[B, S]`` for each stack, in float64."""
+    """Returns the part of each source token, ``[B, S]`` for each stack, in float64."""
     parts = []
     for gradient, x in zip(gradients, sources, strict=True):
         x = x if x.dim() > 2 else x.unsqueeze(0)
@@ -194,7 +195,7 @@ def parts_of(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> l
             continue
         gradient = gradient.detach().double().view(x.shape)
         products = gradient * x.detach().double()
-        # what nothing reads may hold NaN
+        # a vector that nothing reads may hold NaN
         parts.append(products.masked_fill(gradient == 0, 0).sum(-1).flatten(1))
     return parts
 

@@ -146,7 +146,10 @@ class LinearModel(TorchFunctionMode):
             return before.copy_(own)
         result = rule(func, *args, **kwargs)
         self._follow(name, args, kwargs, result)
-        calls_it = rule in (self._attention, self._product)  # what func has made, or sums of it
+        calls_it = rule in (
+            self._attention,
+            self._product,
+        )  # results of func itself, or sums of them
         if calls_it or not self._depends(result):
             return result
         return laid_out(result, func, args, kwargs)
@@ -163,7 +166,7 @@ class LinearModel(TorchFunctionMode):
 
     def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Notes results that depend on the tokens, and through which no gradient comes."""
-        if name.startswith("new") or name.endswith("like"):  # which take a size and a type
+        if name.startswith("new") or name.endswith("like"):  # they take a size and a type
             return
         outputs = [x for x in tensors_in(result) if not x.requires_grad and x.is_floating_point()]
         if not outputs:

@@ -48,7 +48,7 @@ _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
 
 @contextmanager
 def alone(model: nn.Module, caller: str) -> Iterator[None]:
-    """Calls of the model in this context are those of one thread, and of the model as written.
+    """Has the model called by one thread alone, and as it is written.
 
     There is no inference mode, whose tensors have no gradients, no graph of torch.compile, none of
     torch's fused layers, which hide their parts, and no weight that autocast has kept.
@@ -97,8 +97,8 @@ class Stack:
     """Blocks that follow each other.
 
     Attributes:
-        blocks: In the order of the module list they are in.
-        name: Of that list.
+        blocks: The blocks, in the order of the module list they are in.
+        name: The list's name.
         source: ``[B, S, D]``, what entered the first block; None until it has run.
     """
 
@@ -108,7 +108,7 @@ class Stack:
 
 
 def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
-    """The model's blocks, list by list; a model without a list of blocks is one block.
+    """Returns the model's blocks, list by list; a model without a list of blocks is one block.
 
     Raises:
         ValueError: The model has no attention.
@@ -123,7 +123,7 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
             lists = [i for i, module in enumerate(path) if isinstance(module, nn.Sequential)][:1]
         at = lists[-1] if lists and lists[-1] > 0 else len(path)
         holder = path[at] if at < len(path) else model
-        # of lists in a list, which nobody calls, the blocks
+        # a list in a list is called by nobody: its blocks are
         block = next(module for module in path[:at][::-1] if not isinstance(module, nn.ModuleList))
         stack = stacks.setdefault(holder, Stack([], names.get(holder, "")))
         if block not in stack.blocks:
@@ -139,10 +139,10 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
 
 
 def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> Stack:
-    """The only list of blocks of a model that is called with tensors of one batch.
+    """Returns the only list of blocks of a model that is called with tensors of one batch.
 
     Raises:
-        ValueError: It is not so.
+        ValueError: The model has several, or the inputs are no tensors of one batch.
     """
     if not isinstance(inputs, Mapping):
         raise ValueError(f"{caller}: inputs must be arguments by name, got {type(inputs).__name__}")
@@ -202,11 +202,11 @@ def _mixers(
 
 @contextmanager
 def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """The first block of the stack is called with another tensor, when it is called first.
+    """Has the first block that runs called with another tensor, in its first call.
 
     Args:
-        stack: Its ``source`` becomes what ``make`` gave.
-        make: Called with ``[B, S, D]``.
+        stack: Blocks, whose ``source`` becomes the other tensor.
+        make: Makes it of ``[B, S, D]``.
     """
     stack.source = None
 
@@ -224,7 +224,7 @@ def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 @contextmanager
 def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
-    """What each stack makes, ``[B, L, D]``, as a leaf that requires gradients, as they run."""
+    """Gathers what each stack makes, ``[B, L, D]``, as leaves in the order in which they run."""
     found: list[tuple[Stack, Tensor]] = []
 
     def hook(stack: Stack, module: nn.Module, args: Any, output: Any) -> Any:
@@ -245,7 +245,7 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
 
 
 def attention_of(model: nn.Module, stack: Stack) -> list[str]:
-    """The names of the attention in a stack's blocks."""
+    """Returns the names of the attention in a stack's blocks."""
     blocks = set(stack.blocks)
     sites = find_attention(model)
     return [site.name for site in sites if blocks & {site.module, *site.ancestors}]
@@ -253,7 +253,7 @@ def attention_of(model: nn.Module, stack: Stack) -> list[str]:
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """No parameter requires gradients."""
+    """Switches the parameters' gradients off."""
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in frozen:
@@ -266,7 +266,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
-    """Blocks keep what enters them and run once more in the backward pass."""
+    """Has blocks keep their inputs alone, and run once more in the backward pass."""
     blocks = [block for stack in stacks for block in stack.blocks]
 
     def twice(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,7 +298,7 @@ def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
 
 @contextmanager
 def called_linear(model: nn.Module, linear: LinearModel) -> Iterator[None]:
-    """A context in which calls of the model are those of the linear map."""
+    """Has calls of the model be those of the linear map."""
     with frozen_parameters(model), activations_as_one(model, linear), torch.enable_grad(), linear:
         yield
 
@@ -317,10 +317,10 @@ def activation_bytes(stacks: Sequence[Stack], inputs: Mapping[str, Any]) -> int:
 
 
 def logits_of(output: Any, caller: str) -> Tensor:
-    """The logits of what a model gave.
+    """Returns the logits in what a model gave.
 
     Raises:
-        ValueError: There are none.
+        ValueError: It holds no logits.
     """
     found = getattr(output, "logits", None)
     if found is None and isinstance(output, Mapping):

@@ -25,10 +25,10 @@ __all__ = ["places_of_tokens", "readers_of"]
 def readers_of(
     model: nn.Module, stacks: Sequence[Stack], inputs: Mapping[str, Any], call: Callable[..., Any]
 ) -> list[Stack]:
-    """The stacks that what the model is given enters otherwise than through another stack.
+    """Returns the stacks that the model's inputs enter otherwise than through another stack.
 
     Args:
-        model: It has hooks meanwhile.
+        model: A model, which has hooks meanwhile.
         stacks: Its blocks.
         inputs: Its arguments.
         call: Calls the model with arguments in place of these.
@@ -75,13 +75,13 @@ def readers_of(
 def places_of_tokens(
     model: nn.Module, stacks: Sequence[Stack], ids: Tensor, W: int, call: Callable[[], Any]
 ) -> Tensor | None:
-    """The places ``[S]`` of the tokens among the W vectors; None: some have no place of their own.
+    """Returns the places ``[S]`` of tokens among W vectors; None: some have no place of their own.
 
     Args:
-        model: It has hooks meanwhile.
+        model: A model, which has hooks meanwhile.
         stacks: Its blocks.
-        ids: ``[B, S]``, what the model is called with.
-        W: How many vectors enter a block.
+        ids: ``[B, S]``, the ids that the model is called with.
+        W: The number of vectors that enter a block.
         call: Calls the model, whose embedding of the ids is followed to its first block.
     """
     vectors: list[Tensor] = []  # [B, S or more, D], as they are looked up
@@ -116,7 +116,7 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
 
 
 def _places(x: Tensor, vectors: Tensor) -> Tensor | None:
-    """The place in ``x``, ``[B, W, D]``, that each of ``vectors``, ``[B, S, D]``, enters alone.
+    """Finds the place in ``x``, ``[B, W, D]``, that each of ``[B, S, D]`` vectors enters alone.
 
     The gradient of a part of x, in random directions, is whole at what enters there and zero at
     what does not; the digits of a place are those of the parts it is in. None: some vector enters

@@ -45,11 +45,11 @@ class Replay(LinearModel):
     vectors go through together.
 
     Args:
-        activation: As of ``LinearModel``.
+        activation: "slope" or "tangent", as for ``LinearModel``.
         biases: "none": they stay out, but for those before tokens are mixed, which belong to their
             token. "absdot": each is shared among the vectors that go through, by how large the
             product of the bias and each is (DecompX's ``absdot``).
-        caller: Which function errors name.
+        caller: The function that errors name.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Replay(LinearModel):
         self._next: int | None = None  # None: numbers are being fixed
         self._own: Tensor | None = None
         self._is_whole, self._count = False, 1
-        # What ran in the first call, and how far a later one has come.
+        # Events of the first call, and how far a later one has come.
         self._events: list[str] = []
         self._event = 0
         # Biases of out-projections, which wait for the sum of their output and the residual.
         self._waiting: Any = WeakTensorKeyDictionary()
 
     def begin(self, own: Tensor) -> None:
-        """The next call uses what the first one fixed.
+        """Has the next call use what the first one fixed.
 
         Args:
             own: bool ``[K, L]``, which token each of the vectors that go through belongs to. With
@@ -79,7 +79,7 @@ class Replay(LinearModel):
         self._is_whole, self._count = False, own.size(0)
 
     def begin_whole(self) -> None:
-        """The next call is of whole vectors, with every bias as it is."""
+        """Has the next call be one of whole vectors, with every bias as it is."""
         self._next, self._own, self._event = 0, None, 0
         self._is_whole = True
 
@@ -94,7 +94,7 @@ class Replay(LinearModel):
         self._event += 1
 
     def _next_is(self, event: str) -> bool:
-        """Whether the next thing that is no linear module is this."""
+        """Whether the next event besides linear modules is this."""
         rest = (each for each in self._events[self._event :] if each != "linear")
         return next(rest, "") == event
 
@@ -184,7 +184,7 @@ class Replay(LinearModel):
         return fixed
 
     def _attention(self, func: Any, query: Any, key: Any, value: Any, *rest: Any, **kw: Any) -> Any:
-        self._own = None  # from here on vectors are mixed
+        self._own = None  # vectors are mixed from here on
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
@@ -226,13 +226,13 @@ class Replay(LinearModel):
         return self._shared(x, c[:1] if c.dim() == x.dim() else c)
 
     def _own_of(self, x: Tensor) -> Tensor:
-        """Which token each of the vectors belongs to, with as many axes as ``x``.
+        """Returns which token each of the vectors belongs to, with as many axes as ``x``.
 
         Args:
             x: ``[K, L, ..]``, ``[L, K, ..]`` or, of heads, ``[K, H, L, ..]``.
 
         Raises:
-            NotImplementedError: It is none of them.
+            NotImplementedError: ``x`` has another shape.
         """
         assert self._own is not None
         own = self._own[..., 0]
@@ -248,7 +248,7 @@ class Replay(LinearModel):
         )
 
     def _shared(self, x: Tensor, c: Tensor) -> Tensor:
-        """``x``, ``[K, .., D]``, with a bias, and what its last holds, shared among the others."""
+        """Shares a bias, and what the last of ``x``, ``[K, .., D]``, holds, among the others."""
         own, total = x[:-1], x[-1:] + c
         share = (own * total).sum(-1, keepdim=True).abs()
         size = share.sum(0, keepdim=True)
@@ -264,8 +264,8 @@ class BlockReplay(Replay):
     operand made later. What a parallel block adds in several sums is taken together.
 
     Args:
-        activation: As of ``LinearModel``.
-        caller: Which function errors name.
+        activation: "slope" or "tangent", as for ``LinearModel``.
+        caller: The function that errors name.
     """
 
     def __init__(self, activation: Activation, caller: str) -> None:
@@ -278,7 +278,7 @@ class BlockReplay(Replay):
         self._first: Any = None
         self._added: list[tuple[int, int]] | None = None
         self._block, self._sum_count = -1, 0
-        self._parts: list[list[tuple[int, int]]] = []  # of each block
+        self._parts: list[list[tuple[int, int]]] = []  # one list for each block
         self._is_last = False
         self._found: list[Tensor] = []
 
@@ -291,7 +291,7 @@ class BlockReplay(Replay):
         self._vectors_own, self._block = None, -1
 
     def enter_block(self, x: Tensor) -> None:
-        """A block is called with ``x``."""
+        """Notes that a block is called with ``x``."""
         self._own = self._vectors_own
         self._block, self._sum_count, self._is_last = self._block + 1, 0, False
         self._found.clear()
@@ -300,7 +300,7 @@ class BlockReplay(Replay):
             self._stream[x] = []
 
     def part(self) -> Tensor | None:
-        """What the block that ran last added with its last sum; None: more than norms followed."""
+        """Returns what the block that ran last added last; None: more than norms followed."""
         wanted = self._parts[self._block]
         if not self._is_last or not wanted or len(self._found) != len(wanted):
             return None
@@ -347,7 +347,7 @@ class BlockReplay(Replay):
         return super()._sum(func, *args, **kwargs)
 
     def _adds(self, left: Any, right: Tensor) -> list[tuple[int, int]]:
-        """What a sum adds to the stream, as sums and their operands."""
+        """Returns what a sum adds to the stream, as sums and their operands."""
         known = [self._stream.get(x) if isinstance(x, Tensor) else None for x in (left, right)]
         ages = [self._age_of(left), self._age_of(right)]
         if (known[0] is None) == (known[1] is None):

@@ -97,7 +97,7 @@ class _Writings:
         self._layers.append((pairs.sum((1, 2)), run.maps.alti.to(u.device)))
 
     def followed_back(self) -> Tensor:
-        """What each token of the input wrote, ``[B, S]``."""
+        """Returns what each token of the input wrote, ``[B, S]``."""
         written, _ = self._layers[-1]
         for below, map_ in reversed(self._layers[:-1]):
             written = below + (self._of_tokens(written, map_).unsqueeze(1) @ map_.to(written))[:, 0]
@@ -105,7 +105,7 @@ class _Writings:
 
     @staticmethod
     def _of_tokens(written: Tensor, map_: Tensor) -> Tensor:
-        """What the layer's tokens wrote, without keys that stand before them, such as a prefix."""
+        """Returns what the layer's tokens wrote, without keys before them, such as a prefix."""
         L, S = map_.shape[-2:]
         return written[:, S - L :]
 
@@ -127,7 +127,7 @@ def alti_logit(task: Task) -> Attribution:
 def roll_out(task: Task, map_: str) -> Attribution:
     """Attributes by the rollout of a map."""
     stack, gradient, values = _hidden_gradients(task)
-    share = row_shares(gradient.norm(dim=-1))  # of each token, [B, L]
+    share = row_shares(gradient.norm(dim=-1))  # [B, L]
     nothing = values.new_full(values.shape, float("nan"))
     if map_ == "value_zeroing" and not task.is_seq2seq:
         rows = rollout(value_zeroing(task.model, task.inputs))
@@ -156,8 +156,8 @@ def _record(task: Task, map_: str, layers: list[str] | None, **options: Any) -> 
     """Records a map of each layer, or of some.
 
     Raises:
-        ValueError, NotImplementedError, RuntimeError: What the recorder found, without its advice
-            on options that attribute has not.
+        ValueError, NotImplementedError, RuntimeError: Errors of the recorder, without its advice on
+            options that attribute has not.
     """
     if layers is not None and not layers:
         raise ValueError(
@@ -177,14 +177,14 @@ def _record(task: Task, map_: str, layers: list[str] | None, **options: Any) -> 
 
 
 def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
-    """How the target depends on what the last block makes.
+    """Finds how the target depends on what the last block makes.
 
     Returns:
         The stack of that block; the gradient ``[B, L, D]`` with the norm after it fixed; and the
         values ``[B]``.
 
     Raises:
-        RuntimeError: What follows the last block does not add up to the values.
+        RuntimeError: The parts of the last block's output do not add up to the values.
     """
     model, linear = task.model, LinearModel()
     with ExitStack() as opened:

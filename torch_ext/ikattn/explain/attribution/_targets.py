@@ -30,8 +30,8 @@ class Choice(NamedTuple):
     """The numbers whose sum is attributed, and the token each of them belongs to.
 
     Attributes:
-        positions: For each sequence those of the logits, ``[n]``; empty for logits ``[B, V]``.
-        ids: For each sequence the logits chosen, ``[n]``.
+        positions: Places of the logits, n for each sequence; none for logits ``[B, V]``.
+        ids: The logits chosen, n for each sequence.
         against: The logit that is taken off, or None.
         function: A function of the output in their place.
     """
@@ -46,7 +46,7 @@ class Task(NamedTuple):
     """A model, its arguments, and numbers of its output.
 
     Attributes:
-        model: In eval mode.
+        model: A model in eval mode.
         inputs: Its arguments by name.
         choice: The numbers.
         is_seq2seq: Whether its decoder reads an encoder.
@@ -119,7 +119,7 @@ class Task(NamedTuple):
         """Returns the numbers, ``[n, B]``, of an output: 0 where a sequence has fewer than others.
 
         Args:
-            output: What the model gave.
+            output: The model's output.
             kept: Positions that it gave logits of; None: all.
             linear: Takes up what the tangent of a function leaves; None: the output is no linear
                 map's.
@@ -284,7 +284,7 @@ def _of_logits(
     """Chooses among logits ``[B, V]`` or ``[B, L, V]``.
 
     Args:
-        target, against: As :func:`ikattn.attribute` has them.
+        target, against: Arguments of :func:`ikattn.attribute`.
         logits: The model's.
         mask: bool ``[B, L]``, True = a token.
         is_next: Whether logits at a token are those of the next one.

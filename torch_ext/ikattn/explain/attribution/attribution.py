@@ -84,7 +84,7 @@ class Attribution:
         """Adds up the scores of each word's tokens.
 
         Args:
-            words: For each sequence the number of each token's word, as ``word_ids()`` of a fast
+            words: Numbers of the tokens' words for each sequence, as ``word_ids()`` of a fast
                 tokenizer gives them; tokens without a word (None) are left out. None: a word
                 begins where the tokens' text has a space or a new line; special tokens are words.
 
@@ -93,7 +93,7 @@ class Attribution:
             ``prefix_scores`` stay those of tokens.
 
         Raises:
-            ValueError: As many numbers as tokens are needed, or the tokens' names.
+            ValueError: Numbers are not as many as tokens, or the tokens' names are not known.
 
         Example:
             >>> import torch
@@ -148,7 +148,7 @@ class Attribution:
         """Adds up the scores of tokens with the same number.
 
         Args:
-            words: For each sequence, the numbers.
+            words: The numbers, a list for each sequence.
             are_texts: Whether they are named by their text; otherwise by their tokens' names.
         """
         S = self.scores.size(-1)
@@ -335,7 +335,7 @@ def _sequence(found: Attribution, b: int) -> dict[str, Any]:
                 f"to_html: target_tokens[{b}] must be {n} at most, as scores has rows, "
                 f"got {len(names)}"
             )
-        n = len(names)  # of a sequence with fewer targets than others, the rest is 0
+        n = len(names)  # a sequence with fewer targets than others has 0 for the rest
     has_two = found.prefix_scores is not None
     kind = found.byte_level
     parts = [_text("Encoder" if has_two else "Text", found.tokens, rows[:n], b, "tokens", kind)]

@@ -120,17 +120,17 @@ def block_maps(
     Transformers through the Lens of Attention Maps", ICLR 2024.
 
     Args:
-        model, inputs: Those of :func:`decomposed_norms`.
+        model, inputs: A model and its arguments, as in :func:`decomposed_norms`.
         scope: "feed_forward": ``|F_ij|`` (AtbFf in the paper, AtbLnFf of pre-norm blocks), of
             parallel blocks what attention and feed-forward part add together. "block": with the
             residual around it and the norm after it, where there is one (AtbFfResLn, AtbLnFfRes).
-        activation, sources: Those of :func:`decomposed_norms`.
+        activation, sources: Options of :func:`decomposed_norms`.
 
     Returns:
         ``[N, B, L, S]``. Rows of padding mean nothing.
 
     Raises:
-        ValueError, RuntimeError, NotImplementedError: Those of :func:`decomposed_norms`; and a
+        ValueError, RuntimeError, NotImplementedError: Errors of :func:`decomposed_norms`; and a
             block does not end with the sum of a feed-forward part and its residual.
 
     Example:
@@ -190,7 +190,7 @@ def _followed(
         shares_biases: All go through together, with one that takes the biases to be shared.
     """
     caller = replay.caller
-    given: list[Tensor] = []  # what enters
+    given: list[Tensor] = []  # vectors that enter
 
     def first(n: int, x: Tensor) -> Tensor:
         if x.dim() != 3:
@@ -299,7 +299,7 @@ def _run_many(model: nn.Module, inputs: dict[str, Any], count: int, caller: str)
     """Calls the model with vectors that go through together, in place of one sequence.
 
     Raises:
-        NotImplementedError: It mixes sequences of a batch, as experts do.
+        NotImplementedError: The model mixes sequences of a batch, as experts do.
     """
     many = {
         name: x.expand(count, *x.shape[1:]) if is_of_batch(name, x) else x

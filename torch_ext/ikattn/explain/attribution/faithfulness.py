@@ -59,7 +59,7 @@ class Faithfulness:
     def interval(
         self, draws: int = 1000, level: float = 0.95, seed: int = 0
     ) -> tuple[float, float]:
-        """Of ``aopc``, by bootstrap over texts."""
+        """Returns an interval of ``aopc``, by bootstrap over texts."""
         each = self.comprehensiveness.double().mean(1)
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randint(len(each), (draws, len(each)), generator=generator)
@@ -87,13 +87,13 @@ def faithfulness(
         model: Gives logits ``[B, V]`` of classes; in eval mode. Of other models see ``output``.
         inputs: ``input_ids`` ``[B, S]``, ``attention_mask`` where there is padding, and others.
         scores: ``[B, S]``, for example those of :func:`ikattn.attribute`.
-        shares: Of the tokens that may go, rounded up; the same number for every method, so that
-            methods can be compared.
+        shares: Shares of the tokens that may go, rounded up; the same number for every method, so
+            that methods can be compared.
         replace: "mask": the token becomes ``mask_id``; "zero": its word embedding becomes 0;
             "drop": it is left out, and those after it move up.
-        mask_id: Of the mask token, for "mask".
+        mask_id: The mask token's id, for "mask".
         keep: bool ``[B, S]``, True = never goes, such as special tokens; padding never counts.
-        output: From what the model gives to logits ``[B, V]``: of a model of text, for example,
+        output: Makes logits ``[B, V]`` of the model's output: for a model of text, for example,
             ``lambda out: out.logits[:, -1]``, those of the next token.
 
     Returns:
@@ -167,7 +167,7 @@ class _Asked:
     output: Callable[[Any], Tensor] | None
 
     def without(self, gone: Tensor | None, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities of the classes (None: the likeliest), and the likeliest, ``[B]`` each."""
+        """Returns probabilities ``[B]`` of classes (None: the likeliest), and the likeliest."""
         logits = self._logits(gone)
         if logits.dim() != 2:
             raise ValueError(
@@ -191,7 +191,7 @@ class _Asked:
         return torch.cat([self._dropped(gone, b) for b in range(len(ids))])
 
     def _whole(self) -> Tensor:
-        """Of the texts as they are, in the way in which those without tokens are computed.
+        """Returns the logits of the texts as they are, by the way of those without tokens.
 
         Raises:
             ValueError: The model makes something else of vectors than of the tokens they are of.

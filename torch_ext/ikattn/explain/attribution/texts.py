@@ -27,17 +27,17 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 def encoded(
     model: nn.Module, given: str | Conversation, tokenizer: Any
 ) -> tuple[dict[str, Tensor], int | None]:
-    """What the model is called with, and how many tokens stand before the answer.
+    """Encodes a text or conversation, and counts the tokens before the answer.
 
     Args:
-        model: Of transformers.
+        model: A model of transformers.
         given: A text, or a conversation: one that ends with the assistant's turn holds its answer,
             which ends with that turn's text; after another turn the answer begins.
-        tokenizer: Of transformers.
+        tokenizer: A tokenizer of transformers.
 
     Raises:
-        ValueError: There is no tokenizer, no token, no chat template, or one that writes the turns
-            before an answer otherwise when it follows.
+        ValueError: The tokenizer, a token or the chat template is missing, or the template writes
+            the turns before an answer otherwise when it follows.
     """
     if tokenizer is None:
         raise ValueError("attribute: inputs that are text need a tokenizer=")
@@ -80,14 +80,14 @@ def encoded(
 
 
 def taken_by(model: nn.Module, made: dict[str, Any]) -> dict[str, Any]:
-    """What a tokenizer made, without what the model does not take, such as types of tokens."""
+    """Leaves out what the model does not take, such as types of tokens."""
     if not takes(model, "input_ids"):
         return made  # a wrapper, which does not say
     return {name: x for name, x in made.items() if takes(model, name)}
 
 
 def _of_turns(turns: Conversation, tokenizer: Any) -> dict[str, Tensor]:
-    """A conversation in the tokenizer's template, open for the assistant's words."""
+    """Encodes a conversation in the tokenizer's template, open for the assistant's words."""
     is_answered = bool(turns) and turns[-1].get("role") == "assistant"
     option = "continue_final_message" if is_answered else "add_generation_prompt"
     return dict(
@@ -100,10 +100,10 @@ def _of_turns(turns: Conversation, tokenizer: Any) -> dict[str, Tensor]:
 def target_of_text(
     model: Any, named: dict[str, Any], text: str, tokenizer: Any
 ) -> tuple[dict[str, Any], int | list[int]]:
-    """A target that is text: a class by its label, or the tokens of an answer.
+    """Reads a target that is text: a class by its label, or the tokens of an answer.
 
     Returns:
-        What the model is called with, with a decoder's first token where it had none; and the class
+        The arguments of the model, with a decoder's first token where it had none; and the class
         or the tokens.
 
     Raises:
@@ -120,10 +120,10 @@ def target_of_text(
 
 
 def number_of_text(model: Any, text: str, tokenizer: Any) -> int:
-    """A class by its label, or the only token of a text.
+    """Reads a class by its label, or the only token of a text.
 
     Raises:
-        ValueError: There is none, or several tokens.
+        ValueError: The text is no label, or not one token.
     """
     if not predicts_next(model):
         return _label(model, text, "against")
@@ -147,7 +147,7 @@ def _label(model: Any, text: str, argument: str) -> int:
 
 
 def with_first_token(model: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with the token that an encoder-decoder's decoder begins with."""
+    """Adds the token that an encoder-decoder's decoder begins with to the arguments."""
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     if not is_pair or named.get("decoder_input_ids") is not None:
         return named

@@ -29,7 +29,7 @@ _KEEPING = ("dropout", "to", "type", "float", "type_as", "view", "reshape", "nan
 @torch.no_grad()
 @takes_memory_for("the outputs without a token's value")
 def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: int = 32) -> Tensor:
-    r"""Maps of blocks: how far a token's output turns where another's value is zero.
+    r"""Measures how far a token's output turns where another token's value is zero.
 
     .. math:: c_{ij} = \frac{1 - \cos(y_i, y_i^{\neg j})}{\sum_k 1 - \cos(y_i, y_i^{\neg k})}
 
@@ -41,7 +41,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
     Transformers", EACL 2023, equation 1.
 
     Args:
-        model: In eval mode, one stack of blocks.
+        model: A model in eval mode, one stack of blocks.
         inputs: Tensors of one batch, by name; ``mask`` and ``src_mask`` of two axes are of pairs.
         together: How many tokens go together.
 
@@ -77,7 +77,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
 
 
 def _padding_of(inputs: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens of a sequence are padding, bool ``[S]``, by transformers' mask or torch's."""
+    """Returns which tokens are padding, bool ``[S]``, by transformers' mask or torch's."""
     for name, mask in inputs.items():
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             continue
@@ -95,7 +95,7 @@ class _Run:
         self._block, self._args, self._kwargs = block, args, kwargs
 
     def maps(self, together: int) -> Tensor:
-        """Cosine distances, ``[L, S]``."""
+        """Returns cosine distances, ``[L, S]``."""
         x = first_tensor(self._args, self._kwargs)
         if x is None or x.dim() != 3:
             got = "no tensor" if x is None else list(x.shape)
@@ -120,11 +120,11 @@ class _Run:
                 )
             columns.append(1 - F.cosine_similarity(output, plain, dim=-1))
         distances = torch.cat(columns).mT
-        # what is but rounding: pairs that a mask hides
+        # pairs that a mask hides differ by rounding alone
         return distances.masked_fill(distances < 16 * torch.finfo(distances.dtype).eps, 0)
 
     def _many(self, x: Tensor, count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one sequence, such as ``x`` and its padding, as often as this."""
+        """Repeats the arguments of one sequence, such as ``x`` and its padding."""
 
         def many(each: Any) -> Any:
             is_of_one = isinstance(each, Tensor) and each.dim() > 1 and each.size(0) == 1
@@ -194,7 +194,7 @@ class _Zeroed(TorchFunctionMode):
         return result
 
     def _without(self, value: Tensor) -> Tensor:
-        """``[K, .., S, d_v]`` with zeros where the key of a sequence is."""
+        """Returns ``[K, .., S, d_v]`` with zeros where the key of a sequence is."""
         self.has_seen = True
         K, S = len(self._keys), value.size(-2)
         away = torch.arange(S, device=value.device) == self._keys[:, None]  # [K, S]

@@ -1,4 +1,4 @@
-"""What a model is called with, and the numbers that it gives."""
+"""Calls of a model: its inputs, and the numbers that it gives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def main_output(output: Any) -> Tensor | None:
-    """The logits, or the last hidden state, or the first tensor of floating point; None: none."""
+    """Returns the logits, or the last hidden state, or the first tensor of floating point."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
     if isinstance(output, Mapping):

@@ -43,35 +43,35 @@ def compare(
     keep: int = 4,
     names: tuple[str, str] | None = None,
 ) -> Comparison:
-    """Gives the same inputs to two models and says how far apart their maps are, layer by layer.
+    """Gives the same inputs to two models and measures how far apart their maps are, by layer.
 
-    Such as a model with softmax and the same one with the implicit kernel, or one before and after
-    it was trained. All averages are over tokens, however these were batched; padding is no part of
+    The models may be one with softmax and one with the implicit kernel, or one before and after
+    training. All averages are over tokens, however these were batched; padding is no part of
     them. Of any number of texts only sums are held, and the maps of the first few.
 
     Layers are paired by name where both models have the same names, else by the order they ran.
 
     Args:
-        model_a, model_b: In eval mode; they may be on two devices.
+        model_a, model_b: Models in eval mode; they may be on two devices.
         texts_or_inputs: Texts, or what the models are called with: tensors, or mappings of keyword
             arguments, each of them one call. They go to the model's device, and to its dtype where
             they are floating point.
         tokenizer: One of transformers, for texts; it also names the tokens of ``input_ids``. Texts
             beyond its ``model_max_length`` are cut, with a warning.
-        maps: As for ``ikattn.record``. None: the weights, and what ``record(maps=None)`` takes of
-            each layer. Maps of pairs are compared; "mixing_ratio" goes with them.
-        layers: Which ones, as for ``ikattn.record``, of both models.
+        maps: Names for ``ikattn.record``. None: the weights, and what ``record(maps=None)`` takes
+            of each layer. Maps of pairs are compared; "mixing_ratio" goes with them.
+        layers: A selection of layers, as for ``ikattn.record``, of both models.
         batch_size: Texts in a call.
         keep: The maps of so many sequences stay in the comparison's recordings.
-        names: What to call the models in tables and pages; None: by their classes.
+        names: Names of the models in tables and pages; None: their classes.
 
     Returns:
         A :class:`Comparison`.
 
     Raises:
         TypeError: Texts without a tokenizer, or inputs of another type.
-        ValueError: There are no inputs, a model is in training mode, or layers or maps of the two
-            models do not go together; the message says which.
+        ValueError: The inputs hold no sequence, a model is in training mode, or layers or maps of
+            the two models do not go together; the message says which.
         NotImplementedError: Attention over the edges of a graph.
         What ``ikattn.record`` raises.
 
@@ -114,7 +114,7 @@ def compare(
 
 
 class _Running:
-    """What is known so far."""
+    """The comparison so far."""
 
     def __init__(self, keep: int, tokenizer: Any) -> None:
         self._keep = keep
@@ -127,7 +127,7 @@ class _Running:
         self._sequences = 0
 
     def add(self, pairs: dict[str, str], a: Batch, b: Batch) -> None:
-        """A batch of both models."""
+        """Adds a batch of both models."""
         count = sequence_count(list(a.values()))
         self._pairs |= pairs
         for layer, other in pairs.items():
@@ -144,7 +144,7 @@ class _Running:
         self._sequences += count
 
     def add_outputs(self, a: Tensor | None, b: Tensor | None, padding: Tensor | None) -> None:
-        """What both models gave, ``padding`` being over the first axes."""
+        """Adds the outputs of both models, ``padding`` being over the first axes."""
         if self._outputs is None or a is None or b is None or a.shape != b.shape:
             self._outputs = None
             return
@@ -156,7 +156,7 @@ class _Running:
     def comparison(
         self, a: list[Recording], b: list[Recording], names: tuple[str, str] | None
     ) -> Comparison:
-        """All of it, when the last batch is in."""
+        """Returns the comparison, when the last batch is in."""
         if not self._sequences:
             raise ValueError("compare: texts_or_inputs must hold at least one sequence, got none")
         recorded = [
@@ -191,7 +191,7 @@ class _Running:
 def _recordings(
     model: nn.Module, maps: str | tuple[str, ...] | None, layers: Selection | None
 ) -> Iterator[list[Recording]]:
-    """What is recorded of a model; by default its weights are a recording of their own."""
+    """Records a model; by default its weights are a recording of their own."""
     asked: list[str | tuple[str, ...] | None] = [None, "weights"] if maps is None else [maps]
     with ExitStack() as stack:
         yield [
@@ -201,7 +201,7 @@ def _recordings(
 
 
 def _last_batch(recordings: list[Recording]) -> Batch:
-    """The maps of the call that has just ended, out of all recordings of the model."""
+    """Returns the maps of the call that has just ended, out of all recordings of the model."""
     if any(recording.graphs for recording in recordings):
         raise NotImplementedError(
             "compare: attention over the edges of a graph cannot be compared; layers=... leaves "
@@ -220,7 +220,7 @@ def _last_batch(recordings: list[Recording]) -> Batch:
 def _batches(
     given: str | Inputs | Iterable[str | Inputs], tokenizer: Any, batch_size: int
 ) -> Iterator[Inputs]:
-    """What the models are called with, texts ``batch_size`` at a time."""
+    """Gives what the models are called with, texts ``batch_size`` at a time."""
     if batch_size < 1:
         raise ValueError(f"compare: batch_size must be 1 or more, got {batch_size}")
     waiting: list[str] = []
@@ -266,10 +266,10 @@ def _encoded(texts: list[str], tokenizer: Any) -> Mapping[str, Any]:
 
 
 def _pairs(a: Recording, batch_a: Batch, b: Recording, batch_b: Batch) -> dict[str, str]:
-    """For each layer of the one model that of the other.
+    """Pairs each layer of the one model with one of the other.
 
     Raises:
-        ValueError: There is no telling which.
+        ValueError: Layers go together neither by name nor by order, or are of two kinds.
     """
     names_a, names_b = list(batch_a), list(batch_b)
     by_name = set(names_a) == set(names_b)
@@ -297,7 +297,7 @@ def _listed(names: Sequence[str]) -> str:
 def _common_maps(
     layer: str, a: Contributions, b: Contributions, left_out: dict[str, None]
 ) -> list[str]:
-    """Names of maps, and of mixing ratios, that both have; notes the others."""
+    """Returns names of maps, and of mixing ratios, that both have; notes the others."""
 
     def names(maps: Contributions) -> dict[str, None]:
         there = [name for name in ROW_MAPS if getattr(maps, name) is not None]
@@ -316,7 +316,7 @@ def _common_maps(
 
 
 def _sums_of(a: Contributions, b: Contributions, name: str, layer: str) -> Sums:
-    """The statistics of one sequence's map."""
+    """Adds up the statistics of one sequence's map."""
     sums = mixing_sums(a, b, name)
     map_a, map_b = getattr(a, name), getattr(b, name)
     if map_a is None or map_b is None:
@@ -331,7 +331,7 @@ def _sums_of(a: Contributions, b: Contributions, name: str, layer: str) -> Sums:
 
 
 def _token_padding(model: nn.Module, batch: Batch, output: Tensor | None) -> Tensor | None:
-    """Which tokens of an output are padding, as its first two axes have them; None: not known.
+    """Returns which tokens of an output are padding, by its first two axes; None: not known.
 
     Outputs of tokens have three axes at least, and are those of the layers that ran last.
     """
@@ -346,7 +346,7 @@ def _token_padding(model: nn.Module, batch: Batch, output: Tensor | None) -> Ten
 
 
 def _first_sequences(batch: Batch, count: int, tokenizer: Any) -> Batch:
-    """The first sequences of a batch, on the CPU, with their tokens where a tokenizer knows."""
+    """Cuts a batch to its first sequences, on the CPU, with tokens where a tokenizer knows."""
 
     def first(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[:count].cpu()

@@ -1,4 +1,4 @@
-"""What two models' maps have in common, in numbers, as a table and as a page.
+"""How far apart two models' maps are, in numbers, as a table and as a page.
 
 Sizes: H heads.
 """
@@ -41,7 +41,8 @@ class MapDistance:
         jensen_shannon: The Jensen-Shannon divergence in bits, 0 to 1.
         rank_correlation: Spearman's, -1 to 1, over the keys from which either model takes
             something. Rows whose ranks are all the same have none.
-        entropy_a, entropy_b: In bits; two to the power of it is how many tokens a row spreads over.
+        entropy_a, entropy_b: Entropies in bits; two to their power is how many tokens a row spreads
+            over.
         mixing_ratio_a, mixing_ratio_b: Scalars; NaN where the map has none, or it was not recorded.
         rows: How many rows the averages are over, but that of rank_correlation.
     """
@@ -57,7 +58,7 @@ class MapDistance:
 
     @staticmethod
     def of(sums: Sums) -> MapDistance:
-        """The averages, from what was added up."""
+        """Divides what was added up."""
 
         def mean(name: str, over: str = "rows") -> Tensor:
             if name not in sums:
@@ -87,10 +88,10 @@ class Comparison:
     """Two models' maps of the same inputs. See :func:`compare`.
 
     Attributes:
-        names: Of model_a and model_b.
+        names: Names of model_a and model_b.
         recording_a, recording_b: The maps of the first texts, on the CPU.
-        pairs: For each layer of model_a the layer of model_b beside it.
-        distances: By layer of model_a and map.
+        pairs: Layers of model_b by the layers of model_a.
+        distances: Distances by layer of model_a and map.
         output_distance: The root of the squared differences between the models' outputs over that
             of the squares of model_a's, over all tokens but padding; None where their shapes differ
             or there is no output of floating point.
@@ -108,7 +109,7 @@ class Comparison:
     left_out: tuple[str, ...] = ()
 
     def __getitem__(self, layer: str) -> dict[str, MapDistance]:
-        """The distances of a layer's maps.
+        """Returns the distances of a layer's maps.
 
         Raises:
             KeyError: No such layer; the message names those there are.
@@ -118,10 +119,11 @@ class Comparison:
         return self.distances[layer]
 
     def table(self, *, heads: bool = False) -> list[dict[str, Any]]:
-        """Plain rows, one for each layer and map.
+        """Returns plain rows, one for each layer and map.
 
         Args:
-            heads: One row for each head, of maps that have heads, in place of the heads' mean.
+            heads: Whether there is one row for each head, of maps that have heads, in place of the
+                heads' mean.
 
         Returns:
             Dictionaries of "layer", "map", "head" (None: all of them), the measures of
@@ -166,9 +168,9 @@ class Comparison:
         It shows the texts that were kept. Rows are divided by their sums, as for the distances.
 
         Args:
-            path: Of the page.
-            tokens: As for :meth:`Recording.to_html`. None: as compared, or numbers.
-            title: None: the models' names.
+            path: The page's file.
+            tokens: Names, as for :meth:`Recording.to_html`. None: as compared, or numbers.
+            title: The page's title. None: the models' names.
 
         Returns:
             The size of the page in bytes: 5.4 for each number of a map. Where texts are long,
@@ -187,7 +189,7 @@ class Comparison:
 
 
 def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
-    """One row of a table, or one for each head."""
+    """Returns one row of a table, or one for each head."""
     ratios = {name: float(getattr(distance, name)) for name in _RATIOS}
     if heads and distance.rows.dim():
         return [

@@ -40,10 +40,10 @@ class MapProbe:
     and NumPy. So training gives the same bits with and without it.
 
     Args:
-        inputs: What the model is called with: a tensor, or its keyword arguments. A small batch;
-            the maps of the first call, or those drifted from, are held on the CPU.
+        inputs: A tensor, or the model's keyword arguments: a small batch, since the maps of the
+            first call are held on the CPU.
         maps: Names of maps of pairs; each layer gives those it has.
-        layers: Which ones, as for ``ikattn.record``.
+        layers: A selection of layers, as for ``ikattn.record``.
         forward: Called with the model and the inputs in place of ``model(...)``, for a model whose
             maps another method makes.
 
@@ -81,7 +81,7 @@ class MapProbe:
             )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """The numbers of the model as it is now.
+        """Measures the model as it is now.
 
         Raises:
             NotImplementedError: The model's parameters are sharded, so that one process alone
@@ -115,7 +115,7 @@ class MapProbe:
 
 
 def _measures(first: list[Tensor], now: list[Tensor], ratios: list[Tensor]) -> dict[str, float]:
-    """The numbers of one layer's map: a tensor of each sequence, without padding."""
+    """Measures one layer's map: a tensor of each sequence, without padding."""
     sums: Sums = {}
     for before, after in zip(first, now, strict=True):
         add_to(sums, row_sums(before, after, ranks=False))

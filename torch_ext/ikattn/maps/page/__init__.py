@@ -70,7 +70,7 @@ def write_page_to(
     """Writes the page to an open file.
 
     Raises:
-        ValueError: As :func:`write_page`; the file then holds a part of a page.
+        ValueError: Errors of :func:`write_page`; the file then holds a part of a page.
     """
     layers = list(recording.layers.values())
 
@@ -142,7 +142,7 @@ def sequence_contents(
     """Returns what the page knows of one sequence: its tokens once, its arrays by their names.
 
     Args:
-        layers: Those of the page.
+        layers: The layers of the page.
         sequence: Its tokens, and which of the layers it ran through.
         maps_of: Gives the arrays of a layer by its name; none: the layer is not shown.
     """

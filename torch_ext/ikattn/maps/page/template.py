@@ -44,7 +44,7 @@ def write_mode(
 
     Args:
         file: Receives the page.
-        mode: Which parts and scripts it has.
+        mode: The mode, which decides on its parts and scripts.
         title: Taken literally.
         contents: Writes arrays into the page, and gives all else that its script knows, for JSON.
         kind: "small" for a notebook.
