@@ -18,8 +18,9 @@ from ikattn.explain.attribution import (
     faithfulness,
     value_zeroing,
 )
-from ikattn.explain.comparison import MapProbe, compare
-from ikattn.explain.corpora import TOKEN_TYPES, CorpusSums, token_types
+from ikattn.explain.comparison.compare import compare
+from ikattn.explain.comparison.probe import MapProbe
+from ikattn.explain.corpora.corpus import TOKEN_TYPES, CorpusSums, token_types
 from ikattn.explain.patches import patch_maps, plot_patches
 
 __all__ = [

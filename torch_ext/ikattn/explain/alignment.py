@@ -93,7 +93,7 @@ def read_alignments(
         >>> import pathlib, tempfile
         >>> from ikattn.explain import read_alignments
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "alignment.talp"
-        >>> _ = path.write_text("1-1 3p2\n")
+        >>> _ = path.write_text("1-1 3p2\\n")
         >>> read_alignments(path, first_index=1) == ([{(0, 0)}], [{(0, 0), (2, 1)}])
         True
     """

@@ -166,21 +166,18 @@ def _matplotlib(module: str) -> Any:
 def _colours_of(picture: Any) -> Tensor:
     """Returns a picture as numbers from 0 to 1, ``[H, W, 3]``."""
     if isinstance(picture, Tensor):
-        if picture.dim() != 3 or picture.size(0) != 3 or picture.dtype == torch.bool:
-            raise ValueError(
-                "plot_patches: picture must be [3, H, W] as a tensor, an array [H, W, 3] or a PIL "
-                f"image, got {picture.dtype} {list(picture.shape)}"
-            )
-        colours = picture.detach().cpu().movedim(0, -1)
+        colours = picture.detach().cpu()
+        colours = colours.movedim(0, -1) if colours.dim() else colours
     else:
         image = picture.convert("RGB") if hasattr(picture, "convert") else picture
         array = optional("numpy", "a picture", "'ikattn[viz]'").array(image)  # a copy
-        if array.ndim != 3 or array.shape[-1] != 3 or array.dtype.kind not in "uif":
-            raise ValueError(
-                "plot_patches: picture must be a PIL image, an array [H, W, 3] or a tensor "
-                f"[3, H, W], got {type(picture).__name__} {list(array.shape)}"
-            )
-        colours = torch.from_numpy(array)
+        colours = torch.from_numpy(array) if array.dtype.kind in "uif" else torch.tensor(False)
+    if colours.dim() != 3 or colours.size(-1) != 3 or colours.dtype == torch.bool:
+        got = picture.dtype if isinstance(picture, Tensor) else type(picture).__name__
+        raise ValueError(
+            "plot_patches: picture must be a PIL image, an array [H, W, 3] or a tensor [3, H, W], "
+            f"got {got} {list(getattr(picture, 'shape', []))}"
+        )
     colours = colours.double() if colours.is_floating_point() else colours.double() / 255
     if colours.numel() == 0 or not bool(((colours >= 0) & (colours <= 1)).all()):
         least, most = (colours.min(), colours.max()) if colours.numel() else (0, 0)

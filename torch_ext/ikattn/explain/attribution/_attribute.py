@@ -127,7 +127,7 @@ def attribute(
     if activation not in ("slope", "tangent"):
         raise ValueError(f'attribute: activation must be "slope" or "tangent", got {activation!r}')
     if each and kind != "decompx":
-        raise ValueError('attribute: each needs method="decompx"')
+        raise ValueError(f'attribute: each needs method="decompx", got {method!r}')
     with alone(model, "attribute"):
         if isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs):
             inputs, answer_begins = encoded(model, inputs, tokenizer)

@@ -75,9 +75,9 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
             )
         if not values.requires_grad:
             raise RuntimeError(
-                "attribute: the value does not depend on the vectors of tokens by operations that "
-                f"have gradients: a module from {ran[-1].name or type(model).__name__} on detaches "
-                "or rounds numbers, or computes in an autograd function of its own"
+                "attribute: no gradient comes back from the value to what enters "
+                f"{ran[-1].name or type(model).__name__}: between them the model must not detach "
+                "or round numbers, nor compute in an autograd function without a backward"
             )
         are_first = [has_tokens_first(x, values) for x in sources]
         asked = list(values.sum(1)) if each else [values.sum()]
@@ -170,10 +170,12 @@ def _found(
     size = torch.stack([part.abs().sum(-1) for part in parts]).sum(0) + values.abs()
     off = float(((values - expected).abs() / size.clamp_min(1e-30)).max())
     if not off <= tolerance_of(source):
+        with torch.no_grad():
+            again = task.values()
         raise RuntimeError(
-            f"attribute: the linear map of {name} gives {values.sum():.6g} where the model gave "
-            f"{expected.sum():.6g}, {off:.2g} of its parts off: a function of torch's that it "
-            "calls is replaced by another, or two calls of it differ"
+            f"attribute: the linear map of {name} gives {float(values.sum()):.6g} where the model "
+            f"gave {float(expected.sum()):.6g}, {off:.2g} of its parts off, and gives "
+            f"{float(again.sum()):.6g} in another call with the same inputs"
         )
     bias = values - torch.stack([part.sum(-1) for part in used]).sum(0)
 

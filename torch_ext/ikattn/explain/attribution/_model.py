@@ -65,7 +65,10 @@ def alone(model: nn.Module, caller: str) -> Iterator[None]:
             "not let it: call it outside"
         )
     if model.training:
-        raise ValueError(f"{caller}: model must be in eval mode, got one in training")
+        raise ValueError(
+            f"{caller}: model must be in eval mode, got {type(model).__name__} in training: call "
+            "model.eval()"
+        )
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_inference():
             raise ValueError(
@@ -86,8 +89,8 @@ def check_graph(module: nn.Module) -> None:
     """Raises RuntimeError where a module that is to have a graph runs without one."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            f"attribution: {type(module).__name__} runs in torch.no_grad, of the model's own or of "
-            "torch.utils.checkpoint with use_reentrant=True, and has no gradients: call the model "
+            f"attribution: {type(module).__name__} was called with gradients switched off, as "
+            "torch.no_grad and torch.utils.checkpoint with use_reentrant=True do: call the model "
             "without it"
         )
 
@@ -150,8 +153,9 @@ def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> St
     if len(stacks) != 1:
         names = ", ".join(stack.name for stack in stacks)
         raise ValueError(
-            f"{caller}: model must be one stack of blocks, got {names}: take one, such as "
-            "model.get_encoder(), with inputs of its own"
+            f"{caller}: model must be one stack of blocks, got {len(stacks)} in "
+            f"{type(model).__name__}, {names}: take one, such as model.get_encoder(), with inputs "
+            "of its own"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first:

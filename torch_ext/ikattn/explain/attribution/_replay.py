@@ -108,9 +108,9 @@ class Replay(LinearModel):
         assert self._next is not None
         if self._next >= len(self._kept):
             raise RuntimeError(
-                f"{self.caller}: the model fixed {len(self._kept)} numbers in its first call and "
-                "asks for more in a second one with the same inputs: it does not compute the same "
-                "in each call"
+                f"{self.caller}: the model's first call fixed {len(self._kept)} numbers, and a "
+                "later one with the same inputs asks for more: it computes something else in each "
+                "call"
             )
         self._next += 1
         return self._kept[self._next - 1]
@@ -188,8 +188,9 @@ class Replay(LinearModel):
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
-                f"{self.caller}: the model calls {name_of(func)}, which gives no weights to fix; "
-                "scaled_dot_product_attention, or a softmax, does"
+                f"{self.caller}: the model calls {name_of(func)}, which gives no weights to fix: "
+                "load the model with attention by scaled_dot_product_attention or a softmax "
+                '(attn_implementation="sdpa" or "eager")'
             )
 
         def weights() -> Tensor:
@@ -208,7 +209,7 @@ class Replay(LinearModel):
         if is_fixed:
             raise NotImplementedError(
                 f"{self.caller}: the model adds what {self.adds_results_of or 'a function'} made "
-                "of the tokens, of which there is no linear map"
+                "of the tokens as biases are added, of which there is no linear map"
             )
         c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
         if self._is_whole:

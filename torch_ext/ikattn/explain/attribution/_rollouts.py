@@ -187,17 +187,20 @@ def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
         RuntimeError: The parts of the last block's output do not add up to the values.
     """
     model, linear = task.model, LinearModel()
+    stacks = stacks_of(model, "attribute")
     with ExitStack() as opened:
-        made = opened.enter_context(last_hidden(stacks_of(model, "attribute")))
+        made = opened.enter_context(last_hidden(stacks))
         opened.enter_context(frozen_parameters(model))
         opened.enter_context(activations_as_one(model, linear))
         opened.enter_context(torch.enable_grad())
         values = task.values(linear)
         leaves = [leaf for _, leaf in made]
         if not leaves:
-            names = ", ".join(stack.name for stack in stacks_of(model, "attribute"))
+            last_blocks = {type(stack.blocks[-1]).__name__ for stack in stacks}
             raise RuntimeError(
-                f"attribute: the last block of {names or 'the model'} made no tensor"
+                f"attribute: the last block of {type(model).__name__}, "
+                f"{' or '.join(sorted(last_blocks))}, gave no tensor, nor a tuple that begins with "
+                'one: take "decompx"'
             )
         last = made[-1][0]
         ran, readers = [stack for stack, _ in made], [last]
@@ -216,8 +219,9 @@ def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
         gradient = gradients[-1]
         if gradient is None:
             raise RuntimeError(
-                "attribute: the value does not depend on what the last block of "
-                f"{last.name or type(model).__name__} makes by operations with gradients"
+                "attribute: no gradient comes back from the value to what the last block of "
+                f"{last.name or type(model).__name__} makes: between them the model must not detach "
+                "or round numbers, nor compute in an autograd function without a backward"
             )
         value = float(values.detach().sum())
         check_sum(parts_of(gradients, leaves), value, linear, leaves[-1], model)

@@ -203,8 +203,8 @@ def _rest_of_tangent(function: Callable[[Any], Tensor], output: Any) -> Tensor:
         return made
     if not made.requires_grad:
         raise ValueError(
-            "attribute: target gives numbers without a gradient in the model's output: it detaches "
-            "or rounds them, or reads numbers of the output that have none"
+            "attribute: target must give numbers with a gradient in the model's output, got some "
+            "without: let it read numbers that have one, and neither detach nor round them"
         )
     points = [leaf for _, leaf in leaves.values()]
     rest = made.detach().double().clone()

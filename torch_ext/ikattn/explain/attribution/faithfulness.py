@@ -120,23 +120,32 @@ def faithfulness(
     if not isinstance(ids, Tensor) or ids.dim() != 2 or scores.shape != ids.shape:
         raise ValueError(
             f"{_CALLER}: scores must be [B, S] as inputs['input_ids'] is, got {list(scores.shape)}"
-            f" and inputs of {type(inputs).__name__}"
+            f" and {list(ids.shape) if isinstance(ids, Tensor) else type(inputs).__name__}"
         )
     if model.training:
-        raise ValueError(f"{_CALLER}: model must be in eval mode, got one in training")
+        raise ValueError(
+            f"{_CALLER}: model must be in eval mode, got {type(model).__name__} in training: call "
+            "model.eval()"
+        )
     if ids.numel() == 0:
         raise ValueError(f"{_CALLER}: inputs['input_ids'] must hold a token, got {list(ids.shape)}")
     if replace not in ("mask", "zero", "drop"):
         raise ValueError(f'{_CALLER}: replace must be "mask", "zero" or "drop", got {replace!r}')
     if replace == "mask" and mask_id is None:
-        raise ValueError(f'{_CALLER}: mask_id must be given for replace="mask"')
+        raise ValueError(
+            f'{_CALLER}: replace="mask" needs mask_id, the id of the mask token, got None, '
+            'or take replace="zero" or "drop"'
+        )
     if not shares or not all(0 < share <= 1 for share in shares):
         raise ValueError(f"{_CALLER}: shares must be in (0, 1], got {list(shares)}")
     mask = inputs.get("attention_mask")
     there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     free = there if keep is None else there & ~keep
     if not bool(free.any(1).all()):
-        raise ValueError(f"{_CALLER}: keep must leave a token of every text that may go")
+        texts = (~free.any(1)).nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"{_CALLER}: keep must leave a token that may go in every text, got none in {texts}"
+        )
     asked = _Asked(model, inputs, there, replace, mask_id, output)
     if not bool(scores[free].isfinite().all()):
         raise ValueError(f"{_CALLER}: scores must be finite, got {scores[~scores.isfinite()][0]}")

@@ -40,7 +40,9 @@ def encoded(
             the turns before an answer otherwise when it follows.
     """
     if tokenizer is None:
-        raise ValueError("attribute: inputs that are text need a tokenizer=")
+        raise ValueError(
+            f"attribute: inputs that are text need tokenizer=, got None and {given!r:.60}"
+        )
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     length = None
     if isinstance(given, str):
@@ -62,7 +64,10 @@ def encoded(
         if is_answered and not turns[-1]["content"]:
             raise ValueError("attribute: the assistant's turn must have text, got ''")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError("attribute: a conversation needs a tokenizer with a chat template")
+            raise ValueError(
+                "attribute: a conversation needs a tokenizer with a chat template, and "
+                f"{type(tokenizer).__name__} has none: set tokenizer.chat_template, or give a text"
+            )
         made = _of_turns(given, tokenizer)
         if is_answered:
             before = _of_turns(given[:-1], tokenizer)["input_ids"]

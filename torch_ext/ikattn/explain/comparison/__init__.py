@@ -1,6 +1,1 @@
 """Two models side by side, and one model's maps while it trains."""
-
-from ikattn.explain.comparison.compare import compare
-from ikattn.explain.comparison.probe import MapProbe
-
-__all__ = ["MapProbe", "compare"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.explain.comparison._distances import ROW_MAPS, Sums, add_to, mixing_sums, row_sums
-from ikattn.explain.comparison._inputs import Inputs, call, main_output
 from ikattn.explain.comparison.comparison import Comparison, MapDistance
+from ikattn.explain.comparison.probe import Inputs, call
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch
 from ikattn.maps.page.labels import short_name
@@ -102,7 +102,7 @@ def compare(
             batch = _last_batch(own)
             for recording in (*recordings_a, *recordings_b):  # models may share modules
                 recording.batches.clear()
-            return batch, main_output(output)
+            return batch, _main_output(output)
 
         for inputs in _batches(texts_or_inputs, tokenizer, batch_size):
             batch_a, output_a = run(model_a, inputs, recordings_a)
@@ -200,12 +200,26 @@ def _recordings(
         ]
 
 
+def _main_output(output: Any) -> Tensor | None:
+    """Returns the logits, or the last hidden state, or the first tensor of floating point."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    if isinstance(output, Mapping):
+        for name in ("logits", "last_hidden_state"):
+            if isinstance(output.get(name), Tensor):
+                return _main_output(output[name])
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        return next((x for x in map(_main_output, output) if x is not None), None)
+    return None
+
+
 def _last_batch(recordings: list[Recording]) -> Batch:
     """Returns the maps of the call that has just ended, out of all recordings of the model."""
-    if any(recording.graphs for recording in recordings):
+    if own := sorted({x for one in recordings for graph in one.graphs for x in graph}):
         raise NotImplementedError(
-            "compare: attention over the edges of a graph cannot be compared; layers=... leaves "
-            "it out"
+            f"compare: {', '.join(own)} attend over the edges of a graph, whose maps are not of "
+            "pairs: leave them out by layers="
         )
     first = recordings[0].batches[-1]
     for more in recordings[1:]:
@@ -248,14 +262,15 @@ def _can_pad(tokenizer: Any) -> bool:
 
 def _encoded(texts: list[str], tokenizer: Any) -> Mapping[str, Any]:
     if tokenizer is None:
-        raise TypeError("compare: texts need a tokenizer=")
+        raise TypeError(f"compare: texts need tokenizer=, got None and {texts[0]!r:.60}")
     whole = tokenizer(texts, verbose=False)["input_ids"]
     if empty := [text for text, ids in zip(texts, whole, strict=True) if not len(ids)]:
         raise ValueError(f"compare: texts must have tokens, got {empty[0]!r}")
     cut_texts = sum(len(ids) > tokenizer.model_max_length for ids in whole)
     if cut_texts:
         warnings.warn(
-            f"compare: {cut_texts} texts are cut to {tokenizer.model_max_length} tokens",
+            f"compare: {cut_texts} of {len(texts)} texts are cut to the tokenizer's "
+            f"model_max_length, {tokenizer.model_max_length} tokens",
             stacklevel=4,
         )
     padded = _can_pad(tokenizer)
