@@ -220,7 +220,7 @@ def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
         if gradient is None:
             raise RuntimeError(
                 "attribute: no gradient comes back from the value to what the last block of "
-                f"{last.name or type(model).__name__} makes: between them the model must not detach "
+                f"{last.name or type(model).__name__} makes: after it the model must not detach "
                 "or round numbers, nor compute in an autograd function without a backward"
             )
         value = float(values.detach().sum())
