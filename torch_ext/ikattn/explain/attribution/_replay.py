@@ -24,18 +24,8 @@ __all__ = ["BlockReplay", "Replay"]
 # Functions that take a tensor without its waiting bias.
 _UNASKING = SUMS | {"iadd", "isub", "dropout", "get", "set", "size", "dim", "requires_grad"}
 # Functions whose result is their first tensor in another form.
-_SAME = _UNASKING - SUMS | {
-    "to",
-    "type",
-    "type_as",
-    "float",
-    "view",
-    "reshape",
-    "flatten",
-    "contiguous",
-    "clone",
-    "squeeze",
-}
+_FORMS = "to type type_as float view reshape flatten contiguous clone squeeze"
+_SAME = (_UNASKING - SUMS) | set(_FORMS.split())
 
 
 class Replay(LinearModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch
 from ikattn.maps.page.labels import short_name
 from ikattn.maps.recording import Recording
-from ikattn.maps.sequences import AXES, cut, sequence_count
+from ikattn.maps.sequences import cut, sequence_count
 from ikattn.maps.tokens import tokens_of_batch
 from ikattn.nn.selection import Selection
 from ikattn.recorder.entry import record
@@ -140,7 +140,10 @@ class _Running:
         for batch, kept in zip((a, b), self._kept, strict=True):
             first = min(count, self._keep - self._sequences)
             if first > 0:
-                kept.append(_first_sequences(batch, first, self._tokenizer))
+                own = _first(batch, first)
+                if self._tokenizer is not None:
+                    own.tokens, own.target_tokens = tokens_of_batch(self._tokenizer, own)
+                kept.append(own)
         self._sequences += count
 
     def add_outputs(self, a: Tensor | None, b: Tensor | None, padding: Tensor | None) -> None:
@@ -360,26 +363,12 @@ def _token_padding(model: nn.Module, batch: Batch, output: Tensor | None) -> Ten
     return next((way for way in ways if way.shape == output.shape[:2]), None)
 
 
-def _first_sequences(batch: Batch, count: int, tokenizer: Any) -> Batch:
-    """Cuts a batch to its first sequences, on the CPU, with tokens where a tokenizer knows."""
-
-    def first(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:count].cpu()
-
-    def of(maps: Contributions) -> Contributions:
-        fields = (*AXES, "query_padding", "key_padding")
-        found: dict[str, Any] = {name: first(getattr(maps, name)) for name in fields}
-        ratios = {name: ratio[:count].cpu() for name, ratio in maps.mixing_ratio.items()}
-        return replace(maps, **found, mixing_ratio=ratios)
-
-    kept = replace(
-        batch,
-        layers={name: of(maps) for name, maps in batch.items()},
-        input_ids=first(batch.input_ids),
-        input_mask=first(batch.input_mask),
-        target_ids=first(batch.target_ids),
-        target_mask=first(batch.target_mask),
-    )
-    if tokenizer is not None:
-        kept.tokens, kept.target_tokens = tokens_of_batch(tokenizer, kept)
-    return kept
+def _first(x: Any, count: int) -> Any:
+    """Cuts the tensors that dataclasses and dictionaries hold to ``count`` rows, on the CPU."""
+    if isinstance(x, Tensor):
+        return x[:count].cpu()
+    if isinstance(x, dict):
+        return {name: _first(each, count) for name, each in x.items()}
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{one.name: _first(getattr(x, one.name), count) for one in fields(x)})
+    return x

@@ -60,26 +60,19 @@ class MapDistance:
     def of(sums: Sums) -> MapDistance:
         """Divides what was added up."""
 
-        def mean(name: str, over: str = "rows") -> Tensor:
+        def mean(name: str) -> Tensor:
             if name not in sums:
                 return torch.tensor(torch.nan, dtype=torch.float64)
-            return sums[name].cpu() / sums[over].cpu()
+            return sums[name].cpu() / sums[_OVER.get(name, "rows")].cpu()
 
-        rows = sums.get("rows", torch.zeros(()))
-        return MapDistance(
-            mean("total_variation"),
-            mean("jensen_shannon"),
-            mean("rank_correlation", "ranked"),
-            mean("entropy_a"),
-            mean("entropy_b"),
-            mean("mixing_ratio_a", "tokens"),
-            mean("mixing_ratio_b", "tokens"),
-            rows.cpu().long(),
-        )
+        rows = sums.get("rows", torch.zeros(())).cpu().long()
+        means = {name: mean(name) for name in (*_MEASURES, *_RATIOS)}
+        return MapDistance(**means, rows=rows)
 
 
 _MEASURES = ("total_variation", "jensen_shannon", "rank_correlation", "entropy_a", "entropy_b")
 _RATIOS = ("mixing_ratio_a", "mixing_ratio_b")
+_OVER = {"rank_correlation": "ranked", **dict.fromkeys(_RATIOS, "tokens")}
 _HEADINGS = ("TV", "JSD", "rank", "entropy A", "B", "mixing A", "B")
 
 
