@@ -43,7 +43,6 @@ from ikattn.ops import (
     softmax_edge_attention,
     spectral_features,
     which_kernels,
-    why_not_fast,
 )
 from ikattn.spectral import regularization_loss
 
@@ -92,7 +91,6 @@ __all__ = [
     "streamed_contributions",
     "use_implicit_attention",
     "which_kernels",
-    "why_not_fast",
 ]
 
 

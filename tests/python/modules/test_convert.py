@@ -349,20 +349,15 @@ def fails_at_the_second():
     return {"spectral": source}
 
 
-def fails_in_calibration():
-    return {"calibration": (_ for _ in [torch.zeros(1, 2, E + 1)])}
-
-
-@pytest.mark.parametrize("options", [fails_at_the_second, fails_in_calibration])
 @pytest.mark.parametrize("kernel", ["stock", "rbf"])
-def test_what_fails_half_way_changes_nothing(kernel, options):
+def test_what_fails_half_way_changes_nothing(kernel):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
     if kernel != "stock":
         ikattn.convert(model, kernel)
     handle = model.layers[0].self_attn.register_forward_pre_hook(print)
     before = everything_in(model)
-    with pytest.raises((Fails, AssertionError, RuntimeError)):
-        ikattn.convert(model, **options())
+    with pytest.raises(Fails):
+        ikattn.convert(model, **fails_at_the_second())
     assert everything_in(model) == before
     handle.remove()
     assert print not in model.layers[0].self_attn._forward_pre_hooks.values()

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ikattn.conversion.calibration import CalibratedModule, calibrate
 from ikattn.nn._kernels import Kernel
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.multihead_attention import MultiheadAttention
@@ -36,7 +35,6 @@ def convert(
     spectral: Spectral = "direct",
     stationary: bool = False,
     seed: int | None = None,
-    calibration: Iterable[Any] | None = None,
 ) -> Model:
     """Makes every nn.MultiheadAttention of a model an ``ikattn.MultiheadAttention``, in place.
 
@@ -62,17 +60,14 @@ def convert(
             with the same first values. Of "mikan" the cross-attention of nn.TransformerDecoderLayer
             gets ``pool="key"``: it is not told which queries are padding, or still to come.
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
-        calibration: Batches of input, to start the implicit kernel near the softmax attention that
-            it replaces: as ``ikattn.calibrate`` does with its own defaults. For trained models.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.
-        ValueError: There is nothing to convert, an option is wrong, DDP or FSDP is around the model
-            already, or there is calibration data for a kernel other than "implicit". Whatever is
-            raised, nothing has changed then.
+        ValueError: There is nothing to convert, an option is wrong, or DDP or FSDP is around the
+            model already. Whatever is raised, nothing has changed then.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -84,8 +79,6 @@ def convert(
         'implicit'
     """
     check_kernel(kernel, None if p == "learned" else p)
-    if calibration is not None and kernel != "implicit":
-        raise ValueError(f"calibration is for kernel='implicit', got kernel={kernel!r}")
     options: dict[str, Any] = {
         "p": p,
         "num_frequencies": num_frequencies,
@@ -102,30 +95,19 @@ def convert(
     if to_change and (kernel == "implicit" or (kernel == "rbf" and p == "learned")):
         check_unwrapped("convert", model)  # there will be new parameters
     of_keys = _cross_attention(model) if spectral == "mikan" else set()
-    report: tuple[CalibratedModule, ...] = ()
     with _all_or_nothing(model, [found.module for found in to_change]):
         for found in to_change:
             alone = found.module in of_keys
             _change(found.module, kernel, _keys_alone(options) if alone else options)
             options["seed"] = None if seed is None else options["seed"] + 1
         _settle_nesting(model)
-        if calibration is not None and to_change:
-            names = [found.names[0] for found in to_change]
-            report = calibrate(model, calibration, select=lambda name, _: name in names)
     if to_change:
         _logger.info("kernel=%r now: %s", kernel, ", ".join(map(str, to_change)))
     if len(to_change) < len(convertible):
         kept = [str(found) for found in convertible if found not in to_change]
         _logger.info("kernel=%r before: %s", kernel, ", ".join(kept))
-        if calibration is not None:
-            _logger.warning(
-                "not calibrated, for kernel='implicit' before: %s; ikattn.calibrate does it",
-                ", ".join(kept),
-            )
     if refused:
         _logger.warning("not converted: %s", _describe(refused))
-    for calibrated in report:
-        _logger.info("calibrated %s", calibrated)
     return model
 
 

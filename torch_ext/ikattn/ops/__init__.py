@@ -21,7 +21,7 @@ from ikattn.ops.edges import (
     implicit_kernel_edge_attention,
     softmax_edge_attention,
 )
-from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
+from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.ops.moments import (
@@ -59,5 +59,4 @@ __all__ = [
     "softmax_edge_attention",
     "spectral_features",
     "which_kernels",
-    "why_not_fast",
 ]

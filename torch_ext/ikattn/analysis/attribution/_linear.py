@@ -207,7 +207,6 @@ class LinearModel(TorchFunctionMode):
             "scaled_dot_product_attention": self._attention,
             "implicit_kernel_attention": self._attention,
             "attention_from_features": self._attention,
-            "softmax_mean_weights": self._attention,
             "dropout": self._dropout,
             **dict.fromkeys(_JOINS, self._join),
         }

@@ -30,7 +30,6 @@ _ATTENTION = (
     "scaled_dot_product_attention",
     "implicit_kernel_attention",
     "attention_from_features",
-    "softmax_mean_weights",
 )
 _KEEPING = ("dropout", "to", "type", "float", "type_as", "view", "reshape", "nan_to_num", "getitem")
 
