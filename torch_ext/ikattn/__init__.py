@@ -22,9 +22,6 @@ from ikattn.analysis import (
 from ikattn.conversion import calibrate, conversion_report, convert, revert
 from ikattn.integrations.transformers import (
     decoding_cache,
-    feature_cache,
-    state_cache,
-    use_implicit_attention,
 )
 from ikattn.nn import MultiheadAttention, multi_head_attention_forward, parameter_groups
 from ikattn.ops import (
@@ -65,7 +62,6 @@ __all__ = [
     "decompositions",
     "deterministic",
     "edge_contributions",
-    "feature_cache",
     "gat_edge_attention",
     "implicit_kernel_attention",
     "implicit_kernel_attention_varlen",
@@ -87,9 +83,7 @@ __all__ = [
     "softmax_edge_attention",
     "spectral",
     "spectral_features",
-    "state_cache",
     "streamed_contributions",
-    "use_implicit_attention",
     "which_kernels",
 ]
 

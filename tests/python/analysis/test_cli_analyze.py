@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+import ikattn
 from ikattn import Contributions, cli
 from ikattn._command import analyze as analyzing
 from ikattn._command import results
 from ikattn._command.index import overview
 from ikattn.analysis import Batch, Layer, Recording, load_maps, record
-from ikattn.integrations.transformers import use_implicit_attention
 from saved_models import SIZES, save_model
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
@@ -77,7 +77,7 @@ def test_a_model_with_implicit_attention_is_analyzed_with_its_frequencies(
 ) -> None:
     folder, out = shutil.copytree(bert, tmp_path / "implicit"), tmp_path / "out"
     model = transformers.AutoModel.from_pretrained(bert).eval()
-    use_implicit_attention(model, num_frequencies=4, seed=0).save_pretrained(folder)
+    ikattn.convert(model, num_frequencies=4, seed=0).save_pretrained(folder)
     assert analyze("--model", folder, "--file", text, "--format", "npz", "--out", out) == 0
     first = load_maps(out / "line-000001.npz")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close
-from ikattn.integrations.transformers import _attention, _padding, feature_cache
+from ikattn.integrations.transformers import _attention, _padding, decoding_cache
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 from transformers_models import build, convert
 
@@ -88,7 +88,7 @@ def test_generation_is_that_of_the_mask_of_pairs(
             options["cache_implementation"] = "static"
             options["disable_compile"] = True
         if cache == "features":
-            options["past_key_values"] = feature_cache(model)
+            options["past_key_values"] = decoding_cache(model, "features")
         return model.generate(TOKENS, attention_mask=SHOWN["left"], **options)  # type: ignore[no-any-return]
 
     found = generated()

@@ -342,7 +342,7 @@ def test_models_of_transformers_that_cannot_be_shared_out(alone: None) -> None:
     with context_parallel(model), pytest.raises(NotImplementedError, match="more than padding"):
         model(ids, position_ids=packed, use_cache=False)
     with context_parallel(model), pytest.raises(NotImplementedError, match="got a cache"):
-        model(ids, past_key_values=ikattn.feature_cache(model))
+        model(ids, past_key_values=ikattn.decoding_cache(model, "features"))
     with context_parallel(model):
         model.set_attn_implementation("sdpa")
         with pytest.raises(RuntimeError, match="ended without the attention of its implicit"):

@@ -39,7 +39,7 @@ def register_norms(*, map: str = "summed") -> None:
     ``encoder_attentions``, ``decoder_attentions`` and ``cross_attentions``. ``ikattn.record`` gives
     all maps, also those that need the residual and norms around the attention.
 
-    The second computes with the kernels that ``use_implicit_attention`` gives a model; that
+    The second computes with the kernels that ``ikattn.convert`` gives a model; that
     function registers it as well.
 
     Args:

@@ -177,7 +177,8 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     def reset_parameters(self) -> None:
         """Draws every parameter anew, in the order and from the distributions of construction."""
         self.out_proj.reset_parameters()
-        self._reset_parameters()
+        super()._reset_parameters()
+        self._reset_kernel()
 
     def forward(
         self,
@@ -399,7 +400,9 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
-        self._reset_kernel()
+        source = getattr(self, "spectral", None)  # absent while upstream's constructor runs
+        if source is None or not any(map(_is_loaded, source.parameters())):
+            self._reset_kernel()
 
     def _keep_off_fused_path(self) -> None:
         """Makes torch call ``forward`` in eval mode without grad, unless the kernel is dot.
@@ -420,3 +423,8 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
 
 def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
     """A hook that does nothing: that there is one matters."""
+
+
+def _is_loaded(parameter: Tensor) -> bool:
+    """Whether transformers has loaded the parameter, and resets the module for others' sake."""
+    return getattr(parameter, "_is_hf_initialized", False)

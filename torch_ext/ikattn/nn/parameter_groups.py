@@ -35,7 +35,7 @@ def parameter_groups(
     no weight decay, either.
 
     Kernels are found in ``ikattn.MultiheadAttention`` and converted models, in models of
-    ``use_implicit_attention``, in layers for PyTorch Geometric and timm, and wherever a module
+    ``ikattn.convert``, in layers for PyTorch Geometric and timm, and wherever a module
     holds a source of ``ikattn.spectral`` or an ``ikattn.ops.magnitude.LearnedOrder``. Call it after
     the conversion.
 

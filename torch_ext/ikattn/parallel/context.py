@@ -319,7 +319,7 @@ def context_parallel(
 
     Args:
         model: With ``ikattn.MultiheadAttention``, as ``ikattn.convert`` makes, or of transformers,
-            after ``use_implicit_attention``.
+            after ``ikattn.convert``.
         mesh: The ranks: a ``DeviceMesh`` of one dimension, a process group, or None for all.
         layout: Which tokens a rank has; see :func:`context_parallel_attention`.
         algorithm: "quadratic", "linear", or None: what is faster for the whole.
@@ -380,6 +380,6 @@ def _attention_in(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ValueError(
             "context_parallel: expected a model with ikattn.MultiheadAttention, or of transformers "
-            f"after use_implicit_attention, got {type(model).__name__} without either"
+            f"after ikattn.convert, got {type(model).__name__} without either"
         )
     return found

@@ -71,8 +71,8 @@ def calibrate(
     The outputs of all layers are held for all batches, [tokens, model size] each.
 
     Args:
-        model: With ``ikattn.MultiheadAttention`` of kernel "implicit", or of transformers, after
-            ``use_implicit_attention``; called in eval mode, without grad, while all its implicit
+        model: After ``ikattn.convert``, or with ``ikattn.MultiheadAttention`` of kernel "implicit";
+            called in eval mode, without grad, while all its implicit
             kernels compute softmax, those that are left out among them.
         batches: Inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
             ``attention_mask`` of a dict tells which tokens are padding.

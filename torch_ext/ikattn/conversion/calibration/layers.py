@@ -6,11 +6,9 @@ Sizes: B batch, H query heads, L queries, S keys, E model size.
 from __future__ import annotations
 
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +16,9 @@ from torch import Tensor, nn
 from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.analysis._recorder.padding import fill_padding
 from ikattn.analysis._recorder.torch_attention import torch_call
+from ikattn.conversion.modules import select_modules
 from ikattn.nn.multihead_attention import MultiheadAttention
-from ikattn.nn.selection import Selection, is_selected, path_to, select_modules
+from ikattn.nn.selection import Selection
 from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.spectral.interface import call_source, unwrapped
@@ -101,7 +100,7 @@ class _TorchLayer(Layer):
 
 
 class _InterfaceLayer(Layer):
-    """A module of transformers after ``use_implicit_attention``."""
+    """A module of transformers after ``ikattn.convert``."""
 
     def _kernel_of(
         self, call: AttentionCall
@@ -122,6 +121,12 @@ def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
         note(model)
 
 
+_LAYERS: dict[str, type[Layer]] = {
+    "nn.MultiheadAttention": _TorchLayer,
+    "attention of transformers": _InterfaceLayer,
+}
+
+
 def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
     """The selected layers with implicit kernels, in the order of their names.
 
@@ -129,44 +134,17 @@ def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
         TypeError: The model is none, or select is no selection.
         ValueError: There are none.
     """
-    found = _interface_layers(model, select) if isinstance(model, nn.Module) else []
-    has_torch_layers = isinstance(model, nn.Module) and any(
-        isinstance(module, nn.MultiheadAttention) for module in model.modules()
-    )
-    if not found or has_torch_layers:
-        try:
-            chosen = select_modules(model, select)
-        except ValueError:  # it names what the model has
-            if not found:
-                raise
-            chosen = []
-        found += [
-            _TorchLayer(one.names, one.module, unwrapped(one.module.spectral))
-            for one in chosen
-            if isinstance(one.module, MultiheadAttention) and one.kernel == "implicit"
-        ]
+    found = [
+        _LAYERS[one.kind.title](one.names, one.module, unwrapped(one.module.spectral))
+        for one in select_modules(model, select)
+        if one.kind.title in _LAYERS and one.is_ours and one.kernel == "implicit"
+    ]
     if not found:
         raise ValueError(
             f"calibrate: expected a model with implicit kernels, got a {type(model).__name__} "
-            "without; ikattn.convert or use_implicit_attention makes them"
+            "without; ikattn.convert makes them"
         )
     return found
-
-
-def _interface_layers(model: nn.Module, select: Selection | None) -> list[Layer]:
-    if "transformers" not in sys.modules:
-        return []
-    from ikattn.integrations.transformers._kernels import KERNELS
-
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(unwrapped(getattr(module, "spectral", None)), KERNELS):
-            names.setdefault(module, []).append(name)
-    return [
-        _InterfaceLayer(own, module, unwrapped(module.spectral))
-        for module, own in names.items()
-        if is_selected(own, module, chain.from_iterable(path_to(model, n) for n in own), select)
-    ]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.integrations.transformers._cache import layer_of
+from ikattn.integrations.transformers._cache import feature_layer_of, state_layer_of
 from ikattn.integrations.transformers._interface import (
     Given,
     import_transformers,
@@ -27,7 +27,6 @@ from ikattn.integrations.transformers._padding import (
     shown_keys,
 )
 from ikattn.integrations.transformers._parallel import check_heads, register_style
-from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.integrations.transformers._switches import watch_configs
 from ikattn.nn._masks import Masks, padded
 from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
@@ -77,7 +76,7 @@ def _implicit_attention(
         key, value: [B, G, S, d] and [B, G, S, d_v].
         attention_mask: Broadcastable to [B, H, L, S]; bool, True = may attend, or floating point.
         dropout: Probability on the weights; 0 outside training.
-        scaling: Of query . key; see ``use_implicit_attention``.
+        scaling: Of query . key; see ``ikattn.convert``.
         options: position_bias, added to the logits; is_causal; output_attentions.
 
     Returns:
@@ -146,7 +145,7 @@ def _from_state(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The output [B, H, L, d_v] of the tokens that a layer of a ``state_cache`` handed on."""
+    """Returns the output [B, H, L, d_v] of the tokens that a layer with a state handed on."""
     w1, w2 = kernel(*tokens[:2], None)
     reasons = {
         "output_attentions": options.get("output_attentions"),
@@ -162,8 +161,8 @@ def _from_state(
     wrong = [name for name, holds in reasons.items() if holds]
     if wrong:
         raise NotImplementedError(
-            f"{IMPLICIT}: a state_cache decodes causally, in eval mode, under torch.no_grad(), and "
-            f"makes no weights; {type(module).__name__} has {', '.join(wrong)}"
+            f"{IMPLICIT}: a cache of states decodes causally, in eval mode, under torch.no_grad(), "
+            f"and makes no weights; {type(module).__name__} has {', '.join(wrong)}"
         )
     return layer.attend(module, (kernel.p, w1, w2), tokens, mask)  # type: ignore[no-any-return]
 
@@ -178,14 +177,14 @@ def _from_kept_features(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor | None:
-    """The output [B, H, L, d_v] where a ``feature_cache`` has the keys; None: make their features.
+    """Returns the output [B, H, L, d_v] where a cache has the features of keys, else None.
 
-    Features are those of frequencies that stay as they are, the same for the batch. Many queries,
-    as those of a prompt, are worth making them in the operator, which keeps no weights.
+    Kept features are those of frequencies that stay as they are, the same for the batch. Many
+    queries, as those of a prompt, are worth making them in the operator, which keeps no weights.
     """
     if torch.compiler.is_compiling() or query.size(2) > _FEW_QUERIES or torch.is_grad_enabled():
         return None
-    layer = layer_of(key)
+    layer = feature_layer_of(key)
     is_top_left = arguments.get("is_causal", False) and query.size(2) != key.size(2)
     if layer is None or w1.dim() != 3 or is_top_left:
         return None
@@ -430,7 +429,7 @@ def _refuse_over_ranks(
         "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
         "position_bias": options.get("position_bias") is not None,
         "sliding_window": options.get("sliding_window") is not None,
-        "a cache": layer_of(key) is not None
+        "a cache": feature_layer_of(key) is not None
         or state_layer_of(key) is not None
         or (getattr(module, "is_causal", False) and query.size(2) != key.size(2)),
     }

@@ -1,4 +1,4 @@
-"""The layers of ``feature_cache``, and the caches that they are in."""
+"""The layers of features of ``decoding_cache``, and the caches that they are in."""
 
 from __future__ import annotations
 

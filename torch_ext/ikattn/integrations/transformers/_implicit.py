@@ -7,7 +7,8 @@ the model's own parameters: saved, moved, trained and sharded with it.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,131 +23,187 @@ from ikattn.integrations.transformers._kernels import (
     IMPLICIT,
     KERNELS,
     SAVED,
-    Sizes,
-    attach_kernels,
+    attach_kernel,
+    detach_kernel,
 )
-from ikattn.integrations.transformers._parallel import add_to_plans, share_kernels
-from ikattn.nn.functional import check_kernel
+from ikattn.integrations.transformers._parallel import (
+    add_to_plans,
+    remove_from_plans,
+    share_kernels,
+)
+from ikattn.nn.kinds import KernelSettings, Kind, Sizes
+from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.spectral import SOURCES
 from ikattn.spectral.direct import checked_size
 from ikattn.spectral.factory import check_spectral
 
-__all__ = ["from_pretrained", "settings_of", "use_implicit_attention"]
+__all__ = ["TRANSFORMERS", "from_pretrained", "note_softmax_heads", "settings_of"]
 
-_SETTINGS = "ikattn_implicit"  # in a model's config: the options of use_implicit_attention
+_SETTINGS = "ikattn_implicit"  # in a model's config: the options of convert
+_BEFORE = "_attention_before_ikattn"  # in a model: its attention implementation before convert
 
-Model = TypeVar("Model", bound=nn.Module)
+
+class InterfaceAttention(Kind):
+    """Modules that call transformers' ``AttentionInterface``."""
+
+    title = "attention of transformers"
+
+    def holds(self, module: nn.Module) -> bool:
+        return calls_interface(module)
+
+    def is_ours(self, module: nn.Module) -> bool:
+        return getattr(module, "spectral", None) is not None
+
+    def kernel_of(self, module: Any) -> str | None:
+        runs = getattr(module.config, "_attn_implementation_internal", None)
+        return "implicit" if self.is_ours(module) and runs == IMPLICIT else None
+
+    def check(
+        self, model: nn.Module, modules: Sequence[nn.Module], settings: KernelSettings
+    ) -> None:
+        taken = {
+            "kernel": (settings.kernel == "implicit", "'implicit'"),
+            "p": (settings.p != "learned", "a number or None"),
+            "spectral": (isinstance(settings.spectral, str), f"one of {SOURCES}"),
+        }
+        for name, (is_taken, expected) in taken.items():
+            if not is_taken:
+                raise ValueError(
+                    f"convert: attention of transformers takes {name} = {expected}, got "
+                    f"{getattr(settings, name)!r}; select leaves modules out"
+                )
+        if settings.spectral not in SOURCES:
+            raise ValueError(f"spectral must be one of {SOURCES}, got {settings.spectral!r}")
+        check_spectral(settings.spectral, settings.seed)
+        options = _options_of(settings)
+        self._check_whole("convert", model, modules)
+        for part in _models_in(model):
+            if not set(part.modules()).intersection(modules):
+                continue
+            before = settings_of(part.config)
+            kept = {name: x for name, x in (before or {}).items() if name in options}
+            if before is not None and kept != options and any(map(self.is_ours, part.modules())):
+                raise ValueError(
+                    f"convert: the model has kernels with {kept} already, got {options}"
+                )
+
+    def check_undo(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self._check_whole("revert", model, modules)
+
+    def change(self, model: nn.Module, module: Any, settings: KernelSettings) -> None:
+        if not self.is_ours(module):
+            options = _options_of(settings) | _of_softmax_heads(settings_of(module.config))
+            attach_kernel(type(module).__name__, module, options, settings.seed, settings.sizes)
+
+    def undo(self, module: Any) -> None:
+        detach_kernel(module)
+
+    def settle(self, model: nn.Module, settings: KernelSettings | None = None) -> None:
+        """Makes each transformers model run, save and share out the kernels that it has."""
+        for part in _models_in(model):
+            attention = [module for module in part.modules() if calls_interface(module)]
+            if not any(map(self.is_ours, attention)):
+                _forget_kernels(part)
+            elif settings is not None:
+                before = part.config._attn_implementation
+                if before not in (IMPLICIT, SAVED):
+                    part.__dict__.setdefault(_BEFORE, before)
+                options = _options_of(settings) | _of_softmax_heads(settings_of(part.config))
+                options |= {"others": True} if _others_are_alike(part, options) else {}
+                register_implicit()
+                part.set_attn_implementation(IMPLICIT)
+                _note_in_configs(part, options)
+                add_to_plans(part)
+                share_kernels(part)
+                for module in attention:
+                    # in a model made of models its config may be one that the call did not reach
+                    module.config._attn_implementation_internal = IMPLICIT
+
+    def _check_whole(self, caller: str, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Raises ValueError unless the modules are all those of transformers models."""
+        wanted, reached = set(modules), set[nn.Module]()
+        for part in _models_in(model):
+            own = {module for module in part.modules() if calls_interface(module)}
+            reached |= own
+            if wanted & own not in (own, set()):
+                raise ValueError(
+                    f"{caller}: select names {len(wanted & own)} of the {len(own)} attention "
+                    f"modules of {type(part).__name__}, which has one attention implementation "
+                    "for all of them; select all or none"
+                )
+        if wanted - reached:
+            raise ValueError(
+                f"{caller}: {type(model).__name__} is a part of a transformers model, whose config "
+                "names one attention implementation for all parts; expected the PreTrainedModel"
+            )
 
 
-@torch.inference_mode(False)  # frequencies are there to be trained
-def use_implicit_attention(
-    model: Model,
-    *,
-    p: float | None = 2.0,
-    num_frequencies: int = 64,
-    spectral: str = "direct",
-    stationary: bool = False,
-    seed: int | None = None,
-    sizes: Sizes | None = None,
-) -> Model:
-    """Makes the attention of a transformers model implicit-kernel attention, in place.
+TRANSFORMERS = InterfaceAttention()
 
-    Every module that calls transformers' ``AttentionInterface`` gets an ``ImplicitKernel`` as its
-    child ``spectral``, unless it has one, and the model the attention implementation
-    "ikattn_implicit", which reads it: self- and cross-attention, encoders and decoders, with
-    caches, grouped heads and every mask. Weights are kept. ``save_pretrained`` saves frequencies
-    and options with the model, ``ikattn.integrations.transformers.from_pretrained`` loads them.
-    Loaded in another way, such as by ``AutoModel`` or ``pipeline``, it raises; with
-    ``attn_implementation="sdpa"`` it has softmax. ``model.set_attn_implementation("sdpa")`` leads
-    back to softmax.
 
-    A model's own scaling of query . key acts on the query: the kernel takes query and key such that
-    dot-product attention of them would be exp(q . k / sqrt(d)). Where the scaling is 1 / sqrt(d)
-    these are the model's; in models that hide it in the query, or in its weights (T5, OPT,
-    Whisper), the query is multiplied by sqrt(d).
-
-    Args:
-        model: A ``PreTrainedModel``; an optimiser made before must be told of the new parameters.
-        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
-        num_frequencies: M, of each query head.
-        spectral: Where frequencies come from: "direct", "stationary", "ikan" or "mikan", as for
-            ``ikattn.MultiheadAttention``; ``ikattn.regularization_loss(model)`` is for the loss. In
-            no call of transformers it is said which queries are padding, so "mikan" averages keys
-            alone; where attention is causal it would see the future.
-        stationary: One set of frequencies per head in place of two.
-        seed: If given, the i-th layer's frequencies are a function of ``seed + i`` alone.
-        sizes: For modules of which this package does not know it: from the module to its number of
-            query heads and head size, (H, d).
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: ``model`` is no transformers model.
-        ValueError: An option is wrong, the model has kernels with other options already, no module
-            calls the interface, the number of heads of one that does is not known, one is causal
-            and spectral "mikan", or DDP or FSDP is around the model; nothing has changed then.
-        ImportError: transformers is missing.
-
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
-
-    Example:
-        >>> import pytest, torch
-        >>> transformers = pytest.importorskip("transformers")
-        >>> from ikattn.integrations.transformers import use_implicit_attention
-        >>> sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
-        >>> config = transformers.BertConfig(**sizes, intermediate_size=32, vocab_size=9)
-        >>> model = use_implicit_attention(transformers.BertModel(config), num_frequencies=8)
-        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
-        torch.Size([1, 3, 16])
-        >>> model.encoder.layer[0].attention.self.spectral.w1.shape  # H * d * M
-        torch.Size([128])
-    """
-    if not hasattr(model, "set_attn_implementation"):
-        raise TypeError(
-            "use_implicit_attention: model must be a transformers PreTrainedModel, got "
-            f"{type(model).__name__}; for nn.MultiheadAttention there is ikattn.convert"
-        )
-    check_kernel("implicit", p)
-    if spectral not in SOURCES:
-        raise ValueError(f"spectral must be one of {SOURCES}, got {spectral!r}")
-    check_spectral(spectral, seed)
-    options = {  # in types that JSON knows, whatever they came in
-        "p": None if p is None else float(p),
-        "num_frequencies": checked_size("num_frequencies", num_frequencies),
-        "spectral": "direct" if spectral == "stationary" else spectral,
-        "stationary": bool(stationary) or spectral == "stationary",
-    }
-    before = settings_of(model.config)
-    if before is not None and before.get("softmax_heads"):
-        options["softmax_heads"] = True  # which ones, calibrate has told
-    if before != options and any(isinstance(m, KERNELS) for m in model.modules()):
-        raise ValueError(
-            f"use_implicit_attention: the model has kernels with {before} already, got {options}"
-        )
-    attach_kernels(model, options, seed, sizes)
-    register_implicit()
-    model.set_attn_implementation(IMPLICIT)  # type: ignore[operator]
-    _note_in_configs(model, options)
-    add_to_plans(model)
-    share_kernels(model)
+def _models_in(model: nn.Module) -> list[Any]:
+    """Returns the outermost models of transformers in a model."""
+    found: list[Any] = []
+    inside: set[nn.Module] = set()
     for module in model.modules():
-        if calls_interface(module):
-            # in a model made of models it may have a config that the call above does not reach
-            module.config._attn_implementation_internal = IMPLICIT  # type: ignore[union-attr]
-    return model
+        if module not in inside and hasattr(module, "set_attn_implementation"):
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _options_of(settings: KernelSettings) -> dict[str, Any]:
+    """Returns the settings as configs keep them, in types that JSON knows."""
+    count = 64 if settings.num_frequencies is None else settings.num_frequencies
+    is_stationary = settings.spectral == "stationary"
+    return {
+        "p": None if settings.p is None else float(settings.p),
+        "num_frequencies": checked_size("num_frequencies", count),
+        "spectral": "direct" if is_stationary else settings.spectral,
+        "stationary": bool(settings.stationary) or is_stationary,
+    }
+
+
+def _others_are_alike(model: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a model also has nn.MultiheadAttention, all of it converted in the same way."""
+    others = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    return bool(others) and all(
+        getattr(module, "kernel", None) == "implicit" and module.p == options["p"]
+        for module in others
+    )
+
+
+def _of_softmax_heads(before: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the note that some heads compute softmax, which ``calibrate`` made in a config."""
+    return {"softmax_heads": True} if before and before.get("softmax_heads") else {}
+
+
+def _forget_kernels(model: Any) -> None:
+    """Gives a model without kernels the attention it had before ``convert``."""
+    if settings_of(model.config) is None:
+        return
+    default = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    for config in configs_of(model):
+        for name in (_SETTINGS, "attn_implementation"):
+            vars(config).pop(name, None)
+    remove_from_plans(model)
+    before = vars(model).pop(_BEFORE, default)
+    model.set_attn_implementation(before)
+    module: Any
+    for module in model.modules():
+        if calls_interface(module) and module.config._attn_implementation_internal == IMPLICIT:
+            module.config._attn_implementation_internal = before
 
 
 def from_pretrained(
     model_class: type[Any], path: Any, *args: Any, sizes: Sizes | None = None, **kwargs: Any
 ) -> Any:
-    """Loads a model that ``save_pretrained`` saved after ``use_implicit_attention``.
+    """Loads a model that ``save_pretrained`` saved after ``ikattn.convert``.
 
     Args:
         model_class: A model class of transformers, or an Auto class.
         path: A directory or the name of a repository, as for ``model_class.from_pretrained``.
-        sizes: As for ``use_implicit_attention``.
+        sizes: As for ``ikattn.convert``.
         args, kwargs: For ``model_class.from_pretrained``.
 
     Returns:
@@ -162,10 +219,11 @@ def from_pretrained(
     Example:
         >>> import pytest, tempfile, torch
         >>> transformers = pytest.importorskip("transformers")
-        >>> from ikattn.integrations.transformers import from_pretrained, use_implicit_attention
+        >>> import ikattn
+        >>> from ikattn.integrations.transformers import from_pretrained
         >>> sizes = dict(n_embd=16, n_head=2, n_layer=1, vocab_size=9)
         >>> config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-        >>> model = use_implicit_attention(transformers.GPT2LMHeadModel(config))
+        >>> model = ikattn.convert(transformers.GPT2LMHeadModel(config))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     model.save_pretrained(folder)
         ...     loaded = from_pretrained(transformers.AutoModelForCausalLM, folder)
@@ -189,7 +247,7 @@ def from_pretrained(
     if settings is None:
         raise ValueError(
             f"from_pretrained: {path} was saved without implicit attention; load it with "
-            f"{model_class.__name__}.from_pretrained and call use_implicit_attention"
+            f"{model_class.__name__}.from_pretrained and call ikattn.convert"
         )
     register_implicit()  # before a model is made, which looks the implementation up
     if not hasattr(model_class, "set_attn_implementation"):  # an Auto class
@@ -257,7 +315,7 @@ def _heads_of(kernel: Any) -> int:
 
 
 def settings_of(config: Any) -> dict[str, Any] | None:
-    """The options a model was given by ``use_implicit_attention``; None: it was not."""
+    """The options a model was given by ``ikattn.convert``; None: it was not."""
     settings = getattr(config, _SETTINGS, None)
     return None if settings is None else {"spectral": "direct", **settings}
 
@@ -269,7 +327,15 @@ def _with_kernels(
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
-        attach_kernels(self, settings, None, sizes)
+        for name, module in [x for x in self.named_modules() if calls_interface(x[1])]:
+            if getattr(module, "spectral", None) is None:
+                attach_kernel(name, module, settings, None, sizes)
+        for module in self.modules():
+            if settings.get("others") and type(module) is nn.MultiheadAttention:
+                module.__class__ = MultiheadAttention
+                names = ("p", "num_frequencies", "spectral", "stationary")
+                made: Any = module
+                made.set_kernel("implicit", **{name: settings[name] for name in names})
         add_to_plans(self)
 
     # transformers looks at the name and the source file of a class
