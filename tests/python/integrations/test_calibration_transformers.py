@@ -32,7 +32,9 @@ def hidden(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def kernels(model: nn.Module) -> list[Any]:
-    return [module.spectral for module in model.modules() if hasattr(module, "spectral")]
+    """The modules that know which heads compute softmax."""
+    owners = [module for module in model.modules() if hasattr(module, "spectral")]
+    return [x if isinstance(x, ikattn.MultiheadAttention) else x.spectral for x in owners]
 
 
 @families

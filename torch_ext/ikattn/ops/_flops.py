@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ikattn.ops.kernels import Kernels, which_kernels
+from ikattn.ops.options import AttentionOptions
 
-_OPTIONS = (
-    *("p", "key_bias", "attn_mask", "dropout_p", "is_causal", "enable_gqa", "eps"),
-    *("magnitude_scale", "dropout_seed"),
-)
+_OPTIONS = AttentionOptions.__annotations__
 
 
 def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> int:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
+
+from ikattn.ops.options import AttentionOptions, changed
 
 __all__ = ["KernelChoice", "Kernels", "which_kernels"]
 
@@ -84,16 +87,8 @@ def which_kernels(
     w1: Tensor,
     w2: Tensor | None = None,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     device: torch.device | str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Kernels:
     """Tells which kernels :func:`ikattn.implicit_kernel_attention` takes, forward and backward.
 
@@ -124,24 +119,16 @@ def which_kernels(
         >>> ikattn.which_kernels(q, q, q, w, dropout_p=0.1).forward.algorithm
         'quadratic'
     """
-    if dropout_p > 0 and dropout_seed is None:  # nothing is drawn for a question
-        dropout_seed = torch.zeros(2, dtype=torch.int64, device=query.device)
+    if options.get("dropout_p", 0.0) > 0:  # nothing is drawn for a question
+        options.setdefault("dropout_seed", torch.zeros(2, dtype=torch.int64, device=query.device))
     answer = torch.ops.ikattn.which_kernels(
         query,
         key,
         value,
         w1,
         w2,
-        p=p,
-        key_bias=key_bias,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        enable_gqa=enable_gqa,
-        eps=eps,
-        magnitude_scale=magnitude_scale,
-        dropout_seed=dropout_seed,
         device="" if device is None else str(device),
+        **changed("which_kernels", options, query),
     )
     forward, backward = (
         KernelChoice(algorithm, unit, reason or None, scores or None, proven or None)

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS
 from ikattn.nn._over_ranks import AttendingBy
-from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.kernels import which_kernels
+from ikattn.ops.options import DEFAULTS, AttentionOptions, changed
 from ikattn.parallel._agreement import agree, refuse
 from ikattn.parallel._layout import Layout, LayoutName
 from ikattn.parallel._ranks import Ranks
@@ -40,15 +41,7 @@ def context_parallel_attention(
     group: Group = None,
     layout: LayoutName = "zigzag",
     algorithm: Algorithm | None = None,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Implicit-kernel attention where every rank has a part of the tokens.
 
@@ -100,21 +93,15 @@ def context_parallel_attention(
         torch.Size([1, 2, 64, 8])
         >>> dist.destroy_process_group()
     """
+    named = changed("context_parallel_attention", options, torch.empty(0))
+    named = DEFAULTS | named
+    is_drawn = options.get("dropout_seed") is None
+    key_bias, attn_mask = named.pop("key_bias", None), named.pop("attn_mask", None)
+    seed, is_causal = named.pop("dropout_seed", None), named.pop("is_causal")
     ranks = Ranks(group)
-    call = Call(
-        ranks,
-        Layout(layout, ranks.size),
-        is_causal,
-        {
-            "p": p,
-            "eps": eps,
-            "magnitude_scale": magnitude_scale,
-            "enable_gqa": enable_gqa,
-            "dropout_p": dropout_p,
-        },
-    )
-    if dropout_p > 0:
-        call.dropout_seed = draw_dropout_seed() if dropout_seed is None else dropout_seed
+    call = Call(ranks, Layout(layout, ranks.size), is_causal, named)
+    if named["dropout_p"] > 0:
+        call.dropout_seed = seed
     query, key, value = _lowered(query, key, value)
     tensors = (query, key, value, w1, w2, key_bias)
     with torch.autocast(query.device.type, enabled=False):
@@ -123,7 +110,7 @@ def context_parallel_attention(
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             refuse(ranks, query.device, f"{type(error).__name__}: {error}")
             raise
-        agree(call, tensors, algorithm, drawn=dropout_seed is None)
+        agree(call, tensors, algorithm, drawn=is_drawn)
         bias = None
         if key_bias is not None:
             shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
