@@ -35,7 +35,7 @@ def main() -> None:
         return ikattn.implicit_kernel_attention(query, key, value, w1, w2)
 
     def two(query: Tensor, key: Tensor, value: Tensor, logits: Tensor) -> Tensor:
-        phi_q, phi_k = (ikattn.spectral_features(x, w1, w2) for x in (query, key))
+        phi_q, phi_k = (ikattn.ops.spectral_features(x, w1, w2) for x in (query, key))
         return ikattn.ops.attention_from_moments(
             phi_q, *ikattn.ops.key_moments(phi_k, logits, value)
         )[0]

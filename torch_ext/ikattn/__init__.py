@@ -23,35 +23,26 @@ from ikattn.conversion import calibrate, conversion_report, convert, revert
 from ikattn.integrations.transformers import (
     decoding_cache,
 )
-from ikattn.nn import MultiheadAttention, multi_head_attention_forward, parameter_groups
+from ikattn.nn import MultiheadAttention, parameter_groups
 from ikattn.ops import (
-    Edges,
     KeyFeatures,
     RecurrentState,
-    attention_from_features,
-    decompositions,
     deterministic,
-    gat_edge_attention,
     implicit_kernel_attention,
     implicit_kernel_attention_varlen,
     implicit_kernel_edge_attention,
     implicit_kernel_weights,
-    similarity_and_magnitude,
-    softmax_edge_attention,
-    spectral_features,
     which_kernels,
 )
 from ikattn.spectral import regularization_loss
 
 __all__ = [
     "Contributions",
-    "Edges",
     "KeyFeatures",
     "MultiheadAttention",
     "RecurrentState",
     "__version__",
     "analysis",
-    "attention_from_features",
     "attribute",
     "calibrate",
     "contributions",
@@ -59,10 +50,8 @@ __all__ = [
     "conversion_report",
     "convert",
     "decoding_cache",
-    "decompositions",
     "deterministic",
     "edge_contributions",
-    "gat_edge_attention",
     "implicit_kernel_attention",
     "implicit_kernel_attention_varlen",
     "implicit_kernel_edge_attention",
@@ -70,7 +59,6 @@ __all__ = [
     "info",
     "integrations",
     "load_maps",
-    "multi_head_attention_forward",
     "nn",
     "ops",
     "parameter_groups",
@@ -79,10 +67,7 @@ __all__ = [
     "regularization_loss",
     "revert",
     "rollout",
-    "similarity_and_magnitude",
-    "softmax_edge_attention",
     "spectral",
-    "spectral_features",
     "streamed_contributions",
     "which_kernels",
 ]

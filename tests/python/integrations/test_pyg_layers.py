@@ -66,12 +66,12 @@ def test_gat_computes_the_gat_form_with_self_loops():
     z = conv.lin(x).view(-1, H, C)
     w1, w2 = conv.spectral.frequencies()
     assert w1.shape == (H, 2 * C, 16)
-    output, weights = ikattn.gat_edge_attention(
+    output, weights = ikattn.ops.gat_edge_attention(
         torch.cat([conv.att_dst, conv.att_src], -1)[0],
         z,
         z,
         z,
-        ikattn.Edges.from_coo(*edge_index, N),
+        ikattn.ops.Edges.from_coo(*edge_index, N),
         w1,
         w2,
         return_weights=True,

@@ -161,7 +161,7 @@ def test_memory_that_is_not_there_is_named() -> None:
     for call, what in (
         (lambda: ikattn.implicit_kernel_attention(q, k, k, w1), "attention: no memory for the out"),
         (lambda: ikattn.implicit_kernel_weights(q, k, w1), "weights: no memory for the weights"),
-        (lambda: ikattn.spectral_features(q, w1), "features: no memory for the features"),
+        (lambda: ikattn.ops.spectral_features(q, w1), "features: no memory for the features"),
     ):
         named = rf"{what}.*: .*tried to allocate \d+ bytes"
         with pytest.raises(torch.OutOfMemoryError, match=named):

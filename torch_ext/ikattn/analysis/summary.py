@@ -403,7 +403,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
         >>> from ikattn.analysis.summary import ledger_shares
         >>> from ikattn.analysis.contributions import Contributions
         >>> q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
-        >>> similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        >>> similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         >>> weights = (q @ k.mT / 8**0.5).softmax(-1)
         >>> ledger = Contributions(
         ...     weights=weights, similarity=similarity, magnitude=magnitude,

@@ -22,7 +22,7 @@ from ikattn.nn._kernels import Kernel
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.kinds import KernelSettings, Kind, Sizes
 from ikattn.nn.selection import Selection, check_unwrapped, describe_unseen, unseen_attention
-from ikattn.spectral import Spectral
+from ikattn.spectral.factory import Spectral
 
 __all__ = ["convert", "revert"]
 

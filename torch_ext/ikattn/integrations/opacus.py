@@ -24,7 +24,7 @@ from ikattn.nn.functional import ExtraKeys
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.spectral import Direct
 
-__all__ = ["PerSample", "prepare", "restore"]
+__all__ = ["prepare", "restore"]
 
 Model = TypeVar("Model", bound=nn.Module)
 

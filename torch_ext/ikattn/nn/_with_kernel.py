@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from ikattn.nn._kernels import Kernel
 from ikattn.nn.functional import check_kernel
 from ikattn.ops.magnitude import LearnedOrder
-from ikattn.spectral import Spectral, make_spectral
 from ikattn.spectral.direct import checked_size
-from ikattn.spectral.factory import check_spectral
+from ikattn.spectral.factory import Spectral, check_spectral, make_spectral
 from ikattn.spectral.regularized import Regularized
 
 _logger = logging.getLogger("ikattn")

@@ -25,7 +25,7 @@ from ikattn.nn._projection import InProjection, Projection, check_axes, project
 from ikattn.nn._with_kernel import WithKernel
 from ikattn.nn.functional import ExtraKeys, attend
 from ikattn.nn.softmax_heads import SoftmaxHeads
-from ikattn.spectral import Spectral
+from ikattn.spectral.factory import Spectral
 
 __all__ = ["MultiheadAttention"]
 

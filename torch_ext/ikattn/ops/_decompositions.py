@@ -47,7 +47,7 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
         >>> attention = ikattn.MultiheadAttention(16, 4, batch_first=True).eval()
         >>> x = torch.randn(2, 5, 16)
         >>> program = torch.export.export(attention, (x, x, x))
-        >>> program = program.run_decompositions(ikattn.decompositions())
+        >>> program = program.run_decompositions(ikattn.ops.decompositions())
         >>> "ikattn" in str(program.graph)
         False
     """

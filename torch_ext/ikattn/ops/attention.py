@@ -166,7 +166,7 @@ def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor
     Example:
         >>> import torch, ikattn
         >>> x, w1 = torch.randn(2, 4, 10, 16), torch.randn(4, 16, 32)
-        >>> phi = ikattn.spectral_features(x, w1)
+        >>> phi = ikattn.ops.spectral_features(x, w1)
         >>> (phi * phi).sum(-1).allclose(torch.tensor(4.0 * 32))  # s(x, x) = 1
         True
     """
@@ -213,9 +213,9 @@ def attention_from_features(
         >>> import torch, ikattn
         >>> q, k, v = (torch.randn(2, 4, n, 16) for n in (1, 9, 9))
         >>> w1, w2 = (0.1 * torch.randn(4, 16, 32) for _ in range(2))
-        >>> phi_q, phi_k = (ikattn.spectral_features(x, w1, w2) for x in (q, k))
+        >>> phi_q, phi_k = (ikattn.ops.spectral_features(x, w1, w2) for x in (q, k))
         >>> magnitudes = k.square().sum(-1).unsqueeze(-2) / (2 * 16**0.5)
-        >>> output = ikattn.attention_from_features(phi_q, phi_k, magnitudes, v)
+        >>> output = ikattn.ops.attention_from_features(phi_q, phi_k, magnitudes, v)
         >>> whole = ikattn.implicit_kernel_attention(q, k, v, w1, w2)
         >>> torch.allclose(output, whole, atol=1e-5)
         True
@@ -260,7 +260,7 @@ def similarity_and_magnitude(
     Example:
         >>> import torch, ikattn
         >>> q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
-        >>> similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        >>> similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         >>> weights = similarity * magnitude.unsqueeze(-2)
         >>> softmax = (q @ k.mT / 8**0.5).softmax(-1)
         >>> torch.allclose(weights / weights.sum(-1, True), softmax, atol=1e-6)

@@ -59,7 +59,7 @@ class Edges(NamedTuple):
         Example:
             >>> import torch, ikattn
             >>> edge_index = torch.tensor([[0, 2, 1], [1, 0, 1]])  # source, target
-            >>> edges = ikattn.Edges.from_coo(*edge_index, num_targets=3)
+            >>> edges = ikattn.ops.Edges.from_coo(*edge_index, num_targets=3)
             >>> edges.rowptr.tolist(), edges.col.tolist(), edges.order.tolist()
             ([0, 1, 3, 3], [2, 0, 1], [1, 0, 2])
         """
@@ -180,7 +180,7 @@ def implicit_kernel_edge_attention(
 
     Example:
         >>> import torch, ikattn
-        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
         >>> q, k, v = (torch.randn(3, 4, 8) for _ in range(3))
         >>> w1, w2 = (0.1 * torch.randn(4, 8, 16) for _ in range(2))
         >>> output, weights = ikattn.implicit_kernel_edge_attention(
@@ -259,9 +259,9 @@ def softmax_edge_attention(
 
     Example:
         >>> import torch, ikattn
-        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
         >>> q, k, v = (torch.randn(3, 4, 8) for _ in range(3))
-        >>> ikattn.softmax_edge_attention(q, k, v, edges).shape
+        >>> ikattn.ops.softmax_edge_attention(q, k, v, edges).shape
         torch.Size([3, 4, 8])
     """
     return _attend(
@@ -359,10 +359,10 @@ def gat_edge_attention(
 
     Example:
         >>> import torch, ikattn
-        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
         >>> z = torch.randn(3, 4, 8)
         >>> a, w1, w2 = torch.randn(4, 16), torch.randn(4, 16, 5), torch.randn(4, 16, 5)
-        >>> ikattn.gat_edge_attention(a, z, z, z, edges, w1, w2).shape
+        >>> ikattn.ops.gat_edge_attention(a, z, z, z, edges, w1, w2).shape
         torch.Size([3, 4, 8])
     """
     return _attend(

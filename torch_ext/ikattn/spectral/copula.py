@@ -25,7 +25,7 @@ def correlation_factor(lower: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import correlation_factor
+        >>> from ikattn.spectral.copula import correlation_factor
         >>> factor = correlation_factor(torch.randn(5, 3, 3))
         >>> torch.allclose((factor @ factor.mT).diagonal(dim1=-2, dim2=-1), torch.ones(5, 3))
         True
@@ -82,7 +82,7 @@ def gaussian_copula_log_density(
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import gaussian_copula_log_density
+        >>> from ikattn.spectral.copula import gaussian_copula_log_density
         >>> gaussian_copula_log_density(torch.randn(5, 3), torch.eye(3))
         tensor([0., 0., 0., 0., 0.])
     """
@@ -124,7 +124,7 @@ def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import gaussian_kl
+        >>> from ikattn.spectral.copula import gaussian_kl
         >>> gaussian_kl(torch.tensor(2.0), torch.tensor(0.0))
         tensor(2.)
     """

@@ -34,7 +34,7 @@ class OddNetwork(nn.Module):
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import OddNetwork
+        >>> from ikattn.spectral.networks import OddNetwork
         >>> z, network = torch.randn(2, 4, 8, 16), OddNetwork(8)
         >>> torch.equal(network(-z), -network(z))
         True

@@ -25,7 +25,7 @@ from ikattn.integrations.pyg._edges import (
 from ikattn.nn._kernels import Kernel
 from ikattn.nn._with_kernel import WithKernel
 from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
-from ikattn.spectral import Spectral
+from ikattn.spectral.factory import Spectral
 
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
 
@@ -285,7 +285,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
 
     The weight of an edge j -> i is the similarity of a learned vector a and the concatenation
     ``x = [z_i || z_j]`` of the mapped nodes, times the magnitude ``exp(|x|_p^2 / (2 sqrt(2C)))``,
-    normalised over the edges into i (``ikattn.gat_edge_attention``). a is ``att_dst`` and
+    normalised over the edges into i (``ikattn.ops.gat_edge_attention``). a is ``att_dst`` and
     ``att_src``, as in GATConv. Constructor and ``forward``, parameters, initial values and
     checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
 

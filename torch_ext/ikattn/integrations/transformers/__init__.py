@@ -12,11 +12,9 @@ from ikattn._optional import when_imported
 from ikattn.integrations.transformers._attention import register_implicit
 from ikattn.integrations.transformers._cache import decoding_cache
 from ikattn.integrations.transformers._implicit import from_pretrained
-from ikattn.integrations.transformers._kernels import ImplicitKernel
 from ikattn.integrations.transformers._optimizers import optimizers
 
 __all__ = [
-    "ImplicitKernel",
     "decoding_cache",
     "from_pretrained",
     "optimizers",

@@ -33,9 +33,8 @@ from ikattn.integrations.transformers._parallel import (
 )
 from ikattn.nn.kinds import KernelSettings, Kind, Sizes
 from ikattn.nn.multihead_attention import MultiheadAttention
-from ikattn.spectral import SOURCES
 from ikattn.spectral.direct import checked_size
-from ikattn.spectral.factory import check_spectral
+from ikattn.spectral.factory import SOURCES, check_spectral
 
 __all__ = ["TRANSFORMERS", "from_pretrained", "note_softmax_heads", "settings_of"]
 
