@@ -28,6 +28,7 @@ from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
 from ikattn.spectral.factory import Spectral
 
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
+Mapped: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 _HOOKS = (
     "_propagate_forward_pre_hooks",
@@ -151,33 +152,55 @@ class _GATForm(GraphAttention):
 
     _size_of_frequencies = 2
 
-    def _attend(
+    def _forward(
         self,
+        x: Nodes,
         edge_index: Any,
-        target: Tensor | None,
-        source: Tensor,
-        vector: Tensor,
-        of_edges: Tensor | None,
+        edge_attr: Tensor | None,
         size: tuple[int, int] | None,
-        stock_pair: tuple[Tensor, Tensor | None],
-        wants_weights: bool | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output [N, H, C] and, where somebody wants them, the weights [E, H] after dropout."""
+        return_attention_weights: bool | None,
+    ) -> Any:
+        """Computes what ``forward`` of both layers returns, where PyG's own does not serve."""
+        of_source, of_target = (x, x) if isinstance(x, Tensor) else x
+        if of_source.dim() != 2:
+            raise ValueError(
+                f"{type(self).__name__}: x must have shape [N, channels], got "
+                f"{list(of_source.shape)}"
+            )
+        has_residual = self.res is not None and of_target is not None
+        residual = self.res(of_target) if has_residual else None
+        mapped = self._map_nodes(of_source, of_target)
+        source, target = (
+            None if x is None else x.view(-1, self.heads, self.out_channels) for x in mapped
+        )
+        assert source is not None
+        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
+        num_nodes = min(size) if size is not None else num_nodes
+        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
         num_targets = num_targets_of(self.flow, edge_index, target, source, size)
-        if target is None:
-            target = source.new_zeros((num_targets, *source.shape[1:]))
+        ends = source.new_zeros((num_targets, *source.shape[1:])) if target is None else target
         graph = graph_of(edge_index, self.flow, num_targets)
         needs_messages = self._needs_messages()
         options: dict[str, Any] = {
             "dropout_p": self._drop(),
-            "return_weights": needs_messages or bool(wants_weights),
+            "return_weights": needs_messages or bool(return_attention_weights),
         }
         attend: Any = self._attend_as_stock if self.kernel == "dot" else self._attend_by_kernel
-        attended = attend(vector, target, source, graph, of_edges, options)
+        of_edges = self._map_edges(edge_index, edge_attr)
+        attended = attend(self._vector, ends, source, graph, of_edges, options)
         output, weights = attended if isinstance(attended, tuple) else (attended, None)
         if needs_messages:
-            output = self.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
-        return output, weights
+            output = self.propagate(edge_index, x=(source, target), alpha=weights, size=size)
+        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Mapped:
+        """Returns the mapped sources and targets, [N, H C] each; the latter may be None."""
+        raise NotImplementedError
+
+    @property
+    def _vector(self) -> Tensor:
+        """The learned vector, [H, 2 C], first the part for targets."""
+        raise NotImplementedError
 
     def _attend_by_kernel(
         self,
@@ -275,11 +298,6 @@ class _GATForm(GraphAttention):
         return with_weights(output, edge_index, weights)
 
 
-def _check_two_axes(name: str, x: Tensor) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"{name}: x must have shape [N, channels], got {list(x.shape)}")
-
-
 class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     r"""GATConv by the implicit kernel, in the form that the paper gives for GAT.
 
@@ -341,34 +359,19 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         """
         if self.kernel == "dot" and self._needs_messages():
             return GATConv.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
-        shape = (-1, self.heads, self.out_channels)
-        from_source, from_target = (x, x) if isinstance(x, Tensor) else x
-        _check_two_axes(type(self).__name__, from_source)
-        residual = None
-        if self.res is not None and from_target is not None:
-            residual = self.res(from_target)
-        if self.lin is not None:
-            source = self.lin(from_source).view(shape)
-            target = source
-            if from_target is not from_source:
-                target = None if from_target is None else self.lin(from_target).view(shape)
-        else:
-            source = self.lin_src(from_source).view(shape)
-            target = None if from_target is None else self.lin_dst(from_target).view(shape)
-        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
-        num_nodes = min(size) if size is not None else num_nodes
-        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
-        output, weights = self._attend(
-            edge_index,
-            target,
-            source,
-            torch.cat([self.att_dst, self.att_src], -1).squeeze(0),
-            self._map_edges(edge_index, edge_attr),
-            size,
-            (source, target),
-            return_attention_weights,
-        )
-        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+        return self._forward(x, edge_index, edge_attr, size, return_attention_weights)
+
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Mapped:
+        if self.lin is None:
+            return self.lin_src(of_source), None if of_target is None else self.lin_dst(of_target)
+        source = self.lin(of_source)
+        if of_target is of_source:
+            return source, source
+        return source, None if of_target is None else self.lin(of_target)
+
+    @property
+    def _vector(self) -> Tensor:
+        return torch.cat([self.att_dst, self.att_src], -1).squeeze(0)
 
     @property
     def _attention_of_edges(self) -> Tensor:
@@ -430,29 +433,17 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         """Attends over the edges into every node; arguments and result as ImplicitKernelGATConv."""
         if self.kernel == "dot" and self._needs_messages():
             return GATv2Conv.forward(self, x, edge_index, edge_attr, return_attention_weights)
-        shape = (-1, self.heads, self.out_channels)
-        from_source, from_target = (x, x) if isinstance(x, Tensor) else x
-        _check_two_axes(type(self).__name__, from_source)
-        residual = None
-        if self.res is not None and from_target is not None:
-            residual = self.res(from_target)
-        source = self.lin_l(from_source).view(shape)
-        target: Tensor | None = source
-        if not (self.share_weights and from_target is from_source):
-            target = None if from_target is None else self.lin_r(from_target).view(shape)
-        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
-        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
-        output, weights = self._attend(
-            edge_index,
-            target,
-            source,
-            torch.cat([self.att, self.att], -1).squeeze(0),
-            self._map_edges(edge_index, edge_attr),
-            None,
-            (source, target),
-            return_attention_weights,
-        )
-        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+        return self._forward(x, edge_index, edge_attr, None, return_attention_weights)
+
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Mapped:
+        source = self.lin_l(of_source)
+        if self.share_weights and of_target is of_source:
+            return source, source
+        return source, None if of_target is None else self.lin_r(of_target)
+
+    @property
+    def _vector(self) -> Tensor:
+        return torch.cat([self.att, self.att], -1).squeeze(0)
 
     @property
     def _attention_of_edges(self) -> Tensor:
