@@ -105,14 +105,14 @@ full-floors: $(stamps)/integrations
 	rm -rf build/floors
 	$(pip) --no-deps --target build/floors 'transformers==5.16.*' peft==0.21.0 opacus==1.6.0 \
 	  torch_geometric==2.8.0 lightning==2.6.0 safetensors==0.5.0 tqdm==4.66.0
-	PYTHONPATH=build/floors $(pytest) tests/python/analysis tests/python/integrations
+	PYTHONPATH=build/floors $(pytest) tests/python/maps tests/python/recorder tests/python/explain tests/python/cli tests/python/integrations
 
 # Models of vision libraries. Their torchvision must be of this torch, and stays out of .venv.
 full-vision: $(stamps)/integrations
 	rm -rf build/vision
 	$(pip) --no-deps --target build/vision 'timm>=1.0.31' 'torchvision==0.28.*' 'diffusers>=0.42' \
 	  'open_clip_torch>=3.3' ftfy wcwidth
-	PYTHONPATH=build/vision $(pytest) tests/python/analysis/test_record_vision.py \
+	PYTHONPATH=build/vision $(pytest) tests/python/recorder/test_record_vision.py \
 	  tests/python/integrations/test_integrations_timm.py
 
 full-sets: test-sets

@@ -50,10 +50,10 @@ def alti_maps(config: Any, length: int) -> None:
     value, residual = torch.randn(1, H, length, D // H), torch.randn(1, length, D)
     projection, norm = torch.randn(D, D) / D**0.5, torch.nn.LayerNorm(D)
     total = residual + (weights @ value).transpose(1, 2).flatten(2) @ projection.mT
-    stats = ikattn.analysis.NormStats.of(norm, total)
+    stats = ikattn.maps.NormStats.of(norm, total)
     output = norm(total)
     for _ in range(config.num_hidden_layers):
-        ikattn.analysis.alti(weights, value, projection, output, residual=residual, norm=stats)
+        ikattn.maps.alti(weights, value, projection, output, residual=residual, norm=stats)
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     def forward() -> None:
         model(ids, **options)
 
-    print("estimate:", ikattn.analysis.estimate(model, given.length, targets=given.span))
+    print("estimate:", ikattn.explain.estimate(model, given.length, targets=given.span))
     forward()
     for method in given.methods.split(","):
         if method == ("alti_logit" if given.model == "bert" else "alti"):

@@ -48,7 +48,7 @@ def inputs(length: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
     weights, value, projection = inputs(length, heads, size)
     residual = torch.randn(1, length, size)
-    norm = ikattn.analysis.NormStats(torch.ones(size), torch.ones(1, length))
+    norm = ikattn.maps.NormStats(torch.ones(size), torch.ones(1, length))
     rivals = {
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
         "of these, vectors and factors": lambda: ikattn.contributions(
@@ -116,7 +116,7 @@ SETUP = """
     weights /= weights.sum(-1, keepdim=True)
     value, projection = torch.randn(1, H, L, D // H), torch.randn(D, D)
     residual = torch.randn(1, L, D)
-    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, L))
+    norm = ikattn.maps.NormStats(torch.ones(D), torch.ones(1, L))
     few = (weights[:, :, :8, :8], value[:, :, :8], projection)
 """
 STREAMED_SETUP = """
@@ -125,7 +125,7 @@ STREAMED_SETUP = """
     query, key, value = torch.randn(3, 1, H, L, D // H).unbind()
     projection = torch.randn(D, D)
     residual = torch.randn(1, L, D)
-    norm = ikattn.analysis.NormStats(torch.ones(D), torch.ones(1, L))
+    norm = ikattn.maps.NormStats(torch.ones(D), torch.ones(1, L))
 """
 FIVE_DIMENSIONAL = """
     vectors = torch.einsum("bhsv,dhv->bhsd", value, projection.unflatten(1, (H, -1)))
@@ -173,7 +173,7 @@ def compare_model(length: int, seconds: float) -> None:
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
     x = torch.randn(1, length, size)
     weights, value, projection = inputs(length, heads, size)
-    norm = ikattn.analysis.NormStats(torch.ones(size), torch.ones(1, length))
+    norm = ikattn.maps.NormStats(torch.ones(size), torch.ones(1, length))
 
     def maps() -> None:
         for _ in range(layers):

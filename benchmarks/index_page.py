@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ikattn._command.index import write_index
+from ikattn.cli.index import write_index
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python/support"))
 from chromium import browser_tab, find_chromium

@@ -22,8 +22,8 @@ import torch
 from transformers import BertConfig, BertModel
 
 import ikattn
-from ikattn.analysis._recorder.following import Follower
-from ikattn.analysis._recorder.runs import Run
+from ikattn.recorder.runs.following import Follower
+from ikattn.recorder.runs.run import Run
 
 MAPS = ("summed", "with_norm", "encoder")
 LAYERS = 12

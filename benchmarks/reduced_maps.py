@@ -32,7 +32,7 @@ def measure(way: str, length: int, size: int, heads: int, layers: int, rows: int
     import transformers
 
     import ikattn
-    from ikattn.analysis._recorder import rows as made_rows
+    from ikattn.recorder.runs import rows as made_rows
 
     torch.set_num_threads(1)
     if rows:

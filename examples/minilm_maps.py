@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import ikattn
-from ikattn.analysis import Recording
+from ikattn.maps import Recording
 
 SENTENCES = (
     # What "it" means hangs on the last adjective.

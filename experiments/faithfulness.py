@@ -34,7 +34,7 @@ from torch import Tensor
 import ikattn
 from command_line import check_options, parser_of, run_program
 from faithfulness_models import Question, Task, pretrained, sentiment, translation
-from ikattn.analysis import Faithfulness, faithfulness
+from ikattn.explain import Faithfulness, faithfulness
 
 TASKS = ("sst2", "sst2-implicit", "minilm", "translation")
 MAPS = ("encoder", "alti", "weights", "value_zeroing")

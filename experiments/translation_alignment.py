@@ -16,7 +16,7 @@ from torch import nn
 
 import ikattn
 from comparison import describe
-from ikattn.analysis.alignment import (
+from ikattn.explain.alignment import (
     GoldAlignments,
     Links,
     alignment_error_rate,

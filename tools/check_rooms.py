@@ -74,10 +74,10 @@ HOUSES = (
         [
             {"", "__main__"},
             {"cli"},
-            {"_command"},
+            {"explain"},
             {"conversion"},
-            {"integrations.bertviz", "integrations.captum", "integrations.inseq"},
-            {"analysis"},
+            {"recorder"},
+            {"maps"},
             {"parallel"},
             {"integrations"},
             {"nn"},
@@ -88,6 +88,12 @@ HOUSES = (
             {"_library"},
         ],
     ),
+    House(
+        "torch_ext/ikattn/recorder",
+        r"\.py$",
+        r"^\s*(?:from ikattn\.recorder import |from ikattn\.recorder\.)([\w.]+)",
+        [{""}, {"runs"}, {"plan"}, {"calls"}, {"sums"}],
+    ),
 )
 
 
@@ -96,11 +102,8 @@ def room_of(house: House, path: str) -> str:
     if house.folder.startswith("csrc"):
         room, slash, _ = path.partition("/")
         return room if slash else ""
-    room, *rest = re.split(r"[/.]", path)
-    inner = ".".join([room, *rest[:1]])  # a file that is a room of its own
-    if any(inner in rooms for rooms in house.levels):
-        return inner
-    return "" if room == "__init__" else room
+    room = re.split(r"[/.]", path)[0]
+    return room if any(room in rooms for rooms in house.levels[1:]) else ""
 
 
 def level_of(house: House, room: str) -> int:

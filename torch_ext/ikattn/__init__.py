@@ -1,28 +1,16 @@
-"""Implicit-kernel attention and norm-aware attention analysis for PyTorch."""
+"""Implicit-kernel attention, and norm-aware maps of what attention moves, for PyTorch."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ikattn import _library
 
 # Before the other modules, which register fake kernels of the operators.
 __version__ = _library.load()
 
-from ikattn import analysis, conversion, integrations, nn, ops, reference, spectral
+from ikattn import nn, ops, spectral
 from ikattn._info import info
-from ikattn.analysis import (
-    Contributions,
-    attribute,
-    contributions,
-    edge_contributions,
-    load_maps,
-    record,
-    rollout,
-    streamed_contributions,
-)
-from ikattn.conversion import calibrate, conversion_report, convert, revert
-from ikattn.integrations.transformers import (
-    decoding_cache,
-)
+from ikattn._optional import when_imported
 from ikattn.nn import MultiheadAttention, parameter_groups
 from ikattn.ops import (
     KeyFeatures,
@@ -36,13 +24,26 @@ from ikattn.ops import (
 )
 from ikattn.spectral import regularization_loss
 
+if TYPE_CHECKING:
+    from ikattn import conversion, explain, integrations, maps, parallel, recorder, reference
+    from ikattn.conversion import calibrate, conversion_report, convert, revert
+    from ikattn.explain import attribute
+    from ikattn.integrations.transformers import decoding_cache
+    from ikattn.maps import (
+        Contributions,
+        contributions,
+        load_maps,
+        rollout,
+        streamed_contributions,
+    )
+    from ikattn.recorder import record
+
 __all__ = [
     "Contributions",
     "KeyFeatures",
     "MultiheadAttention",
     "RecurrentState",
     "__version__",
-    "analysis",
     "attribute",
     "calibrate",
     "contributions",
@@ -51,7 +52,7 @@ __all__ = [
     "convert",
     "decoding_cache",
     "deterministic",
-    "edge_contributions",
+    "explain",
     "implicit_kernel_attention",
     "implicit_kernel_attention_varlen",
     "implicit_kernel_edge_attention",
@@ -59,10 +60,13 @@ __all__ = [
     "info",
     "integrations",
     "load_maps",
+    "maps",
     "nn",
     "ops",
+    "parallel",
     "parameter_groups",
     "record",
+    "recorder",
     "reference",
     "regularization_loss",
     "revert",
@@ -72,11 +76,38 @@ __all__ = [
     "which_kernels",
 ]
 
+# Rooms that are imported when they are first used, each with its names that stand here, too.
+_LATER = {
+    "conversion": ("calibrate", "conversion_report", "convert", "revert"),
+    "explain": ("attribute",),
+    "integrations": (),
+    "integrations.transformers": ("decoding_cache",),
+    "maps": ("Contributions", "contributions", "load_maps", "rollout", "streamed_contributions"),
+    "parallel": (),
+    "recorder": ("record",),
+    "reference": (),
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Imports ``ikattn.parallel`` where it is asked for: DTensor takes half a second."""
-    if name == "parallel":
-        import importlib
-
-        return importlib.import_module("ikattn.parallel")
+    """Imports the room of a name where the name is first used (PEP 562)."""
+    for room, names in _LATER.items():
+        if name == room or name in names:
+            module = import_module(f"ikattn.{room}")
+            value = globals()[name] = module if name == room else getattr(module, name)
+            return value
     raise AttributeError(f"module 'ikattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the names of this module with those that are imported later."""
+    return sorted({*globals(), *__all__})
+
+
+def _register_attentions() -> None:
+    """Registers attention functions by the names that saved models have for them."""
+    import_module("ikattn.integrations.transformers")
+    import_module("ikattn.recorder")
+
+
+when_imported("transformers.modeling_utils", _register_attentions)

@@ -66,7 +66,7 @@ class HeadShare(NamedTuple):
         return x.narrow(axis, self.mesh.get_local_rank() * size, size)
 
     def common(self, x: Tensor) -> Tensor:
-        """What is the same on every rank and is used for its heads: gradients are added up."""
+        """Marks a tensor that all ranks use for their heads: its gradients are added up."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         from torch.distributed.tensor import DTensor, Partial, Replicate

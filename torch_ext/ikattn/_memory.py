@@ -16,7 +16,7 @@ import torch
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# What torch says where there is no memory: of the CPU, of a GPU, and of sizes that no memory has.
+# Words of torch's errors where memory is missing: on the CPU, on a GPU, and for sizes beyond any.
 _OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "size calculation")
 
 
@@ -81,7 +81,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """What the memory limit of a container leaves, its caches counted as free."""
+    """Returns the memory that a container's limit leaves, its caches counted as free."""
     try:
         limit = int((folder / "memory.max").read_text())  # "max": none
         used = int((folder / "memory.current").read_text())

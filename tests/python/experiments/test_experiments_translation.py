@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from experiment_programs import ATTENTIONS, rows_of, run
-from ikattn.analysis import GoldAlignments
+from ikattn.explain import GoldAlignments
 from programs import import_program
 
 NOUNS = {"hund": "dog", "kind": "child", "mann": "man", "ball": "ball", "haus": "house"}

@@ -109,7 +109,7 @@ def all_maps(maps: Callable[..., ikattn.Contributions], names: list[str], heads:
     names = [*names, "value", "out_proj_weight", "residual"]
     call: Arguments = {name: torch.rand(sizes[name], device=DEVICE) for name in names}
     ones = torch.ones(32, device=DEVICE), torch.ones(1, 70, device=DEVICE)
-    norm = ikattn.analysis.NormStats(*ones)
+    norm = ikattn.maps.NormStats(*ones)
 
     def joined(**arguments: Tensor) -> Tensor:
         found = maps(**arguments, norm=norm, second_norm=norm)

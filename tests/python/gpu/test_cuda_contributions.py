@@ -112,7 +112,7 @@ def test_gradients_of_streamed_maps_are_those_of_the_cpu(way: str, dtype: torch.
         "enable_gqa": True,
         "query_padding": padding,
         "key_padding": padding,
-        "norm": ikattn.analysis.NormStats.of(layer_norm, torch.randn(2, 37, 24, dtype=dtype)),
+        "norm": ikattn.maps.NormStats.of(layer_norm, torch.randn(2, 37, 24, dtype=dtype)),
     }
 
     def results(on_device: bool) -> list[Tensor]:
@@ -292,7 +292,7 @@ def test_all_maps_of_a_block_by_kernels(way: str, heads: int) -> None:
     padding = torch.arange(50) >= torch.tensor([[50], [47]])
     residual = torch.randn(2, 50, 24)
     norms = [torch.nn.LayerNorm(24), torch.nn.RMSNorm(24)]
-    stats = [ikattn.analysis.NormStats.of(norm, residual) for norm in norms]
+    stats = [ikattn.maps.NormStats.of(norm, residual) for norm in norms]
     call |= {"residual": residual, "norm": stats[0], "second_norm": stats[1]}
     call |= {"query_padding": padding, "key_padding": padding}
     call["maps"] = ["value_norms", "summed", "with_residual", "with_norm", "encoder"]
@@ -451,7 +451,7 @@ def test_gradients_of_all_maps_of_a_block_by_kernels(heads: int) -> None:
     padding = torch.arange(50) >= torch.tensor([[50], [47]])
     residual = torch.randn(2, 50, 24)
     norms = [torch.nn.LayerNorm(24), torch.nn.RMSNorm(24)]
-    stats = [ikattn.analysis.NormStats.of(norm, residual) for norm in norms]
+    stats = [ikattn.maps.NormStats.of(norm, residual) for norm in norms]
     call |= {"query_padding": padding, "key_padding": padding}
     call["query"][1, :, 48:] = torch.nan  # padding
 
@@ -465,7 +465,7 @@ def test_gradients_of_all_maps_of_a_block_by_kernels(heads: int) -> None:
         for name, norm in zip(("norm", "second_norm"), stats, strict=True):
             weight = norm.weight.detach().to(device).requires_grad_()
             leaves[name] = weight
-            others[name] = ikattn.analysis.NormStats(weight, norm.scale.to(device), norm.centered)
+            others[name] = ikattn.maps.NormStats(weight, norm.scale.to(device), norm.centered)
         inputs = {name: x for name, x in leaves.items() if name not in others}
         maps = ["value_norms", "summed", "with_residual", "with_norm", "encoder"]
         with pytest.MonkeyPatch.context() as patch:
@@ -515,7 +515,7 @@ def test_gradients_that_kernels_do_not_make_are_made_in_blocks() -> None:
 
     def gradient(setting: str) -> Tensor:
         scale = torch.rand(2, 50, device=DEVICE).add_(1).requires_grad_()
-        norm = ikattn.analysis.NormStats(torch.ones(24, device=DEVICE), scale, True)
+        norm = ikattn.maps.NormStats(torch.ones(24, device=DEVICE), scale, True)
         options = {"residual": torch.ones(2, 50, 24, device=DEVICE), "norm": norm}
         with pytest.MonkeyPatch.context() as patch:
             turn(patch, f"{setting}streamed_maps")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ikattn
 from gpu import IN_THE_INTERPRETER
-from ikattn.analysis._recorder import transfers
+from ikattn.recorder.runs import transfers
 
 if IN_THE_INTERPRETER:
     pytest.skip("the interpreter is no GPU", allow_module_level=True)

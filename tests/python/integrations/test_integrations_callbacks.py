@@ -49,7 +49,7 @@ def test_a_trainer_logs_drift_and_trains_to_the_same_bits(
         )
         trainer = transformers.Trainer(model, arguments, train_dataset=texts)
         if watched:
-            probe = ikattn.analysis.MapProbe({"input_ids": torch.tensor([[3, 4, 5]])})
+            probe = ikattn.explain.MapProbe({"input_ids": torch.tensor([[3, 4, 5]])})
             names = {"probe": probe, "trainer": trainer}
             trainer.add_callback(callback_of(source_tree, "transformers", names))
         trainer.train()
@@ -97,7 +97,7 @@ def test_lightning_logs_drift_and_trains_to_the_same_bits(
         trainer.fit(model, torch.utils.data.DataLoader(x, batch_size=4))
         return model
 
-    probe = ikattn.analysis.MapProbe(torch.randn(2, 5, 16))
+    probe = ikattn.explain.MapProbe(torch.randn(2, 5, 16))
     watch = callback_of(source_tree, "lightning", {"probe": probe})
     logger = loggers.CSVLogger(tmp_path, version=0)
     watched = trained(callbacks=[watch], logger=logger)

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import formula
 import ikattn
 from agreement import assert_close
-from ikattn.analysis import register_norms
 from ikattn.integrations.transformers import from_pretrained, optimizers
 from ikattn.integrations.transformers._kernels import ImplicitKernel
+from ikattn.recorder import register_norms
 from programs import run_checked
 from transformers_models import BERT, FAMILIES, FREQUENCIES, GROUPED, T5, build, convert, inputs_of
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE

@@ -10,7 +10,7 @@ import torch
 
 import ikattn
 from ikattn._memory import memory_for, takes_memory_for
-from ikattn.analysis import ledger_shares, rollout
+from ikattn.maps import ledger_shares, rollout
 from ikattn.nn import functional
 
 LONG = 1 << 44

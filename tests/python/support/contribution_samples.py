@@ -54,7 +54,7 @@ class Sample:
             arguments["residual"] = random(B, L, D).to(dtype)
         for step, name in ((2, "norm"), (3, "second_norm")):
             if self.steps >= step:
-                arguments[name] = ikattn.analysis.NormStats(
+                arguments[name] = ikattn.maps.NormStats(
                     random(D).to(dtype),
                     (random(B, L).abs() + 0.5).to(dtype),
                     self.centered[step - 2],
@@ -121,7 +121,7 @@ def replaced(arguments: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str,
         norm, field = name.split(".")
         stats = result[norm]
         parts = {"weight": stats.weight, "scale": stats.scale, field: tensor}
-        result[norm] = ikattn.analysis.NormStats(**parts, centered=stats.centered)
+        result[norm] = ikattn.maps.NormStats(**parts, centered=stats.centered)
     return result
 
 

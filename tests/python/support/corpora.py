@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ikattn import cli
-from ikattn.analysis import CorpusSums
+from ikattn.explain import CorpusSums
 
 WORDS = ("water", "the animal was tired .", "", "it", "she poured the water because it was")
 LINES = [WORDS[i % 5] for i in range(40)]

@@ -53,8 +53,8 @@ def on_gpu(arguments: dict[str, Any], layout: str = "contiguous") -> dict[str, A
     """The same call there. A copy between devices is dense: a sample's layout comes after it."""
 
     def moved(argument: Any) -> Any:
-        if isinstance(argument, ikattn.analysis.NormStats):
-            return ikattn.analysis.NormStats(
+        if isinstance(argument, ikattn.maps.NormStats):
+            return ikattn.maps.NormStats(
                 argument.weight.to(DEVICE), argument.scale.to(DEVICE), argument.centered
             )
         if not isinstance(argument, Tensor):

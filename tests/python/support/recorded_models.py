@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import ikattn
-from ikattn.analysis import Recording, record
+from ikattn.maps import Recording
+from ikattn.recorder import record
 
 TOLERANCE = 1e-12  # all of it in float64
 SUMMED = ("summed", "with_residual", "with_norm", "encoder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ikattn import Contributions
-from ikattn.analysis import Batch, Layer, Recording
+from ikattn.maps import Batch, Layer, Recording
 
 LENGTHS = (5, 3)  # tokens of the two sequences of a batch
 HEADS = 2

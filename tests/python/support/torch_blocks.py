@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from agreement import assert_close
 from hand_written_blocks import D, H, LayerScale
-from ikattn.analysis import Recording
+from ikattn.maps import Recording
 from recorded_models import randomize
 
 

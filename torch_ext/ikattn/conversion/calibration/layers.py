@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ikattn.analysis._recorder.attention_call import AttentionCall
-from ikattn.analysis._recorder.padding import fill_padding
-from ikattn.analysis._recorder.torch_attention import torch_call
 from ikattn.conversion.modules import select_modules
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.nn.selection import Selection
 from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.attention import implicit_kernel_weights
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.torch_attention import torch_call
+from ikattn.recorder.runs.padding import fill_padding
 from ikattn.spectral.interface import call_source, unwrapped
 
 __all__ = ["Layer", "as_softmax", "layers_of", "listening", "note_softmax_heads"]
@@ -192,8 +192,8 @@ def listening(
                 stack.callback(hook.remove)
         of_interface = [m for m, layer in by_module.items() if isinstance(layer, _InterfaceLayer)]
         if of_interface:
-            from ikattn.analysis._recorder import transformers_attention
             from ikattn.integrations.transformers._attention import scaled_query
+            from ikattn.recorder.calls import transformers_attention
 
             crosses: dict[nn.Module, bool] = {}
 

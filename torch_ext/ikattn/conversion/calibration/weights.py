@@ -10,8 +10,8 @@ import logging
 import torch
 from torch import Tensor
 
-from ikattn.analysis._recorder.attention_call import AttentionCall
 from ikattn.conversion.calibration.layers import Layer
+from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.spectral.direct import Direct
 
 __all__ = ["by_what_is_held_out", "fit_to_weights", "some_queries"]

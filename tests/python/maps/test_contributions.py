@@ -1,0 +1,490 @@
+"""The contribution operators against their definition: values, gradients, laws, transformations."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import assert_close, assert_identical, error
+from contribution_samples import (
+    BLOCK,
+    PADDED,
+    SAMPLES,
+    Sample,
+    definition,
+    maps_of,
+    named,
+    norm_of,
+    operator_call,
+    replaced,
+    vectors,
+)
+from golden import golden_files, load_golden
+from ikattn.maps import NormStats
+from processors import skip_without
+
+every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+
+
+# --- Values
+
+
+@every_sample
+def test_maps_in_float64_are_those_of_the_definition(sample: Sample) -> None:
+    arguments = sample.arguments()
+    got, expected = named(maps_of(arguments)), named(definition(arguments))
+    assert got.keys() == expected.keys()
+    for name, map_ in got.items():
+        assert map_.dtype == torch.float64
+        assert_close(map_, expected[name], 1e-13, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("H", range(1, 19))  # up to 16 heads each number has a kernel of its own
+def test_every_number_of_heads_gives_the_definition(H: int, dtype: torch.dtype) -> None:
+    for L, S in ((1, 64), (5, 128), (34, 65), (3, 200)):
+        torch.manual_seed(H)
+        weights = torch.randn(2, H, L, S, dtype=torch.float64).softmax(-1)
+        weights[:, :, :, 1] = -0.0
+        value = torch.randn(2, H, S, 3, dtype=torch.float64)
+        value[:, :, 1] = torch.nan  # has no weight
+        projection = torch.randn(10, 3 * H, dtype=torch.float64)
+        rounded = [x.to(dtype) for x in (weights, value, projection)]
+        found = ikattn.contributions(*rounded, maps=["summed"]).summed
+        vectors = torch.einsum("bhsv,dhv->bshd", value, projection.unflatten(1, (H, 3)))
+        expected = torch.einsum("bhts,bshd->btsd", weights, vectors.nan_to_num()).norm(dim=-1)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("factor", [1e35, 1e30, 1e19, 1e-16, 1e-30])
+@pytest.mark.parametrize("H", [2, 12, 17])
+def test_norms_are_right_where_their_squares_leave_the_range_of_float32(
+    H: int, factor: float
+) -> None:
+    torch.manual_seed(0)
+    weights, value = torch.rand(1, H, 3, 70), factor * torch.randn(1, H, 70, 3)
+    value[..., 3, :] /= factor  # one key of ordinary size among them
+    projection = torch.randn(8, 3 * H)
+    tensors = weights, value, projection
+    maps = ("value_norms", "summed")
+    found = ikattn.contributions(*tensors, maps=maps)
+    expected = ikattn.contributions(*(x.double() for x in tensors), maps=maps)
+    if factor > 1e-19:  # below, squares of sums vanish
+        assert_close(found.summed, expected.summed, 1e-6, "summed")
+    assert_close(found.value_norms, expected.value_norms, 1e-6, "value_norms")
+    assert found.summed.isfinite().all()
+
+
+def test_own_pairs_and_ratios_are_right_where_squares_leave_the_range_of_float32() -> None:
+    torch.manual_seed(0)
+    weights, value = torch.rand(1, 3, 9, 9), torch.randn(1, 3, 9, 4)
+    projection, residual = torch.randn(8, 12), torch.randn(1, 9, 8)
+    found, expected = (
+        ikattn.contributions(weights, factor * value, projection, residual=factor * residual)
+        for factor in (2.0**80, 1.0)
+    )
+    assert found.with_residual is not None
+    assert_close(found.with_residual / 2.0**80, expected.with_residual, 1e-6)
+    for name, ratio in expected.mixing_ratio.items():
+        assert_close(found.mixing_ratio[name], ratio, 1e-6, name)
+
+
+@every_sample
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_maps_in_lower_precision_err_by_rounding_only(sample: Sample, dtype: torch.dtype) -> None:
+    """All are computed in float32 from the stored numbers, of half precision too."""
+    arguments = sample.arguments(dtype)
+    got, expected = named(maps_of(arguments)), named(definition(arguments))
+    assert got.keys() == expected.keys()
+    for name, map_ in got.items():
+        assert map_.dtype == torch.float32
+        assert_close(map_, expected[name], 2e-6, name)
+
+
+@every_sample
+def test_the_reference_operator_gives_the_same(sample: Sample) -> None:
+    """The differentiable composition, which backward and transformations use."""
+    arguments = sample.arguments()
+    expected = definition(arguments)
+    got = reference(arguments)
+    order = ("value_norms", "summed", "with_residual", "with_norm", "encoder")
+    for name, map_ in zip(order, got, strict=False):
+        if getattr(expected, name) is not None:
+            assert_close(map_, getattr(expected, name), 1e-7, name)
+
+
+def reference(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    norm, second = arguments.get("norm"), arguments.get("second_norm")
+    steps = [arguments.get("residual"), norm, second]
+    return torch.ops.ikattn.contribution_maps_reference(
+        arguments["attn_weights"],
+        arguments["value"],
+        arguments["out_proj_weight"],
+        residual=steps[0],
+        norm_weight=norm and norm.weight,
+        norm_scale=norm and norm.scale,
+        norm_centered=norm is None or norm.centered,
+        second_norm_weight=second and second.weight,
+        second_norm_scale=second and second.scale,
+        second_norm_centered=second is None or second.centered,
+        query_padding=arguments.get("query_padding"),
+        key_padding=arguments.get("key_padding"),
+        diagonal=arguments["diagonal"],
+        maps=[True, True, *(step is not None for step in steps), steps[0] is not None],
+    )
+
+
+@pytest.mark.parametrize("cancellation", [1e-3, 1e-4])
+def test_heads_that_cancel_keep_their_accuracy_in_float32(cancellation: float) -> None:
+    """The sum is a thousandth, or less, of its parts; the Gram form would be wrong altogether."""
+    torch.manual_seed(0)
+    H, D, S = 12, 64, 40
+    parts = torch.randn(1, H, S, D, dtype=torch.float64)
+    parts[:, -1] = cancellation * parts[:, -1] - parts[:, :-1].sum(1)
+    call = {
+        "attn_weights": torch.full((1, H, S, S), 1 / 64),
+        "value": parts.float(),
+        "out_proj_weight": torch.eye(D).repeat(1, H),
+        "diagonal": 0,
+    }
+    truth = norm_of(vectors(call)["summed"])
+    size = norm_of(call["value"]).sum(1)[0] / 64
+    assert (truth[0, 0] / size).max() < 10 * cancellation
+    got = ikattn.contributions(**call, maps=["summed"]).summed
+    assert got is not None
+    relative = ((got - truth) / truth).abs().max().item()
+    assert relative < 1e-3 * max(1.0, 1e-3 / cancellation)
+
+
+def test_heads_of_no_size_contribute_nothing() -> None:
+    value, projection = torch.empty(2, 3, 7, 0), torch.empty(70, 0)
+    maps = ikattn.contributions(torch.rand(2, 3, 5, 7), value, projection, maps=["summed"])
+    assert maps.summed is not None
+    assert_identical([maps.summed], [torch.zeros(2, 5, 7)])
+
+
+def test_the_vectors_of_a_row_sum_to_the_layer_output() -> None:
+    """What the maps are the norms of is the whole output, without the bias."""
+    torch.manual_seed(1)
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).double()
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    output, weights = layer(x, x, x, average_attn_weights=False)
+    value = x @ layer.in_proj_weight[32:].mT + layer.in_proj_bias[32:]
+    call = {
+        "attn_weights": weights,
+        "value": value.unflatten(-1, (4, 4)).transpose(1, 2),
+        "out_proj_weight": layer.out_proj.weight,
+        "diagonal": 0,
+    }
+    y = vectors(call)["summed"]
+    assert_close(y.sum(2), output - layer.out_proj.bias, 1e-13)
+    assert_close(maps_of(call).summed, norm_of(y), 1e-13)
+
+
+@pytest.mark.parametrize("layer", [path.stem for path in golden_files("bert_inputs", "op_*.npz")])
+def test_one_layer_equals_the_authors_code(layer: str) -> None:
+    golden = load_golden("bert_inputs", layer)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 5e-6)):
+        tensors = {
+            name: torch.from_numpy(array).to(dtype)
+            for name, array in golden.items()
+            if array.dtype.kind == "f"
+        }
+        norms = []
+        for name in ("ln1", "ln2"):
+            x = tensors[f"pre_{name}"]
+            scale = (x.var(-1, correction=0) + tensors["eps"]).sqrt()
+            norms.append(NormStats(tensors[f"{name}_weight"], scale))
+        maps = ikattn.contributions(
+            tensors["attn"],
+            tensors["v"],
+            tensors["W_O"],
+            residual=tensors["x"],
+            norm=norms[0],
+            second_norm=norms[1],
+            per_head=True,
+        )
+        pairs = {
+            "f_norm": maps.value_norms,
+            "af_norm": maps.per_head,
+            "sum_af_norm": maps.summed,
+            "attnres_n": maps.with_residual,
+            "attnresln_n": maps.with_norm,
+            "n_enc": maps.encoder,
+            "attn_n_ratio": maps.mixing_ratio["summed"],
+            "attnres_n_ratio": maps.mixing_ratio["with_residual"],
+            "attnresln_n_ratio": maps.mixing_ratio["with_norm"],
+            "n_enc_ratio": maps.mixing_ratio["encoder"],
+        }
+        for name, map_ in pairs.items():
+            assert_close(map_, torch.from_numpy(golden[name]), tolerance, f"{name} in {dtype}")
+
+
+# --- Laws
+
+
+def test_a_batch_is_its_sequences_one_by_one() -> None:
+    arguments = PADDED.arguments()
+    whole = named(maps_of(arguments))
+    for b in range(PADDED.B):
+        one = {
+            name: each[b : b + 1]
+            if isinstance(each, Tensor) and name != "out_proj_weight"
+            else each
+            for name, each in arguments.items()
+        }
+        for name in ("norm", "second_norm"):
+            stats = arguments[name]
+            one[name] = NormStats(stats.weight, stats.scale[b : b + 1], stats.centered)
+        for name, map_ in named(maps_of(one)).items():
+            assert_close(map_, whole[name][b : b + 1], 1e-14, name)
+
+
+def test_padding_equals_cutting_it_off() -> None:
+    arguments = PADDED.arguments()
+    whole = named(maps_of(arguments))
+    b, length = 2, PADDED.S - 2
+    cut = {
+        "attn_weights": arguments["attn_weights"][b : b + 1, :, :length, :length],
+        "value": arguments["value"][b : b + 1, :, :length],
+        "out_proj_weight": arguments["out_proj_weight"],
+        "residual": arguments["residual"][b : b + 1, :length],
+    }
+    for name in ("norm", "second_norm"):
+        stats = arguments[name]
+        cut[name] = NormStats(stats.weight, stats.scale[b : b + 1, :length], stats.centered)
+    for name, map_ in named(maps_of(cut)).items():
+        padded = whole[name][b : b + 1]
+        index = tuple(slice(0, size) for size in map_.shape)
+        assert_close(map_, padded[index], 1e-14, name)
+        rest = padded.clone()
+        rest[index] = 0
+        assert (rest == 0).all(), name
+
+
+def test_what_padding_holds_never_shows() -> None:
+    arguments = PADDED.arguments()
+    expected = named(maps_of(arguments))
+    query, key = arguments["query_padding"], arguments["key_padding"]
+    nan = math.nan
+    spoiled = replaced(
+        arguments,
+        {
+            "attn_weights": arguments["attn_weights"]
+            .masked_fill(query[:, None, :, None], nan)
+            .masked_fill(key[:, None, None, :], nan),
+            "value": arguments["value"].masked_fill(key[:, None, :, None], nan),
+            "residual": arguments["residual"].masked_fill(query[..., None], nan),
+            "norm.scale": arguments["norm"].scale.masked_fill(query, nan),
+        },
+    )
+    for name, map_ in named(maps_of(spoiled)).items():
+        assert torch.equal(map_, expected[name]), name
+
+
+def test_nan_in_a_visible_value_shows_where_it_is_weighed() -> None:
+    arguments = Sample("causal", causal=True, L=6, S=6, steps=0).arguments()
+    arguments["value"][0, 1, 4] = math.nan
+    summed = maps_of(arguments).summed
+    assert summed is not None
+    assert summed[0, 4:, 4].isnan().all()
+    summed[0, 4:, 4] = 0
+    assert summed.isfinite().all()
+
+
+def test_the_order_of_heads_does_not_matter() -> None:
+    arguments = BLOCK.arguments()
+    order = torch.tensor([2, 0, 3, 1])
+    permuted = arguments | {
+        "attn_weights": arguments["attn_weights"][:, order],
+        "value": arguments["value"][:, order],
+        "out_proj_weight": arguments["out_proj_weight"].unflatten(1, (4, -1))[:, order].flatten(1),
+    }
+    expected = named(maps_of(arguments))
+    for name, map_ in named(maps_of(permuted)).items():
+        same = expected[name][:, order] if name in ("value_norms", "per_head") else expected[name]
+        assert_close(map_, same, 1e-14, name)
+
+
+def test_strides_do_not_matter() -> None:
+    arguments = BLOCK.arguments(torch.float32)
+    expected = named(maps_of(arguments))
+    strided = {
+        "attn_weights": arguments["attn_weights"].mT.contiguous().mT,
+        "value": arguments["value"].mT.contiguous().mT,
+        "out_proj_weight": arguments["out_proj_weight"].T.contiguous().T,
+        "residual": torch.stack([arguments["residual"]] * 2, -1)[..., 1],
+    }
+    for name, map_ in named(maps_of(arguments | strided)).items():
+        assert_close(map_, expected[name], 1e-6, name)
+
+
+def test_expanded_weights_are_read_in_place() -> None:
+    arguments = BLOCK.arguments()
+    arguments["attn_weights"] = torch.full((), 1 / 7).double().expand(2, 4, 7, 7)
+    expected = definition(arguments)
+    assert_close(maps_of(arguments).summed, expected.summed, 1e-13)
+
+
+def test_queries_alone_give_their_rows() -> None:
+    """The last queries with a moved diagonal, as when keys are cached."""
+    arguments = BLOCK.arguments()
+    expected = named(maps_of(arguments))
+    first = 4
+    rows = arguments | {
+        "attn_weights": arguments["attn_weights"][:, :, first:],
+        "residual": arguments["residual"][:, first:],
+        "diagonal": first,
+    }
+    for name in ("norm", "second_norm"):
+        stats = arguments[name]
+        rows[name] = NormStats(stats.weight, stats.scale[:, first:], stats.centered)
+    for name, map_ in named(maps_of(rows)).items():
+        whole = expected[name]
+        if name == "per_head":
+            whole = whole[:, :, first:]
+        elif name != "value_norms":
+            whole = whole[:, first:]
+        assert_close(map_, whole, 1e-14, name)
+
+
+def test_weights_of_one_type_and_values_of_another() -> None:
+    """As autocast leaves them: softmax in float32, projections in bfloat16."""
+    arguments = BLOCK.arguments(torch.bfloat16)
+    arguments["attn_weights"] = arguments["attn_weights"].float()
+    assert_close(maps_of(arguments).encoder, definition(arguments).encoder, 2e-6)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    calls = [sample.arguments(torch.float32) for sample in SAMPLES] * 3
+    expected = [named(maps_of(call)) for call in calls]
+    with ThreadPoolExecutor(8) as pool:
+        for got, alone in zip(pool.map(maps_of, calls), expected, strict=True):
+            assert all(error(map_, alone[name]) < 1e-6 for name, map_ in named(got).items())
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_instruction_set_computes_the_definition(capability: str) -> None:
+    skip_without(capability)
+    program = """
+        import torch
+        from agreement import error
+        from contribution_samples import SAMPLES, definition, differentiable, named, replaced
+        import ikattn
+
+        def gradients(function, arguments):
+            tensors = differentiable(arguments)
+            leaves = [x.detach().requires_grad_() for x in tensors.values()]
+            maps = named(function(replaced(arguments, dict(zip(tensors, leaves)))))
+            return torch.autograd.grad(sum(map_.sum() for map_ in maps.values()), leaves)
+
+        worst = {torch.float64: 0.0, torch.float32: 0.0}
+        for dtype in worst:
+            for sample in SAMPLES:
+                arguments = sample.arguments(dtype)
+                expected = named(definition(arguments))
+                for name, map_ in named(ikattn.contributions(**arguments, per_head=True)).items():
+                    worst[dtype] = max(worst[dtype], error(map_, expected[name]))
+        assert worst[torch.float64] < 1e-13 and worst[torch.float32] < 2e-6, worst
+        arguments = SAMPLES[0].arguments()
+        found = gradients(lambda call: ikattn.contributions(**call, per_head=True), arguments)
+        for gradient, expected in zip(found, gradients(definition, arguments), strict=True):
+            assert error(gradient, expected) < 1e-12
+        print(torch.ops.ikattn.instruction_set())
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=Path(__file__).parents[1] / "support",
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    # What the processor has not falls back to what it has.
+    order = ["baseline", "avx2", "avx512"]
+    used = result.stdout.strip()
+    assert order.index(used) <= ["default", "avx2", "avx512"].index(capability)
+
+
+def test_only_the_maps_asked_for_are_there() -> None:
+    arguments = BLOCK.arguments()
+    maps = ikattn.contributions(**arguments, maps=["with_norm"])
+    assert list(named(maps)) == ["with_norm"]
+    maps = ikattn.contributions(**arguments, maps=["per_head", "mixing_ratio"])
+    assert list(named(maps)) == ["per_head"] + [
+        f"mixing_ratio.{name}" for name in ("summed", "with_residual", "with_norm", "encoder")
+    ]
+
+
+# --- Transformations
+
+
+@pytest.mark.parametrize("sample", [BLOCK, PADDED], ids=lambda sample: sample.name)
+def test_opcheck_of_given_weights(sample: Sample) -> None:
+    positional, named_ = operator_call(sample)
+    for tensor in (*positional, named_["residual"]):
+        tensor.requires_grad_()
+    torch.library.opcheck(torch.ops.ikattn.contribution_maps, positional, named_)
+
+
+def test_torch_compile_keeps_values_and_gradients() -> None:
+    def loss(weights: Tensor, value: Tensor, projection: Tensor, residual: Tensor) -> Tensor:
+        maps = ikattn.contributions(weights, value, projection, residual=residual)
+        return maps.with_residual.sum() + maps.mixing_ratio["summed"].sum()  # type: ignore[union-attr]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sample in (Sample("a", steps=1), Sample("b", B=3, L=9, S=9, steps=1)):
+        arguments = sample.arguments()
+        leaves = [
+            arguments[name].requires_grad_()
+            for name in ("attn_weights", "value", "out_proj_weight", "residual")
+        ]
+        expected, got = loss(*leaves), compiled(*leaves)
+        assert_close(got, expected, 1e-13)
+        for a, b in zip(
+            torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True
+        ):
+            assert_close(a, b, 1e-12)
+
+
+def test_torch_func_sees_through() -> None:
+    arguments = Sample("small", B=2, L=3, S=3, steps=1).arguments()
+    rest = (arguments["value"], arguments["out_proj_weight"])
+
+    def total(weights: Tensor, value: Tensor) -> Tensor:
+        maps = ikattn.contributions(weights, value, rest[1], residual=arguments["residual"])
+        assert maps.with_residual is not None
+        return maps.with_residual.square().sum()
+
+    weights = arguments["attn_weights"]
+    leaf = weights.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(total(leaf, rest[0]), leaf)
+    assert_close(torch.func.grad(total)(weights, rest[0]), expected, 1e-10)
+    tangent = torch.randn_like(weights)
+    _, derivative = torch.func.jvp(lambda w: total(w, rest[0]), (weights,), (tangent,))
+    assert_close(derivative, (expected * tangent).sum(), 1e-10)
+    stacked = torch.stack([weights, weights.flip(0)])
+    each = torch.vmap(lambda w: total(w, rest[0]))(stacked)
+    assert_close(each, torch.stack([total(w, rest[0]) for w in stacked]), 1e-10)
+
+
+def test_inference_mode_and_no_grad_give_the_same() -> None:
+    arguments = BLOCK.arguments()
+    expected = maps_of(arguments).encoder
+    with torch.inference_mode():
+        assert_close(maps_of(arguments).encoder, expected, 1e-15)
+    with torch.no_grad():
+        assert_close(maps_of(arguments).encoder, expected, 1e-15)

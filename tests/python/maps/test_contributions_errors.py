@@ -1,0 +1,260 @@
+"""What the contribution operators and NormStats refuse, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ikattn
+from agreement import assert_close
+from contribution_samples import (
+    BLOCK,
+)
+
+
+def wrong(**changes: Any) -> dict[str, Any]:
+    return BLOCK.arguments() | changes
+
+
+def stats(weight: int = 20, shape: tuple[int, ...] = (2, 7)) -> ikattn.maps.NormStats:
+    return ikattn.maps.NormStats(torch.ones(weight), torch.ones(shape))
+
+
+MISTAKES = [
+    (
+        wrong(attn_weights=torch.rand(4, 7, 7)),
+        RuntimeError,
+        r"attn_weights must have shape \[B, H, L, S\], got \[4, 7, 7\]",
+    ),
+    (
+        wrong(attn_weights=torch.rand(2, 4, 7, 6)),
+        RuntimeError,
+        r"attn_weights .* S = 7 .*got \[2, 4, 7, 6\]",
+    ),
+    (
+        wrong(attn_weights=torch.ones(2, 4, 7, 7).int()),
+        TypeError,
+        r"attn_weights must be float64.*got Int",
+    ),
+    (
+        wrong(attn_weights=torch.rand(2, 6, 7, 7)),
+        RuntimeError,
+        r"the heads of value must divide those of the weights, 6, got 4",
+    ),
+    (
+        wrong(value=torch.rand(2, 7, 20)),
+        RuntimeError,
+        r"value must have shape \[B, G, S, d_v\], got \[2, 7, 20\]",
+    ),
+    (
+        wrong(out_proj_weight=torch.rand(20, 19)),
+        RuntimeError,
+        r"out_proj_weight must have shape \[D, H d_v\] with H d_v = 4 x 5, got \[20, 19\]",
+    ),
+    (
+        wrong(residual=torch.rand(2, 7, 19)),
+        RuntimeError,
+        r"residual must have shape \[B, L, D\] = \[2, 7, 20\], got \[2, 7, 19\]",
+    ),
+    (wrong(residual=None), RuntimeError, r"residual must be given with norm"),
+    (wrong(norm=None), RuntimeError, r"norm must be given with second_norm"),
+    (
+        wrong(norm=stats(weight=3)),
+        RuntimeError,
+        r"norm weight must have shape \[D\] = \[20\], got \[3\]",
+    ),
+    (
+        wrong(norm=stats(shape=(2, 6))),
+        RuntimeError,
+        r"norm scale must have shape \[B, L\] = \[2, 7\], got \[2, 6\]",
+    ),
+    (
+        wrong(key_padding=torch.zeros(2, 7)),
+        TypeError,
+        r"key_padding must be bool \(true = padding\), got Float",
+    ),
+    (
+        wrong(query_padding=torch.zeros(2, 6).bool()),
+        RuntimeError,
+        r"query_padding must have shape \[B, L\] = \[2, 7\], got \[2, 6\]",
+    ),
+    (wrong(diagonal=1), RuntimeError, r"every query among the keys: .*diagonal 1, L 7, S 7"),
+    (wrong(diagonal=-1), RuntimeError, r"every query among the keys: .*diagonal -1"),
+    (
+        wrong(value=torch.rand(2, 4, 7, 5, device="meta")),
+        RuntimeError,
+        r"attn_weights must be on the device of value, meta, got cpu",
+    ),
+    (
+        wrong(attn_weights=torch.rand(2, 4, 7, 7).to_sparse()),
+        RuntimeError,
+        r"attn_weights must be a dense \(strided\) tensor",
+    ),
+    (wrong(maps="sumed"), ValueError, r"maps must be among value_norms, .*got 'sumed'"),
+    (
+        wrong(norm=torch.nn.LayerNorm(20)),
+        TypeError,
+        r"norm must be NormStats, as NormStats\.of\(module, its input\) .*got LayerNorm",
+    ),
+    (wrong(maps=["sumed"]), ValueError, r"maps must be among value_norms, .*got 'sumed'"),
+    (
+        wrong(residual=None, norm=None, second_norm=None, maps=["with_residual"]),
+        ValueError,
+        r"residual must be given for the map 'with_residual'",
+    ),
+    (
+        wrong(second_norm=None, maps=["encoder"]),
+        ValueError,
+        r"second_norm must be given for the map 'encoder'",
+    ),
+]
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)
+def test_errors_name_the_argument(
+    call: dict[str, Any], kind: type, message: str, inference: bool
+) -> None:
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(kind, match=f"contributions: .*{message}|contributions: {message}"),
+    ):
+        ikattn.contributions(**call)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [x for x in MISTAKES if "device" not in x[2] and "dense" not in x[2]],
+)
+def test_errors_are_the_same_on_the_meta_device(
+    call: dict[str, Any], kind: type, message: str
+) -> None:
+    """Where a fake kernel runs, as for torch.compile."""
+
+    def there(x: Any) -> Any:
+        if isinstance(x, ikattn.maps.NormStats):
+            return ikattn.maps.NormStats(x.weight.to("meta"), x.scale.to("meta"), x.centered)
+        return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    with pytest.raises(kind, match=f"contributions: .*{message}|contributions: {message}"):
+        ikattn.contributions(**{name: there(x) for name, x in call.items()})
+
+
+@pytest.mark.parametrize("way", ["vmap", "grad", "jvp"])
+def test_errors_name_the_argument_under_transformations(way: str) -> None:
+    call = BLOCK.arguments(torch.float32)
+    value, others = call.pop("value"), call | {"out_proj_weight": torch.rand(20, 19)}
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        found = ikattn.contributions(value=x, **others).summed
+        assert found is not None
+        return found
+
+    transformed = {
+        "vmap": lambda: torch.func.vmap(summed)(torch.stack([value, value])),
+        "grad": lambda: torch.func.grad(lambda x: summed(x).sum())(value),
+        "jvp": lambda: torch.func.jvp(summed, (value,), (value,)),
+    }
+    with pytest.raises(RuntimeError, match=r"contributions: out_proj_weight must have shape"):
+        transformed[way]()
+
+
+def test_a_diagonal_beyond_all_numbers_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"got diagonal 9223372036854775807, L 7, S 7"):
+        ikattn.contributions(**wrong(diagonal=2**63 - 1))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [torch.nn.Linear(4, 4), torch.nn.LayerNorm((3, 8)), torch.nn.LayerNorm(9)],
+    ids=["linear", "two axes", "other size"],
+)
+def test_norm_stats_refuse_what_is_no_norm_of_the_last_axis(module: torch.nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"NormStats\.of: module must be a LayerNorm or RMSNorm"):
+        ikattn.maps.NormStats.of(module, torch.randn(2, 3, 8))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_norm_stats_make_the_norm_linear(kind: type[torch.nn.Module]) -> None:
+    torch.manual_seed(6)
+    norm = kind(8).double()
+    torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    stats_ = ikattn.maps.NormStats.of(norm, x)
+    y = x - x.mean(-1, keepdim=True) if stats_.centered else x
+    y = y * stats_.weight / stats_.scale[..., None]
+    assert_close(y, norm(x), 1e-14)
+
+
+@pytest.mark.parametrize("name", ["GroupNorm", "BatchNorm1d"])
+def test_norm_stats_refuse_norms_along_other_axes(name: str) -> None:
+    sizes = (2, 8) if name == "GroupNorm" else (8,)
+    with pytest.raises(TypeError, match=r"NormStats\.of: module must be a LayerNorm or RMSNorm"):
+        ikattn.maps.NormStats.of(getattr(torch.nn, name)(*sizes), torch.randn(2, 8, 8))
+
+
+def test_norm_stats_refuse_a_size_that_is_not_the_last_axis_without_weights() -> None:
+    for shape in ((3, 8), 9):
+        norm = torch.nn.LayerNorm(shape, elementwise_affine=False)
+        with pytest.raises(TypeError, match=r"NormStats\.of"):
+            ikattn.maps.NormStats.of(norm, torch.randn(2, 3, 8))
+
+
+def test_norm_stats_of_half_precision_take_the_eps_that_torch_takes() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        norm = torch.nn.RMSNorm(8).to(dtype)
+        x = (0.01 * torch.randn(2, 5, 8)).to(dtype)
+        linear = x.float() / ikattn.maps.NormStats.of(norm, x).scale[..., None]
+        assert_close(linear, norm(x).float(), torch.finfo(dtype).eps)
+
+
+class OffsetNorm(torch.nn.Module):
+    """As Gemma's: times one more than the weight; centered or not."""
+
+    def __init__(self, centered: bool, offset: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(0.3 * torch.randn(8, dtype=torch.float64))
+        self.bias = torch.nn.Parameter(torch.randn(8, dtype=torch.float64))
+        self.eps, self.centered, self.offset = 1e-6, centered, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x - x.mean(-1, keepdim=True) if self.centered else x
+        y = y / (y.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return y * (self.weight + self.offset) + self.bias
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_norm_stats_see_how_a_norm_acts(centered: bool, offset: int) -> None:
+    torch.manual_seed(0)
+    norm, x = OffsetNorm(centered, offset), torch.randn(2, 3, 8, dtype=torch.float64)
+    found = ikattn.maps.NormStats.of(norm, x)
+    assert found.centered == centered
+    y = x - x.mean(-1, keepdim=True) if centered else x
+    assert_close(y * found.weight / found.scale[..., None] + norm.bias, norm(x), 1e-14)
+
+
+def test_the_backward_refuses_gradients_of_other_maps() -> None:
+    weights, value = torch.rand(2, 4, 6, 6), torch.randn(2, 4, 6, 3)
+    inputs = [weights, *[None] * 6, value, torch.randn(12, 12), *[None] * 7]
+    options = (2.0, False, False, 1e-5, None, None, True, True, 0)
+    backward = torch.ops.ikattn.contribution_maps_backward
+
+    def call(gradient: torch.Tensor, wanted: int = 0) -> None:
+        maps = [None, gradient, *[None] * 4]
+        chosen = [index == wanted for index in range(14)]
+        backward(maps, inputs, *options, [index == 1 for index in range(6)], chosen)
+
+    call(torch.ones(2, 6, 6))
+    for sizes in ((2, 6, 3), (1, 6, 6), (2, 7, 6), (2, 6, 9)):
+        with pytest.raises(RuntimeError, match="grad_maps must be Float of shape"):
+            call(torch.ones(sizes))
+    with pytest.raises(RuntimeError, match="the gradient of input 1 is wanted"):
+        call(torch.ones(2, 6, 6), wanted=1)
+
+
+def test_a_norm_whose_weight_is_offloaded_is_named() -> None:
+    with pytest.raises(TypeError, match="weight of a LayerNorm is offloaded"):
+        ikattn.maps.NormStats.of(torch.nn.LayerNorm(4, device="meta"), torch.randn(1, 2, 4))

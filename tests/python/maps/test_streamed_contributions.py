@@ -1,0 +1,372 @@
+"""Contribution maps from query and key equal those of the weights, in no more memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ikattn
+from agreement import assert_close, assert_identical
+from contribution_samples import (
+    BLOCK,
+    Sample,
+    named,
+    operator_call,
+)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit", "stationary"])
+@pytest.mark.parametrize("masking", ["none", "causal", "bool", "float", "bias", "causal and float"])
+def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> None:
+    torch.manual_seed(2)
+    B, H, G, L, S, d = 2, 4, 2, 37, 37, 6
+    query, key, value = (
+        torch.randn(B, heads, length, d, dtype=torch.float64)
+        for heads, length in ((H, L), (G, S), (G, S))
+    )
+    frequencies = {} if kernel == "dot" else {"w1": torch.randn(H, d, 5).double() / 6}
+    if kernel == "implicit":
+        frequencies["w2"] = torch.randn(H, d, 5).double() / 6
+    options: dict[str, Any] = {}
+    if "causal" in masking:
+        options["is_causal"] = True
+    if masking == "bool":
+        options["attn_mask"] = torch.rand(B, 1, L, S) > 0.4
+        options["attn_mask"][0, 0, 3] = False  # a row that sees nothing
+    if "float" in masking:
+        options["attn_mask"] = torch.randn(H, L, S, dtype=torch.float64)
+    if masking == "bias":
+        options["key_bias"] = torch.randn(B, G, S, dtype=torch.float64)
+    if kernel == "dot":
+        weights = softmax_weights(query, key, **options)
+    else:
+        weights = ikattn.implicit_kernel_weights(
+            query, key, **frequencies, enable_gqa=True, **options
+        )
+    block = {
+        name: each
+        for name, each in Sample("b", B=B, L=L, S=S, D=H * d).arguments().items()
+        if name in ("residual", "norm", "second_norm")
+    }
+    projection = torch.randn(H * d, H * d, dtype=torch.float64)
+    given = named(ikattn.contributions(weights, value, projection, **block))
+    streamed = named(
+        ikattn.streamed_contributions(
+            query, key, value, projection, **frequencies, enable_gqa=True, **options, **block
+        )
+    )
+    assert given.keys() == streamed.keys()
+    for name, map_ in streamed.items():
+        assert_close(map_, given[name], 1e-12, name)
+
+
+def softmax_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(group, 1).mT / math.sqrt(query.shape[-1])
+    if key_bias is not None:
+        logits = logits + key_bias.repeat_interleave(group, 1)[:, :, None]
+    if is_causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, -torch.inf)
+        else:
+            logits = logits + attn_mask
+    return logits.softmax(-1).nan_to_num(0)
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+def test_streamed_maps_are_differentiable(kernel: str) -> None:
+    torch.manual_seed(4)
+    double = {"dtype": torch.float64, "requires_grad": True}
+    query, key = torch.randn(1, 4, 3, 4, **double), torch.randn(1, 2, 5, 4, **double)
+    value, projection = torch.randn(1, 2, 5, 3, **double), torch.randn(6, 12, **double)
+    mask, residual = torch.randn(3, 5, **double), torch.randn(1, 3, 6, **double)
+    leaves = [query, key, value, projection, mask, residual]
+    if kernel == "implicit":
+        leaves += [torch.randn(4, 4, 3, **double), torch.randn(4, 4, 3, **double)]
+
+    def function(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        projection: Tensor,
+        mask: Tensor,
+        residual: Tensor,
+        w1: Tensor | None = None,
+        w2: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        maps = ikattn.streamed_contributions(
+            query, key, value, projection, w1=w1, w2=w2, attn_mask=mask, residual=residual,
+            enable_gqa=True, diagonal=1,
+        )  # fmt: skip
+        return tuple(named(maps).values())
+
+    assert torch.autograd.gradcheck(function, tuple(leaves))
+
+
+@pytest.mark.parametrize("hide", ["key_bias", "attn_mask", "float attn_mask"])
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+def test_what_hidden_keys_hold_never_shows(kernel: str, hide: str) -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
+    projection, w = torch.randn(32, 32), 0.1 * torch.randn(2, 4, 8, 5)
+    visible = torch.tensor([True, True, False, True, False, True])
+    bias = torch.zeros(6).masked_fill(~visible, -torch.inf)
+    mask = visible if hide == "attn_mask" else bias
+    options = {"key_bias" if hide == "key_bias" else "attn_mask": mask}
+    options |= {"w1": w[0], "w2": w[1]} if kernel == "implicit" else {}
+    residual = torch.randn(2, 6, 32)
+    maps = ["summed", "with_residual", "mixing_ratio"]
+    results = []
+    for rubbish in (0.0, torch.nan):
+        call = [x.clone() for x in (q, k, v, projection)]
+        for x in call[1:3]:
+            x[:, :, ~visible] = rubbish
+        call = [x.requires_grad_() for x in call]
+        found = named(ikattn.streamed_contributions(*call, residual=residual, maps=maps, **options))
+        total = sum(map_.sum() for map_ in found.values())
+        results.append([*found.values(), *torch.autograd.grad(total, call)])
+    assert all(x.isfinite().all() for x in results[0])
+    assert_identical(*results)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+def test_what_padded_queries_hold_never_shows(kernel: str, create_graph: bool) -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
+    options: dict[str, Any] = {"w1": 0.1 * torch.randn(4, 8, 5)} if kernel == "implicit" else {}
+    padding = torch.tensor([[False, False, True, False, True, False]]).expand(2, 6)
+    results = []
+    for rubbish in (0.0, torch.nan):
+        q[:, :, padding[0]] = rubbish
+        call = [x.clone().requires_grad_() for x in (q, k, v, torch.ones(32, 32))]
+        found = ikattn.streamed_contributions(*call, query_padding=padding, **options).summed
+        assert found is not None
+        gradients = torch.autograd.grad(found.sum(), call, create_graph=create_graph)
+        results.append([found, *gradients])
+    assert all(x.isfinite().all() for x in results[0])
+    assert_identical(*results)
+
+
+def test_value_norms_alone_make_no_weights() -> None:
+    """They would be 100 MiB at a time here, and 0.3 * 10^12 of them in all."""
+    program = """
+        import resource, torch, ikattn
+        torch.set_num_threads(1)
+        query = torch.randn(1, 8, 200_000, 4)
+        value, projection = torch.randn(1, 8, 200_000, 2), torch.randn(4, 16)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ikattn.streamed_contributions(query, query, value, projection, maps=["value_norms"])
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    assert int(result.stdout) / 1024 < 60
+
+
+def test_streaming_many_rounds_gives_what_one_gives() -> None:
+    """Enough pairs for several rounds of queries, in the backward too."""
+    torch.manual_seed(5)
+    H, L, d = 16, 640, 8
+    query, key, value = torch.randn(3, 1, H, L, d).unbind()
+    projection = torch.randn(32, H * d) / 8
+    residual = torch.randn(1, L, 32)
+    leaf = value.clone().requires_grad_()
+    streamed = ikattn.streamed_contributions(
+        query, key, leaf, projection, residual=residual, is_causal=True
+    )
+    weights = softmax_weights(query.double(), key.double(), is_causal=True)
+    wide = value.double().requires_grad_()
+    given = ikattn.contributions(weights, wide, projection.double(), residual=residual.double())
+    for name, map_ in named(streamed).items():
+        assert_close(map_, named(given)[name], 1e-5, name)
+    assert streamed.summed is not None
+    assert given.summed is not None
+    streamed.summed.sum().backward()
+    given.summed.sum().backward()
+    assert leaf.grad is not None
+    assert wide.grad is not None
+    assert_close(leaf.grad, wide.grad, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (64, 300, 300), (300,), (64, 1, 300)], ids=str)
+def test_a_mask_has_its_gradient_over_many_rounds(shape: tuple[int, ...]) -> None:
+    """Of some 200 queries each, which a mask may or may not tell apart."""
+    torch.manual_seed(6)
+    query, key, value = torch.randn(3, 1, 64, 300, 4, dtype=torch.float64).unbind()
+    projection = torch.randn(5, 64 * 4, dtype=torch.float64)
+    mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    incoming = torch.randn(1, 300, 300, dtype=torch.float64)
+    streamed = ikattn.streamed_contributions(
+        query, key, value, projection, attn_mask=mask, maps=["summed"]
+    ).summed
+    weights = softmax_weights(query, key, attn_mask=mask)
+    given = ikattn.contributions(weights, value, projection, maps=["summed"]).summed
+    assert streamed is not None
+    assert given is not None
+    (got,) = torch.autograd.grad(streamed, mask, incoming)
+    (expected,) = torch.autograd.grad(given, mask, incoming)
+    assert_close(got, expected, 1e-11)
+
+
+def test_autocast_changes_nothing() -> None:
+    torch.manual_seed(7)
+    query, key, value = torch.randn(3, 1, 4, 9, 5).unbind()
+    projection, w1 = torch.randn(6, 20), torch.randn(4, 5, 3)
+
+    def maps_and_gradients() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (query, key, value, projection, w1)]
+        maps = ikattn.streamed_contributions(*leaves[:4], w1=leaves[4], maps=["summed"]).summed
+        assert maps is not None
+        return [maps, *torch.autograd.grad(maps.sum(), leaves)]
+
+    expected = maps_and_gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = maps_and_gradients()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+@pytest.mark.parametrize("way", ["create_graph", "grad", "vmap", "vmap of grad", "jvp"])
+def test_autocast_changes_nothing_in_transformations(way: str, kernel: str) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 3, 1, 4, 9, 5).unbind()
+    projection = torch.randn(6, 20)
+    options: dict[str, Any] = {"w1": torch.randn(4, 5, 3) / 5} if kernel == "implicit" else {}
+
+    def summed(k: Tensor) -> Tensor:
+        q, v = query[0], value[0]
+        found = ikattn.streamed_contributions(q, k, v, projection, **options).summed
+        assert found is not None
+        return found
+
+    ways: dict[str, Callable[[], Any]] = {
+        "create_graph": lambda: torch.autograd.grad(
+            summed(leaf := key[0].clone().requires_grad_()).sum(), leaf, create_graph=True
+        )[0],
+        "grad": lambda: torch.func.grad(lambda k: summed(k).sum())(key[0]),
+        "vmap": lambda: torch.func.vmap(summed)(key),
+        "vmap of grad": lambda: torch.func.vmap(torch.func.grad(lambda k: summed(k).sum()))(key),
+        "jvp": lambda: torch.func.jvp(summed, (key[0],), (key[1],))[1],
+    }
+    expected = ways[way]()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ways[way](), expected)
+
+
+def test_opcheck_of_streamed_weights() -> None:
+    (_, value, projection), named_ = operator_call(BLOCK)
+    query, key = torch.randn(2, 2, 4, 7, 5, dtype=torch.float64).unbind()
+    for tensor in (query, key, value, projection):
+        tensor.requires_grad_()
+    torch.library.opcheck(
+        torch.ops.ikattn.streamed_contribution_maps, (query, key, value, projection), named_
+    )
+
+
+def test_no_tensor_has_both_pairs_and_dimensions() -> None:
+    """L = S = 1024, D = 768: the 5-D tensor would take 38 GiB, the 4-D one 3 GiB."""
+    program = """
+        import resource, torch, ikattn
+        torch.set_num_threads(1)
+        H, L, D = 12, 1024, 768
+        value, residual = torch.randn(1, H, L, 64), torch.randn(1, L, D)
+        query, key = torch.randn(2, 1, H, L, 64).unbind()
+        projection = torch.randn(D, D)
+        norm = ikattn.maps.NormStats(torch.ones(D), torch.ones(1, L))
+        ikattn.streamed_contributions(query[:, :, :9], key[:, :, :9], value[:, :, :9], projection)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        maps = ikattn.streamed_contributions(
+            query, key, value, projection, residual=residual, norm=norm, second_norm=norm
+        )
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, text=True
+    )
+    # Four maps of 4 MiB, some rounds of 16 MiB of weights; the weights of all rows are 48 MiB.
+    assert int(result.stdout) / 1024 < 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"maps": ["per_head"]}, ValueError, r"maps must not hold 'per_head'"),
+        ({"scale": math.inf}, ValueError, r"scale must be finite, got inf"),
+        (
+            {"key": torch.rand(2, 4, 7, 4)},
+            RuntimeError,
+            r"key must have the head size of query, 5, got \[2, 4, 7, 4\]",
+        ),
+        (
+            {"key": torch.rand(2, 4, 6, 5)},
+            RuntimeError,
+            r"value must have shape \[B, G, S, d_v\] = \[2, 4, 6, d_v\]",
+        ),
+        (
+            {"w2": torch.rand(4, 5, 3)},
+            RuntimeError,
+            r"w1 must be given with w2",
+        ),
+        ({"p": 0.5}, ValueError, r"p must be a finite number >= 1 or None, got 0.5"),
+        ({"attn_mask": torch.ones(7, 6).bool()}, RuntimeError, r"attn_mask must broadcast"),
+    ],
+)
+def test_errors_of_the_streamed_maps_name_the_argument(
+    changes: dict[str, Any], kind: type, message: str
+) -> None:
+    call = {
+        "query": torch.rand(2, 4, 7, 5),
+        "key": torch.rand(2, 4, 7, 5),
+        "value": torch.rand(2, 4, 7, 5),
+        "out_proj_weight": torch.rand(20, 20),
+    }
+    with pytest.raises(kind, match=f"streamed_contributions: .*?({message})"):
+        ikattn.streamed_contributions(**(call | changes))
+
+
+@pytest.mark.parametrize("kernel", ["dot", "implicit"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_half_precision_are_not_rounded(kernel: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 20, 8).to(dtype).unbind()
+    projection, mask = torch.randn(32, 32).to(dtype), torch.randn(4, 20, 20).to(dtype)
+    options: dict[str, Any] = {"attn_mask": mask, "key_bias": torch.randn(20).to(dtype)}
+    if kernel == "implicit":
+        options["w1"] = 0.1 * torch.randn(4, 8, 5)
+
+    def summed(convert: Any) -> Tensor:
+        tensors = [convert(x) for x in (query, key, value, projection)]
+        rest = {name: convert(x) for name, x in options.items()}
+        found = ikattn.streamed_contributions(*tensors, **rest, maps=["summed"]).summed
+        assert found is not None
+        return found
+
+    assert_close(summed(lambda x: x), summed(Tensor.double), 2e-6)
+
+
+def test_a_bias_may_be_one_number() -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
+    projection = torch.randn(8, 8)
+    for options in ({}, {"w1": 0.1 * torch.randn(2, 4, 3)}):
+        found = [
+            ikattn.streamed_contributions(query, key, value, projection, **options, key_bias=bias)
+            for bias in (torch.tensor(0.5), torch.full((5,), 0.5))
+        ]
+        for name, map_ in named(found[0]).items():
+            assert_identical([map_], [named(found[1])[name]])

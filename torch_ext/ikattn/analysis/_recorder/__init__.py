@@ -1,1 +1,0 @@
-"""How a model that runs is recorded: what to listen to, what an attention was given, its maps."""

@@ -1,0 +1,154 @@
+"""The page of all lines: what it shows of each, which its entry in lines.jsonl keeps."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from ikattn._whole_files import whole_file
+from ikattn.cli.job import Job, drawable_maps
+from ikattn.cli.progress import Ledger, read_entry
+from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
+from ikattn.maps.page.template import template
+from ikattn.maps.recording import Recording
+from ikattn.maps.summary import full_precision, row_shares
+
+_CELLS = 16  # rows and columns of a small map
+
+
+def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
+    """Returns a line's overview for the index, in a few hundred bytes.
+
+    Args:
+        recording: Of that line alone, without padding.
+        maps: Names of maps, of which the first that was recorded is shown.
+
+    Returns:
+        map: Its name.
+        entropy: Of its rows, in bits; the mean over rows, heads and layers.
+        thumbnail: The mean over heads and layers of its rows' shares, ``[L, S]`` averaged down to
+            at most 16 x 16: L, S and a byte for each cell.
+        mixing_ratio: That of the last map that has one, the mean over tokens and layers.
+
+        None stands for what was not recorded or is not finite.
+    """
+    layers = recording.batches[0]
+    name = next((x for x in drawable_maps(maps) if any(_has(y, x) for y in layers.values())), None)
+    entropy, thumbnail = (None, None) if name is None else _of_map(recording, name)
+    return {
+        "map": name,
+        "entropy": entropy,
+        "mixing_ratio": _mixing_ratio(list(layers.values())),
+        "thumbnail": thumbnail,
+    }
+
+
+def _has(maps: Contributions, name: str) -> bool:
+    return getattr(maps, name) is not None
+
+
+def _of_map(recording: Recording, name: str) -> tuple[float | None, str | None]:
+    """Entropy and small map of the layers of the same kind and side as the first that has it."""
+    batch = recording.batches[0]
+    having = [recording.layers[layer] for layer, maps in batch.items() if _has(maps, name)]
+    places = [(layer.kind, layer.side) for layer in having]
+    alike = [layer for layer, place in zip(having, places, strict=True) if place == places[0]]
+    entropy, mean = 0.0, torch.zeros(())
+    for layer in alike:  # one at a time: every share of a long line takes memory
+        shares = _shares(getattr(batch[layer.name], name)[0])
+        bits = torch.special.entr(shares).sum(-1) / math.log(2)
+        entropy += float(bits.sum() / (shares.sum(-1) != 0).sum()) / len(alike)
+        mean = mean + shares.mean(0).cpu() / len(alike)
+    return _finite(entropy), _thumbnail(mean)
+
+
+def _shares(x: Tensor) -> Tensor:
+    """A map ``[L, S]`` or ``[H, L, S]`` as ``[H or 1, L, S]`` of rows over their sums."""
+    return row_shares(full_precision(x if x.dim() == 3 else x[None]))
+
+
+def _thumbnail(x: Tensor) -> str | None:
+    """``[L, S]`` as the square roots of its cells over the largest: small ones are to be seen."""
+    cells = adaptive_avg_pool2d(x[None], (min(x.shape[0], _CELLS), min(x.shape[1], _CELLS)))[0]
+    if not (cells >= 0).all() or not cells.isfinite().all() or not cells.any():
+        return None
+    codes = (255 * (cells / cells.max()).sqrt()).round().to(torch.uint8)
+    L, S = codes.shape
+    return f"{L} {S} {base64.b64encode(bytes(codes.flatten().tolist())).decode()}"
+
+
+def _mixing_ratio(layers: Sequence[Contributions]) -> float | None:
+    known = [name for name in SUMMED_MAPS if any(name in maps.mixing_ratio for maps in layers)]
+    if not known:
+        return None
+    ratios = [maps.mixing_ratio[known[-1]] for maps in layers if known[-1] in maps.mixing_ratio]
+    return _finite(float(torch.cat([ratio.double().cpu().flatten() for ratio in ratios]).mean()))
+
+
+def _finite(x: float) -> float | None:
+    """With six digits; JSON has no other numbers than finite ones."""
+    return float(f"{x:.6g}") if math.isfinite(x) else None
+
+
+def write_index(job: Job, ledger: Ledger) -> None:
+    """Writes the page of all lines, in the order of the text, with links to the lines' own pages.
+
+    Entries go from the file to the page one by one; in memory are the places of the lines.
+    """
+    places = {}
+    with ledger.path.open("rb") as lines:
+        offset = 0
+        for written in lines:
+            entry = read_entry(written)
+            if entry is not None:
+                places[entry["line"]] = offset
+            offset += len(written)
+    title = f"Attention maps of {'/'.join(PurePath(job.model).parts[-2:])}"
+    before, after = template(
+        "maps/page/index.html",
+        title,
+        styles=("maps/page/base.css", "maps/page/index.css"),
+        scripts=("maps/page/base.js", "maps/page/index.js"),
+    )
+    with whole_file(job.out / "index.html") as file, ledger.path.open("rb") as lines:
+        file.write(before)
+        for number in sorted(places):
+            lines.seek(places[number])
+            file.write(_item(json.loads(lines.readline())).encode())
+        file.write(after)
+
+
+def _item(entry: dict[str, Any]) -> str:
+    """A line of the list; numbers that an earlier version did not write are left open."""
+    view = entry.get("overview") or {}
+    thumbnail = view.get("thumbnail")
+    drawing = f' data-map="{view["map"]} {thumbnail}"' if thumbnail else ""
+    text = html.escape(entry["text"].strip()) or "<i>empty</i>"
+    page = next((name for name in entry["files"] if name.endswith(".html")), None)
+    shown = f'<a href="{page}" dir="auto">{text}</a>' if page else f'<span dir="auto">{text}</span>'
+    if entry.get("target"):
+        shown += f'<span class="target" dir="auto">{html.escape(entry["target"].strip())}</span>'
+    length = None if entry.get("tokens") is None else len(entry["tokens"])
+    ratio, entropy = view.get("mixing_ratio"), view.get("entropy")
+    numbers = (
+        _number(length, "1 token" if length == 1 else f"{length} tokens")
+        + _number(ratio, f"mixing {100 * (ratio or 0):.0f} %")
+        + _number(entropy, f"{entropy or 0:.2f} bits")
+    )
+    return (
+        f'<li value="{entry["line"]}"{drawing}><div class="text">{shown}</div>'
+        f'<div class="numbers">{numbers}</div></li>\n'
+    )
+
+
+def _number(value: float | None, text: str) -> str:
+    return "<data></data>" if value is None else f'<data value="{value}">{text}</data>'

@@ -1,0 +1,214 @@
+"""``python -m ikattn selftest``: every family of kernels of a device, proven on this machine.
+
+Each family runs in a process of its own with a time limit, so that a kernel that hangs, or leaves
+the GPU in an error, has a name. ``selftest_calls.py`` has the calls and the rule for errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import ikattn
+from ikattn._info import families, gpu
+from ikattn._whole_files import whole_file
+from ikattn.cli.selftest_calls import cpu_environments, gpu_checks
+
+SECONDS = 30  # limit of the checks of a family
+TIMED_SECONDS = 60
+
+
+class Result(NamedTuple):
+    """The result of a family; error: the largest over the allowed one."""
+
+    family: str
+    proven: str | None
+    passed: bool
+    error: float | None
+    seconds: float
+    says: str = ""
+    ratio: float | None = None  # time over that of what it replaces
+
+
+# --- One process for each family
+
+
+def child_program(family: str, device: str, is_timed: bool) -> str:
+    """Returns the program of the process of a family."""
+    call = f"child({family!r}, {device!r}, {is_timed})"
+    return f"from ikattn.cli.selftest_calls import child; {call}"
+
+
+def _in_a_process(family: str, device: str, environment: dict[str, str], is_timed: bool) -> Result:
+    program = child_program(family, device, is_timed)
+    limit = TIMED_SECONDS if is_timed else SECONDS
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired:
+        return Result(family, None, False, None, limit, f"was ended after {limit} s")
+    seconds = time.perf_counter() - began
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        last = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+        return Result(family, None, False, None, seconds, last)
+    found: dict[str, Any] = json.loads(lines[-1])
+    if "skipped" in found:
+        return Result(family, None, True, None, seconds, f"not taken: {found['skipped']}")
+    passed = found["error"] <= 1
+    return Result(family, None, passed, found["error"], seconds, ratio=found.get("ratio"))
+
+
+def run(device: str, *, unproven: bool = False, enable: bool = False) -> list[Result]:
+    """Checks every family of a device.
+
+    Args:
+        device: ``"cuda"``, ``"cpu"``, or the tests' ``"interpreter"``.
+        unproven: Families that no GPU has proven, too.
+        enable: Of these also the time over that of what they replace.
+
+    Returns:
+        A result for each family, in the order of the ledger.
+
+    Raises:
+        RuntimeError: The library has no kernels for the device, or there is no such device.
+    """
+    if device == "cpu":
+        chosen = cpu_environments()
+        proven = dict.fromkeys(chosen, "the CPU")
+    else:
+        if device == "cuda":
+            reason = torch.ops.ikattn.why_no_kernels(torch.device("cuda"))
+            if not torch.cuda.is_available() or reason:
+                raise RuntimeError(reason or "torch finds no GPU here")
+        checks, chosen, proven = gpu_checks(device), {}, {}
+        for family in families():
+            name = family["name"]
+            here = family["here"] and f"this machine, on {family['here']}"
+            on_gpu = family["gpu"] and f"{family['gpu']} at {family['commit']}"
+            if unproven or on_gpu or here:
+                chosen[name] = checks[name].environment
+                proven[name] = on_gpu or here
+
+    def one(item: tuple[str, dict[str, str]]) -> Result:
+        name, environment = item
+        is_timed = enable and proven[name] is None
+        result = _in_a_process(name, device, environment, is_timed)
+        return result._replace(proven=proven[name])
+
+    with ThreadPoolExecutor(1 if enable else 2) as pool:
+        return list(pool.map(one, chosen.items()))
+
+
+# --- The proof of this machine
+
+
+def proofs_file() -> Path:
+    """Where the library looks for what this machine has proven (csrc/support/cuda/families.cu)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "ikattn" / "proven"
+
+
+@contextmanager
+def _other_lines(key: str) -> Iterator[list[str]]:
+    """The lines of other machines, builds and drivers, which go to the file with what is added."""
+    file = proofs_file()
+    old = file.read_text().splitlines() if file.exists() else []
+    lines = [line for line in old if not line.startswith(f"{key}\t")]
+    yield lines
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(file) as target:
+        target.write("".join(f"{line}\n" for line in lines).encode())
+
+
+def enable(results: list[Result], key: str, day: str | None = None) -> list[str]:
+    """Writes down the families that passed and are faster than what they replace; their names."""
+    names = [
+        result.family
+        for result in results
+        if result.proven is None and result.passed and (result.ratio or math.inf) < 1
+    ]
+    with _other_lines(key) as lines:
+        lines += [f"{key}\t{name}\t{day or date.today().isoformat()}" for name in names]
+    return names
+
+
+def forget(key: str) -> None:
+    """Takes the proof of this machine back."""
+    with _other_lines(key):
+        pass
+
+
+# --- The command
+
+
+def table(results: list[Result]) -> str:
+    """The results as lines of text."""
+    rows = [("family", "proven", "passed", "error / allowed", "seconds", "time / replaced", "")]
+    for result in results:
+        rows.append(
+            (
+                result.family,
+                result.proven or "no",
+                "-" if result.error is None and result.passed else str(result.passed).lower(),
+                "-" if result.error is None else f"{result.error:.2f}",
+                f"{result.seconds:.1f}",
+                "-" if result.ratio is None else f"{result.ratio:.2f}",
+                result.says,
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[6]]).rstrip()
+        for row in rows
+    )
+
+
+def main(
+    device: str,
+    *,
+    unproven: bool = False,
+    asks_enable: bool = False,
+    asks_forget: bool = False,
+    file: Path | None = None,
+) -> int:
+    """Runs the command; the exit status is 1 where a family has failed, 2 where none can run."""
+    key = torch.ops.ikattn.machine_key()
+    if (asks_enable or asks_forget) and not key:
+        print("ikattn selftest: there is no GPU here that could prove a family", file=sys.stderr)
+        return 2
+    if asks_forget:
+        forget(key)
+        print(f"{proofs_file()} holds no proof of this machine")
+        return 0
+    try:
+        results = run(device, unproven=unproven or asks_enable, enable=asks_enable)
+    except RuntimeError as error:
+        print(f"ikattn selftest: {error}", file=sys.stderr)
+        return 2
+    print(f"{gpu()}\n" if device == "cuda" else "", table(results), sep="")
+    if file is not None:
+        about = {"info": ikattn.info(), "results": [result._asdict() for result in results]}
+        file.write_text(json.dumps(about, indent=1) + "\n")
+    if asks_enable:
+        names = enable(results, key)
+        print(f"on by default here from now on: {', '.join(names) or 'nothing more'}")
+    return 0 if all(result.passed for result in results) else 1

@@ -1,0 +1,191 @@
+"""What two models' maps have in common, in numbers, as a table and as a page.
+
+Sizes: H heads.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikattn.explain.comparison import page
+from ikattn.explain.comparison._distances import Sums
+from ikattn.maps.recording import Recording
+from ikattn.maps.tokens import Tokens
+
+__all__ = ["Comparison", "MapDistance"]
+
+
+@dataclass(frozen=True)
+class MapDistance:
+    """How far apart a layer's map is in two models, averaged over rows.
+
+    A row is what one token takes from each other one, divided by its sum. Padding, and rows with
+    nothing in them, are no part of the averages; NaN: there was nothing to average. Numbers are
+    float64, ``[H]`` of maps that every head has and scalars of others.
+
+    Attributes:
+        total_variation: Half of the sum of absolute differences, 0 to 1: how much of a row would
+            have to move.
+        jensen_shannon: The Jensen-Shannon divergence in bits, 0 to 1.
+        rank_correlation: Spearman's, -1 to 1, over the keys from which either model takes
+            something. Rows whose ranks are all the same have none.
+        entropy_a, entropy_b: In bits; two to the power of it is how many tokens a row spreads over.
+        mixing_ratio_a, mixing_ratio_b: Scalars; NaN where the map has none, or it was not recorded.
+        rows: How many rows the averages are over, but that of rank_correlation.
+    """
+
+    total_variation: Tensor
+    jensen_shannon: Tensor
+    rank_correlation: Tensor
+    entropy_a: Tensor
+    entropy_b: Tensor
+    mixing_ratio_a: Tensor
+    mixing_ratio_b: Tensor
+    rows: Tensor
+
+    @staticmethod
+    def of(sums: Sums) -> MapDistance:
+        """The averages, from what was added up."""
+
+        def mean(name: str, over: str = "rows") -> Tensor:
+            if name not in sums:
+                return torch.tensor(torch.nan, dtype=torch.float64)
+            return sums[name].cpu() / sums[over].cpu()
+
+        rows = sums.get("rows", torch.zeros(()))
+        return MapDistance(
+            mean("total_variation"),
+            mean("jensen_shannon"),
+            mean("rank_correlation", "ranked"),
+            mean("entropy_a"),
+            mean("entropy_b"),
+            mean("mixing_ratio_a", "tokens"),
+            mean("mixing_ratio_b", "tokens"),
+            rows.cpu().long(),
+        )
+
+
+_MEASURES = ("total_variation", "jensen_shannon", "rank_correlation", "entropy_a", "entropy_b")
+_RATIOS = ("mixing_ratio_a", "mixing_ratio_b")
+_HEADINGS = ("TV", "JSD", "rank", "entropy A", "B", "mixing A", "B")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models' maps of the same inputs. See :func:`compare`.
+
+    Attributes:
+        names: Of model_a and model_b.
+        recording_a, recording_b: The maps of the first texts, on the CPU.
+        pairs: For each layer of model_a the layer of model_b beside it.
+        distances: By layer of model_a and map.
+        output_distance: The root of the squared differences between the models' outputs over that
+            of the squares of model_a's, over all tokens but padding; None where their shapes differ
+            or there is no output of floating point.
+        sequences: How many were compared.
+        left_out: Layers and maps that one model alone has.
+    """
+
+    names: tuple[str, str]
+    recording_a: Recording
+    recording_b: Recording
+    pairs: dict[str, str]
+    distances: dict[str, dict[str, MapDistance]]
+    output_distance: float | None
+    sequences: int
+    left_out: tuple[str, ...] = ()
+
+    def __getitem__(self, layer: str) -> dict[str, MapDistance]:
+        """The distances of a layer's maps.
+
+        Raises:
+            KeyError: No such layer; the message names those there are.
+        """
+        if layer not in self.distances:
+            raise KeyError(f"no layer {layer!r} was compared; there are {', '.join(self.pairs)}")
+        return self.distances[layer]
+
+    def table(self, *, heads: bool = False) -> list[dict[str, Any]]:
+        """Plain rows, one for each layer and map.
+
+        Args:
+            heads: One row for each head, of maps that have heads, in place of the heads' mean.
+
+        Returns:
+            Dictionaries of "layer", "map", "head" (None: all of them), the measures of
+            :class:`MapDistance` as floats, and "rows".
+        """
+        return [
+            {"layer": layer, "map": name, **row}
+            for layer, maps in self.distances.items()
+            for name, distance in maps.items()
+            for row in _rows_of(distance, heads)
+        ]
+
+    def __str__(self) -> str:
+        apart = self.output_distance
+        outputs = "" if apart is None else f", distance of outputs {apart:.3g}"
+        title = f"A: {self.names[0]}\nB: {self.names[1]}\n{self.sequences} sequences{outputs}"
+        lines = [("layer", "map", *_HEADINGS)]
+        for row in self.table():
+            numbers = (row[name] for name in (*_MEASURES, *_RATIOS))
+            shown = ("" if x != x else f"{x:.3f}" for x in numbers)
+            lines.append((row["layer"], row["map"], *shown))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = (
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        )
+        without = [f"only one model has {name}" for name in self.left_out]
+        return "\n".join((title, *(line.rstrip() for line in table), *without))
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        tokens: Tokens | None = None,
+        *,
+        title: str | None = None,
+    ) -> int:
+        """Writes a page with both models' maps and their difference: one file, nothing else.
+
+        It shows the texts that were kept. Rows are divided by their sums, as for the distances.
+
+        Args:
+            path: Of the page.
+            tokens: As for :meth:`Recording.to_html`. None: as compared, or numbers.
+            title: None: the models' names.
+
+        Returns:
+            The size of the page in bytes: 5.4 for each number of a map. Where texts are long,
+            compare with a smaller ``keep``, or with maps that are not of every head.
+
+        Raises:
+            ValueError: Tokens that do not match the maps, or no text was kept.
+            OSError: The path cannot be written, or the disk is full.
+        """
+        return page.write_page(self, path, tokens, title=title)
+
+
+def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
+    """One row of a table, or one for each head."""
+    ratios = {name: float(getattr(distance, name)) for name in _RATIOS}
+    if heads and distance.rows.dim():
+        return [
+            {
+                "head": head,
+                **{name: float(getattr(distance, name)[head]) for name in _MEASURES},
+                **ratios,
+                "rows": int(distance.rows[head]),
+            }
+            for head in range(len(distance.rows))
+        ]
+    means = {name: float(getattr(distance, name).nanmean()) for name in _MEASURES}
+    return [{"head": None, **means, **ratios, "rows": int(distance.rows.max())}]

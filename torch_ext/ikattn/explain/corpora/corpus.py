@@ -1,0 +1,366 @@
+"""Maps of any number of texts, added up: means by layer, head and type of token.
+
+Symbols: H heads, L queries, S keys, A types of tokens. Padding is cut off before anything is added.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikattn._library import version
+from ikattn.explain.comparison._distances import Sums, add_to
+from ikattn.explain.corpora._sums import CELLS, sums_of_layer
+from ikattn.maps.files import MapFileError, read_arrays, write_arrays
+from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.sequences import SequenceMaps, sequences
+from ikattn.maps.tokens import Tokens, is_special
+from ikattn.maps.words import texts_of, words_of_text
+
+__all__ = ["TOKEN_TYPES", "CorpusMeans", "CorpusSums", "token_types"]
+
+TOKEN_TYPES = ("special", "word", "piece", "punctuation")
+
+_FORMAT = "ikattn corpus sums"
+_VERSION = 1  # raised when an older ikattn could no longer read what this one writes
+
+
+def token_types(tokens: Sequence[str]) -> list[str]:
+    """The type of each token, by its letters alone.
+
+    Args:
+        tokens: Of one sequence, as a recording has them.
+
+    Returns:
+        For each of them "special" (``[CLS]``, ``</s>``), "punctuation" (neither letter nor digit in
+        it), "word" (a word, or the beginning of one) or "piece" (what goes on with a word).
+
+    Example:
+        >>> from ikattn.explain import token_types
+        >>> token_types(["[CLS]", "im", "##plicit", "kernel", ".", "[SEP]"])
+        ['special', 'word', 'piece', 'word', 'punctuation', 'special']
+    """
+    found: list[str] = []
+    before = None
+    texts, words = texts_of(tokens), words_of_text(tokens)
+    for token, text, word in zip(tokens, texts, words, strict=True):
+        if is_special(token):
+            found.append("special")
+        elif text.strip() and not any(unicodedata.category(x)[0] in "LMN" for x in text.strip()):
+            found.append("punctuation")
+        else:
+            found.append("piece" if word == before else "word")
+        before = word
+    return found
+
+
+@dataclass(frozen=True)
+class CorpusMeans:
+    """Means of one map of one layer over a corpus.
+
+    Numbers are float64 on the CPU, NaN where there was nothing to average. H stands only in maps
+    that every head has. Fields that a map cannot have are None: only maps of queries and keys have
+    rows. A row is what one token takes from each other one, divided by its sum.
+
+    Attributes:
+        values: The mean of the map's numbers: ``[H, A, A]`` by types of query and key, over all
+            pairs, hidden ones too; ``[H, A]`` of what keys have alone; ``[A]`` of mixing ratios.
+        shares: ``[H, A, A]``, what a row of a type of query takes from each type of key; over the
+            keys it adds up to 1.
+        entropy: ``[H, A]``, of rows in bits, by the type of the query.
+        map: ``[H, 16, 16]``, the mean over sequences of all rows, both axes scaled to 16 cells. A
+            row adds up to 1, but for rows with nothing in them.
+        rows: ``[H, A]``, how many rows with something in them there were.
+        count: Over how many pairs ``[A, A]`` or tokens ``[A]`` the values are.
+        sequences: How many were added.
+        left_out: How many more had a number that is not finite in this map.
+    """
+
+    values: Tensor | None
+    shares: Tensor | None
+    entropy: Tensor | None
+    map: Tensor | None
+    rows: Tensor | None
+    count: Tensor | None
+    sequences: int
+    left_out: int
+
+    @staticmethod
+    def of(sums: Sums) -> CorpusMeans:
+        """The means, from what was added up."""
+
+        def over(name: str, count: Tensor | None) -> Tensor | None:
+            return sums[name] / count if name in sums and count is not None else None
+
+        rows, count, number = sums.get("rows"), sums.get("count"), sums.get("sequences")
+        return CorpusMeans(
+            values=over("values", count),
+            shares=over("shares", None if rows is None else rows[..., None]),
+            entropy=over("entropy", rows),
+            map=over("map", number),
+            rows=None if rows is None else rows.long(),
+            count=None if count is None else count.long(),
+            sequences=0 if number is None else int(number),
+            left_out=int(sums["left_out"]) if "left_out" in sums else 0,
+        )
+
+
+class CorpusSums:
+    """Sums of maps over texts. They take the same memory for one text and for ten million.
+
+    Sums of parts of a corpus add, in any order: ``one + other``, or ``sum(parts, CorpusSums())``.
+    They can be pickled, saved and loaded. A map with a number that is not finite is left out, and
+    counted.
+
+    Args:
+        types: The types of tokens, A of them.
+
+    Attributes:
+        types: Likewise.
+        model: Of the recordings; "" of none.
+        layers: What is known of each layer.
+        sequences: How many were added.
+        sums: By layer and map; mixing ratios are ``mixing_ratio.`` and the map's name.
+
+    Example:
+        >>> import torch, ikattn
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> found = ikattn.explain.CorpusSums()
+        >>> for tokens in (["[CLS]", "water", "[SEP]"], ["[CLS]", "it", "was", ".", "[SEP]"]):
+        ...     with torch.no_grad(), ikattn.record(model, maps=("weights",)) as recording:
+        ...         _ = model(torch.randn(1, len(tokens), 16))
+        ...     found.add(recording, tokens)
+        >>> found["layers.1.self_attn"]["weights"].shares.shape
+        torch.Size([4, 4, 4])
+    """
+
+    def __init__(self, types: Sequence[str] = TOKEN_TYPES) -> None:
+        self.types = tuple(types)
+        if not self.types or len(set(self.types)) < len(self.types):
+            raise ValueError(f"CorpusSums: types must be different names, got {self.types}")
+        self.model = ""
+        self.layers: dict[str, Layer] = {}
+        self.sequences = 0
+        self.sums: dict[str, dict[str, Sums]] = {}
+
+    def add(
+        self,
+        recording: RecordedMaps,
+        tokens: Tokens | None = None,
+        target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        *,
+        types_of: Callable[[Sequence[str]], Sequence[str]] = token_types,
+    ) -> None:
+        """Adds every sequence of a recording.
+
+        Args:
+            recording: Of any number of calls.
+            tokens: As in ``Recording.to_html``: lists, or a tokenizer. None: as recorded.
+            target_tokens: Likewise, those a decoder reads.
+            types_of: Gives the type of each token of a sequence.
+
+        Raises:
+            ValueError: Tokens that are unknown or do not match, a type that is none of ours, or
+                another model or other layers than before. Nothing is added then.
+        """
+        more = CorpusSums(self.types)
+        more.model, more.layers = recording.model, dict(recording.layers)
+        self._check(more, "add")
+        for sequence in sequences(recording, tokens, target_tokens):
+            more._add_sequence(sequence, types_of)
+        self._take(more)
+
+    def __iadd__(self, other: CorpusSums) -> CorpusSums:
+        self._check(other, "+")
+        self._take(other)
+        return self
+
+    def __add__(self, other: CorpusSums) -> CorpusSums:
+        """The sums of both.
+
+        Raises:
+            ValueError: They have other types of tokens, are of another model or of other layers.
+        """
+        if not isinstance(other, CorpusSums):
+            return NotImplemented
+        total = CorpusSums(self.types)
+        total += self
+        total += other
+        return total
+
+    def __getitem__(self, layer: str) -> dict[str, CorpusMeans]:
+        """The means of a layer's maps, by name.
+
+        Raises:
+            KeyError: No such layer; the message names those there are.
+        """
+        if layer not in self.sums:
+            raise KeyError(f"no layer {layer!r} was added; there are {', '.join(self.sums)}")
+        return {name: CorpusMeans.of(sums) for name, sums in self.sums[layer].items()}
+
+    def table(self) -> list[dict[str, Any]]:
+        """Plain rows, one for each layer, map of queries and keys, and head.
+
+        Returns:
+            Dictionaries of "layer", "map", "head" (None: the map is of all heads), "rows",
+            "entropy" in bits, and for each type the share that goes to it: means over rows.
+        """
+        return [
+            {"layer": layer, "map": name, "head": head, **row}
+            for layer, maps in self.sums.items()
+            for name, sums in maps.items()
+            if "rows" in sums
+            for head, row in self._rows_of_table(sums)
+        ]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the sums to a file, which appears whole or not at all.
+
+        Args:
+            path: Ends in .safetensors, .npz (needs NumPy) or .json.
+
+        Raises:
+            ValueError: Another ending.
+            OSError: The path cannot be written, or the disk is full.
+        """
+        arrays = (
+            (f"{layer}/{name}/{statistic}", x)
+            for layer, maps in self.sums.items()
+            for name, sums in maps.items()
+            for statistic, x in sums.items()
+        )
+        metadata = {"format": _FORMAT, "format_version": _VERSION, "ikattn_version": version()}
+        metadata |= {"model": self.model, "types": self.types, "sequences": self.sequences}
+        layers = [asdict(layer) for layer in self.layers.values()]
+        write_arrays(path, arrays, metadata | {"layers": layers})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> CorpusSums:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            MapFileError: The file is cut short, or holds something else.
+            FileNotFoundError: There is no such file.
+        """
+        metadata, arrays = read_arrays(path, _FORMAT, _VERSION)
+        try:
+            found = CorpusSums(metadata["types"])
+            found.model, found.sequences = str(metadata["model"]), int(metadata["sequences"])
+            found.layers = {entry["name"]: Layer(**entry) for entry in metadata["layers"]}
+            for key, x in arrays.items():
+                layer, name, statistic = key.rsplit("/", 2)
+                _check_statistic(key, statistic, x, len(found.types))
+                found._of_map(layer, name)[statistic] = x
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            cause = f"its metadata and arrays do not fit together ({error})"
+            raise MapFileError(path, cause) from error
+        return found
+
+    def _check(self, other: CorpusSums, caller: str) -> None:
+        """Raises unless what the other has added up can be added to this."""
+        pairs = [("types of tokens", self.types, other.types)]
+        if self.model and other.model:
+            pairs.append(("the model", (self.model,), (other.model,)))
+        for name in self.layers.keys() & other.layers.keys():
+            mine, theirs = self.layers[name], other.layers[name]
+            pairs.append((f"layer {name!r}", (str(mine),), (str(theirs),)))
+        for what, mine_, theirs_ in pairs:
+            if mine_ != theirs_:
+                raise ValueError(
+                    f"CorpusSums.{caller}: {what} must be {', '.join(mine_)} as before, "
+                    f"got {', '.join(theirs_)}"
+                )
+
+    def _take(self, other: CorpusSums) -> None:
+        self.model = self.model or other.model
+        self.sequences += other.sequences
+        for name, layer in other.layers.items():
+            self.layers.setdefault(name, layer)
+        for layer_name, maps in other.sums.items():
+            for name, sums in maps.items():
+                add_to(self._of_map(layer_name, name), sums)
+
+    def _of_map(self, layer: str, name: str) -> Sums:
+        return self.sums.setdefault(layer, {}).setdefault(name, {})
+
+    def _add_sequence(
+        self, sequence: SequenceMaps, types_of: Callable[[Sequence[str]], Sequence[str]]
+    ) -> None:
+        known: dict[tuple[str, ...], Tensor] = {}  # most layers read the same tokens
+
+        def one_hot(tokens: list[str]) -> Tensor:
+            """``[L, A]``, float64."""
+            key = tuple(tokens)
+            if key not in known:
+                known[key] = self._one_hot(tokens, types_of)
+            return known[key]
+
+        for name, maps in sequence.layers.items():
+            labels = sequence.labels(self.layers[name])
+            _check_tokens(sequence, self.layers[name], len(labels[1]))
+            queries, keys = map(one_hot, labels)
+            for map_name, sums in sums_of_layer(maps, queries, keys):
+                add_to(self._of_map(name, map_name), sums)
+        self.sequences += 1
+
+    def _one_hot(
+        self, tokens: Sequence[str], types_of: Callable[[Sequence[str]], Sequence[str]]
+    ) -> Tensor:
+        types = list(types_of(tokens))
+        if len(types) != len(tokens) or not set(types) <= set(self.types):
+            raise ValueError(
+                f"CorpusSums.add: types_of must give each of {len(tokens)} tokens one of "
+                f"{', '.join(self.types)}, got {types}"
+            )
+        found = torch.zeros(len(tokens), len(self.types), dtype=torch.float64, device="cpu")
+        for place, kind in enumerate(types):
+            found[place, self.types.index(kind)] = 1
+        return found
+
+    def _rows_of_table(self, sums: Sums) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        rows, taken, bits = sums["rows"], sums["shares"], sums["entropy"]
+        has_heads = rows.dim() == 2
+        for head in range(rows.shape[0] if has_heads else 1):
+            where = (head,) if has_heads else ()
+            count = rows[where].sum()
+            row = {"rows": int(count), "entropy": float(bits[where].sum() / count)}
+            to = (taken[where].sum(0) / count).tolist()
+            yield head if has_heads else None, row | dict(zip(self.types, to, strict=True))
+
+
+# The last axes of what is added up: A types of tokens, or 16 cells.
+_AXES = {"values": "A", "shares": "AA", "rows": "A", "entropy": "A", "map": "CC", "count": "A"}
+_AXES |= {"sequences": "", "left_out": ""}
+
+
+def _check_statistic(key: str, statistic: str, x: Tensor, types: int) -> None:
+    """Raises unless an array of a file has the shape of what it stands for."""
+    sizes = [{"A": types, "C": CELLS}[axis] for axis in _AXES[statistic]]
+    if x.dtype != torch.float64 or list(x.shape)[x.dim() - len(sizes) :] != sizes:
+        raise ValueError(f"{key} must end in {sizes} float64, got {list(x.shape)} {x.dtype}")
+
+
+def _check_tokens(sequence: SequenceMaps, layer: Layer, keys: int) -> None:
+    """Raises unless queries and keys have tokens, not numbers in their place."""
+    where = f"sequence {sequence.index} of batch {sequence.batch}"
+    wanted = {"tokens": sequence.tokens}
+    if layer.kind == "cross":
+        wanted["target_tokens"] = sequence.target_tokens
+    for name, tokens in wanted.items():
+        if tokens is None:
+            raise ValueError(
+                f"CorpusSums.add: {name} of {where} must be known, since sums are by their types: "
+                f"pass {name}"
+            )
+    if keys > max(len(tokens or ()) for tokens in (sequence.tokens, sequence.target_tokens)):
+        raise ValueError(
+            f"CorpusSums.add: {where} must have a token for each of the {keys} keys of layer "
+            f"{layer.name!r}; of calls that go on from a cache add recording.joined()"
+        )

@@ -1,0 +1,255 @@
+"""Inseq: attributions as methods of its registry, so that its outputs, views and files hold them.
+
+Sizes: B batch, S tokens of the source, L of the target, n target tokens that are attributed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ikattn._optional import optional
+from ikattn.explain.attribution import attribute
+
+__all__ = ["METHODS", "register"]
+
+METHODS = (
+    "decompx",
+    "alti_logit",
+    "rollout:alti",
+    "rollout:encoder",
+    "rollout:with_norm",
+    "rollout:with_residual",
+    "rollout:summed",
+    "rollout:weights",
+    "rollout:value_zeroing",
+)
+
+
+@functools.cache
+def register() -> tuple[str, ...]:
+    """Makes the methods of :func:`ikattn.attribute` known to inseq, "ikattn_decompx" and so on.
+
+    A score is a token's part in the logit of a target token, whether ``attributed_fn`` is left out
+    or "logit"; other functions are refused. Each sequence is attributed without its padding.
+    "decompx" takes one forward pass of it and one backward pass for each target token; the others
+    begin anew for each target token. Of encoder-decoders there is "decompx" alone.
+
+    Returns:
+        The names.
+
+    Raises:
+        ModuleNotFoundError: inseq is missing.
+
+    Example:
+        >>> import pytest
+        >>> inseq = pytest.importorskip("inseq")
+        >>> from ikattn.explain.inseq import register
+        >>> "ikattn_decompx" in register()
+        True
+        >>> "ikattn_decompx" in inseq.list_feature_attribution_methods()
+        True
+    """
+    optional("inseq", "ikattn.explain.inseq", "inseq")
+    names = tuple(f"ikattn_{method}" for method in METHODS)
+    base = _base()
+    for name in names:
+        # inseq finds the subclasses of its own class, and does not keep them alive
+        _REGISTERED.append(type(name, (base,), {"method_name": name}))
+    return names
+
+
+_REGISTERED: list[type] = []
+
+
+class PaddedIds(NamedTuple):
+    """The tokens of a batch, and which of them are no padding, both ``[B, S]``."""
+
+    ids: Tensor
+    mask: Tensor
+
+    def of(self, b: int, end: int | None = None) -> tuple[Tensor, Tensor]:
+        """The ids of a sequence without padding, ``[1, S_b]``, and where they are, ``[S_b]``."""
+        at = self.mask[b, :end].nonzero()[:, 0]
+        return self.ids[b, at][None], at
+
+
+class StepScores(NamedTuple):
+    """Scores of target tokens; NaN for those that nothing predicts, 0 of padding.
+
+    Attributes:
+        source: ``[B, n, S]``, of an encoder's tokens; None where there is no encoder.
+        target: ``[B, n, L]``, of the tokens before the target.
+    """
+
+    source: Tensor | None
+    target: Tensor
+
+
+def step_scores(
+    model: nn.Module,
+    method: str,
+    source: PaddedIds | None,
+    target: PaddedIds,
+    first: int,
+    last: int,
+    **options: Any,
+) -> StepScores:
+    """The scores of target tokens ``first`` to ``last``, counted with padding.
+
+    Args:
+        model: Of transformers, in eval mode.
+        method, options: As of :func:`ikattn.attribute`.
+        source: The encoder's tokens; None: a decoder alone.
+        target: The tokens that the decoder reads.
+        first, last: The first target token, and the one after the last.
+
+    Raises:
+        RuntimeError, ValueError: As of :func:`ikattn.attribute`, or scores of tokens that come
+            after their target.
+    """
+    B, L = target.ids.shape
+    n = last - first
+    found = StepScores(
+        None if source is None else torch.full((B, n, source.ids.size(1)), torch.nan),
+        torch.full((B, n, L), torch.nan),
+    )
+    for b in range(B):
+        ids, at = target.of(b, last)
+        steps = at[1:] - first  # nothing predicts the first token
+        steps = steps[steps >= 0].cpu()
+        if not len(steps):
+            continue
+        inputs = {"input_ids": ids}
+        if source is not None:
+            source_ids, source_at = source.of(b)
+            inputs = {"input_ids": source_ids, "decoder_input_ids": ids}
+        rows = _rows(model, method, inputs, len(steps), options)
+        found.target[b, steps] = _padded(rows.target, at, L)
+        if source is not None and found.source is not None and rows.source is not None:
+            found.source[b, steps] = _padded(rows.source, source_at, source.ids.size(1))
+    return found
+
+
+def _rows(
+    model: nn.Module, method: str, inputs: dict[str, Tensor], n: int, options: dict[str, Any]
+) -> StepScores:
+    """Of the last n tokens of one sequence: scores ``[n, S]`` and ``[n, L]``."""
+    L = inputs.get("decoder_input_ids", inputs["input_ids"]).size(1)
+    if method == "decompx":
+        rows = _decomposed(model, inputs, slice(L - n, L), options)
+    else:
+        rows = StepScores(None, torch.zeros(n, L))
+        for row, t in enumerate(range(L - n, L)):
+            before = {**inputs, "input_ids": inputs["input_ids"][:, : t + 1]}
+            found = attribute(model, before, slice(t, t + 1), method=method, **options)
+            rows.target[row, : t + 1] = found.scores[0]
+    if bool(rows.target.triu(L - n).any()):
+        raise ValueError(
+            "ikattn.explain.inseq: the model reads tokens after the one that it predicts, "
+            "and inseq attributes those before"
+        )
+    return rows
+
+
+def _decomposed(
+    model: nn.Module, inputs: dict[str, Tensor], targets: slice, options: dict[str, Any]
+) -> StepScores:
+    found = attribute(model, inputs, targets, each=True, **options)
+    if "decoder_input_ids" not in inputs:
+        return StepScores(None, found.scores[0])
+    assert found.prefix_scores is not None
+    return StepScores(found.scores[0], found.prefix_scores[0])
+
+
+def _padded(rows: Tensor, at: Tensor, size: int) -> Tensor:
+    """Rows ``[n, S_b]`` among padding, ``[n, S]``, on the CPU in float32, as inseq keeps them."""
+    padded = torch.zeros(rows.size(0), size)
+    padded[:, at.cpu()] = rows.detach().to("cpu", torch.float32)
+    return padded
+
+
+def _base() -> type:
+    """A class of inseq's registry without a name, the parent of all methods."""
+    from inseq.attr.feat import FeatureAttribution
+    from inseq.attr.feat.attribution_utils import check_attribute_positions
+    from inseq.attr.step_functions import get_step_function
+    from inseq.data import CoarseFeatureAttributionStepOutput
+    from inseq.utils import Registry
+
+    class Propagation(FeatureAttribution, Registry):  # type: ignore[misc]
+        """Attribution of all steps at once; inseq goes through them and takes one at a time."""
+
+        method_name: str
+
+        def prepare_and_attribute(
+            self, *args: Any, attributed_fn: Any = None, **kwargs: Any
+        ) -> Any:
+            known = [get_step_function(name) for name in ("logit", "probability")]
+            if attributed_fn not in (None, "logit", *known):
+                raise ValueError(
+                    f'{self.method_name}: attributed_fn must be "logit" or left out, '
+                    f"got {attributed_fn!r}"
+                )
+            return super().prepare_and_attribute(*args, attributed_fn=known[0], **kwargs)
+
+        def get_attribution_args(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+            own = {name: x for name, x in kwargs.items() if name == "activation"}
+            return own, {name: x for name, x in kwargs.items() if name not in own}
+
+        def attribute(
+            self,
+            batch: Any,
+            attributed_fn: Any,
+            attr_pos_start: Any,
+            attr_pos_end: Any,
+            **kwargs: Any,
+        ) -> Any:
+            is_seq2seq = self.attribution_model.is_encoder_decoder
+            size = batch.max_generation_length
+            first, last = check_attribute_positions(size, attr_pos_start, attr_pos_end)
+            self._first = first
+            self._has_prefix = not is_seq2seq or kwargs["attribute_target"]
+            self._scores = step_scores(
+                self.attribution_model.model,
+                self.method_name.removeprefix("ikattn_"),
+                PaddedIds(batch.source_ids, batch.source_mask) if is_seq2seq else None,
+                PaddedIds(batch.target_ids, batch.target_mask),
+                first,
+                min(last + 1, size) if is_seq2seq else last,  # as far as inseq goes
+                **kwargs["attribution_args"],
+            )
+            try:
+                return super().attribute(batch, attributed_fn, first, last, **kwargs)
+            finally:
+                del self._scores
+
+        def filtered_attribute_step(
+            self,
+            batch: Any,
+            target_ids: Any,
+            attributed_fn: Any,
+            target_attention_mask: Any,
+            **kwargs: Any,
+        ) -> Any:
+            self._step = batch.target_ids.size(1)
+            self._is_active = target_attention_mask.flatten().bool().cpu()
+            return super().filtered_attribute_step(
+                batch, target_ids, attributed_fn, target_attention_mask, **kwargs
+            )
+
+        def attribute_step(self, main_args: Any, attribution_args: Any) -> Any:
+            step = self._step - self._first
+            source, target = self._scores
+            return CoarseFeatureAttributionStepOutput(
+                source_attributions=None if source is None else source[self._is_active, step],
+                target_attributions=(
+                    target[self._is_active, step, : self._step] if self._has_prefix else None
+                ),
+                step_scores={},
+            )
+
+    return Propagation

@@ -1,0 +1,382 @@
+"""Maps as files: written as they come, read back as the same recording.
+
+Every format holds one array for each batch, layer and map, under the name
+
+    0/encoder.layer.3.attention.self/summed      batch / layer / map
+
+and one JSON document, the metadata: the format and its version, the version of ikattn, the model,
+what is known of each layer, the tokens of each sequence and their ids, and what each map means in
+words.
+
+==============  ==================================  ==============================================
+file            opened by anything that reads       and
+==============  ==================================  ==============================================
+.safetensors    safetensors (``safe_open``)         every type as it is; read without a copy;
+                                                    while it is written the disk holds it twice
+.npz            NumPy (``numpy.load``)              bfloat16 becomes float32, and bfloat16 again
+                                                    when it is loaded
+.json           anything                            text, about ten times as large; nothing lost
+==============  ==================================  ==============================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ikattn._library import version
+from ikattn._whole_files import whole_file
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.files._common import MapFileError, Sink
+from ikattn.maps.files._json import JsonSink, read_json
+from ikattn.maps.files._npz import NumpySink, read_npz
+from ikattn.maps.files._safetensors import SafetensorsSink, read_safetensors
+from ikattn.maps.layers import Batch, Layer, RecordedMaps
+from ikattn.maps.reduction import TopSources
+
+__all__ = [
+    "DEFINITIONS",
+    "MapFileError",
+    "MapWriter",
+    "load",
+    "read_arrays",
+    "save",
+    "write_arrays",
+]
+
+FORMAT = "ikattn maps"
+VERSION = 1  # raised when an older ikattn could no longer read what this one writes
+
+_IDS = ("input_ids", "input_mask", "target_ids", "target_mask")  # fields of Batch
+
+# Definitions that stand in every file of maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
+DEFINITIONS = {
+    "weights": "[B, H, L, S] the attention weights a_ij^h",
+    "value_norms": "[B, H, S] |f_h(x_j)|, f_h(x_j) = W_O^h v_j^h, value bias included",
+    "per_head": "[B, H, L, S] a_ij^h |f_h(x_j)|",
+    "summed": "[B, L, S] |sum_h a_ij^h f_h(x_j)| (N, Kobayashi et al. 2020)",
+    "with_residual": "[B, L, S] summed, x_i added on the diagonal (N_Res, Kobayashi et al. 2021)",
+    "with_norm": "[B, L, S] with_residual through the block's normalisation (N_ResLN, same)",
+    "encoder": "[B, L, S] with_norm through the second normalisation (N_Enc, GlobEnc 2022)",
+    "alti": "[B, L, S] how much nearer each token brings the output, over its row (Ferrando et al. "
+    "2022)",
+    "mixing_ratio": "[B, L] of each map: the norm of what comes from other tokens, over that plus "
+    "the norm of what comes from the token itself",
+    "similarity": "[B, H, L, S] the weight without its magnitude and before its row is normalised",
+    "magnitude": "[B, H, S] the key's own factor: weight = similarity x magnitude / its row's sum",
+    "reduced": "of each map, what was kept of its rows as they were made: a tensor, or the values "
+    "and sources of each query's largest entries",
+    "rows": "[R] the queries whose rows the maps hold, where these are not all, without padding; "
+    "less than 0: from the last of each sequence",
+    "query_padding": "[B, L] true = padding, whose rows are 0",
+    "key_padding": "[B, S] true = padding, whose columns are 0",
+}
+
+
+class MapWriter:
+    """Writes maps to a file as they are made: memory for one layer of one batch at a time.
+
+    The file appears under its name when the block ends without an exception, never before and
+    never in part. What stands in no map is told at any time within the block: the model by
+    :meth:`describe`, the tokens by :meth:`name_tokens`.
+
+    Args:
+        path: Ends in .safetensors, .npz or .json.
+
+    Raises:
+        ValueError: Another ending.
+        ModuleNotFoundError: .npz without NumPy.
+        OSError: On entering: the path cannot be written.
+
+    Example:
+        >>> import tempfile, torch, ikattn
+        >>> from ikattn.maps import Layer, MapWriter, load_maps
+        >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
+        >>> maps = ikattn.Contributions(summed=torch.rand(2, 5, 5))
+        >>> path = tempfile.mkdtemp() + "/maps.safetensors"
+        >>> with MapWriter(path) as writer:
+        ...     writer.write(0, layer, maps)
+        >>> torch.equal(load_maps(path)["layer.0"].summed, maps.summed)
+        True
+
+        While a model runs: ``ikattn.record(model, on_layer=writer.write)`` within the block.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._open_sink = _choose(self.path, _SINKS)
+        self._sink: Sink | None = None
+        self._stack = ExitStack()
+        self._recording = RecordedMaps(model="", maps=())
+
+    def __enter__(self) -> MapWriter:
+        file = self._stack.enter_context(whole_file(self.path))
+        try:
+            self._sink = self._open_sink(file, self.path, self._stack)
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        sink, self._sink = self._sink, None
+        if error is not None:
+            self._stack.__exit__(kind, error, traceback)  # takes the file away
+            return
+        with self._stack:
+            assert sink is not None
+            sink.finish(_metadata(self._recording))
+
+    def write(self, batch: int, layer: Layer, maps: Contributions) -> None:
+        """Appends the maps of one layer; fits ``ikattn.record``'s ``on_layer``.
+
+        Raises:
+            RuntimeError: Outside of the writer's block.
+            ValueError: This layer of this batch was written before.
+        """
+        if self._sink is None:
+            raise RuntimeError(
+                "MapWriter.write: use the writer as `with MapWriter(path) as writer`"
+            )
+        batches = self._recording.batches
+        while len(batches) <= batch:
+            batches.append(Batch())
+        if layer.name in batches[batch].layers:
+            raise ValueError(
+                f"MapWriter.write: layer {layer.name!r} of batch {batch} was written before"
+            )
+        for name, tensor in _arrays(maps):
+            self._sink.add(f"{batch}/{layer.name}/{name}", tensor.detach().cpu())
+        self._recording.layers.setdefault(layer.name, layer)
+        batches[batch].layers[layer.name] = Contributions()  # that it was there is all we keep
+
+    def name_tokens(
+        self,
+        batch: int,
+        tokens: Sequence[Sequence[str]] | None,
+        target_tokens: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Notes the tokens of a batch: a list without padding for each of its sequences."""
+        batches = self._recording.batches
+        while len(batches) <= batch:
+            batches.append(Batch())
+        batches[batch].tokens, batches[batch].target_tokens = tokens, target_tokens
+
+    def describe(self, recording: RecordedMaps) -> None:
+        """Notes a recording's model, maps asked for, layers, and its batches' tokens and ids."""
+        known = self._recording
+        known.model, known.maps = recording.model, tuple(recording.maps)
+        known.left_out = tuple(recording.left_out)
+        for name, layer in recording.layers.items():
+            known.layers.setdefault(name, layer)
+        for index, batch in enumerate(recording.batches):
+            self.name_tokens(index, batch.tokens, batch.target_tokens)
+            for name in (*_IDS, "begins"):
+                setattr(known.batches[index], name, getattr(batch, name))
+
+
+def save(recording: RecordedMaps, path: str | os.PathLike[str]) -> None:
+    """Writes a recording to a file. See :meth:`Recording.save`."""
+    with MapWriter(path) as writer:
+        writer.describe(recording)
+        for index, batch in enumerate(recording.batches):
+            for name, maps in batch.items():
+                writer.write(index, recording.layers[name], maps)
+
+
+def load(path: str | os.PathLike[str]) -> RecordedMaps:
+    """Reads what :func:`save` or a :class:`MapWriter` wrote; see :func:`ikattn.load_maps`."""
+    metadata, arrays = read_arrays(path, FORMAT, VERSION)
+    try:
+        return _assembled(metadata, arrays)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise MapFileError(
+            path, f"its metadata and arrays do not fit together ({error})"
+        ) from error
+
+
+def write_arrays(
+    path: str | os.PathLike[str], arrays: Iterable[tuple[str, Tensor]], metadata: dict[str, Any]
+) -> None:
+    """Writes arrays by their names, and a JSON document, whole or not at all.
+
+    Args:
+        path: Ends in .safetensors, .npz or .json.
+        arrays: Names and tensors.
+        metadata: With "format" and "format_version", which :func:`read_arrays` asks for.
+    """
+    open_sink = _choose(Path(path), _SINKS)
+    with whole_file(path) as file, ExitStack() as stack:
+        sink = open_sink(file, Path(path), stack)
+        for name, tensor in arrays:
+            sink.add(name, tensor.detach().cpu())
+        sink.finish(metadata)
+
+
+def read_arrays(
+    path: str | os.PathLike[str], form: str, last: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The metadata and arrays of a file.
+
+    Args:
+        path: Ends in .safetensors, .npz or .json.
+        form: What the file must hold, as its metadata's "format" says.
+        last: The highest "format_version" that can be read.
+
+    Raises:
+        MapFileError: The file is damaged, or holds something else.
+        FileNotFoundError: There is no such file.
+    """
+    read = _choose(Path(path), _READERS)
+    if not Path(path).is_file():
+        raise FileNotFoundError(2, "there is no such file", os.fspath(path))
+    text, arrays = read(Path(path))
+    return _checked_metadata(path, text, form, last), arrays
+
+
+# --- What the formats share
+
+
+def _choose(path: Path, by_suffix: dict[str, Any]) -> Any:
+    if path.suffix.lower() not in by_suffix:
+        raise ValueError(f"a file of maps must end in {', '.join(by_suffix)}, got {path.name!r}")
+    return by_suffix[path.suffix.lower()]
+
+
+def _arrays(maps: Contributions) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of one layer, by its name in the file."""
+    for each in fields(maps):
+        found = getattr(maps, each.name)
+        if isinstance(found, Tensor):
+            yield each.name, found
+        elif isinstance(found, dict):
+            for key, value in found.items():
+                if isinstance(value, TopSources):
+                    fields_ = value._asdict().items()
+                    yield from ((f"{each.name}.{key}.{part}", x) for part, x in fields_)
+                else:
+                    yield f"{each.name}.{key}", value
+
+
+def _metadata(recording: RecordedMaps) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "ikattn_version": version(),
+        "model": recording.model,
+        "maps": list(recording.maps),
+        "left_out": list(recording.left_out),
+        "definitions": DEFINITIONS,
+        "layers": [asdict(layer) for layer in recording.layers.values()],
+        "batches": [
+            {
+                "layers": list(batch),
+                "tokens": _lists(batch.tokens),
+                "target_tokens": _lists(batch.target_tokens),
+                **{name: _numbers(getattr(batch, name)) for name in _IDS},
+                "begins": batch.begins,
+            }
+            for batch in recording.batches
+        ],
+    }
+
+
+def _lists(tokens: Sequence[Sequence[str]] | None) -> list[list[str]] | None:
+    return None if tokens is None else [list(sequence) for sequence in tokens]
+
+
+def _numbers(ids: Tensor | None) -> list[list[int]] | None:
+    """Token ids, or a mask, as JSON has them."""
+    return None if ids is None else ids.long().tolist()
+
+
+def _checked_metadata(
+    path: str | os.PathLike[str], text: str | bytes | None, form: str, last: int
+) -> dict[str, Any]:
+    kind = form.removeprefix("ikattn ")
+    foreign = MapFileError(path, f"this is no file of {kind} that ikattn wrote")
+    if text is None:
+        raise foreign
+    try:
+        metadata = json.loads(text)
+    except ValueError:
+        raise foreign from None
+    if not isinstance(metadata, dict) or metadata.get("format") != form:
+        raise foreign
+    found = metadata.get("format_version")
+    if not isinstance(found, int) or found > last:
+        raise MapFileError(
+            path,
+            f"it has version {found} of the format, written by ikattn "
+            f"{metadata.get('ikattn_version')}; this ikattn, {version()}, reads up to "
+            f"version {last}: upgrade it",
+        )
+    return metadata
+
+
+def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedMaps:
+    """The recording of a file; ValueError and the like where its parts do not fit."""
+    layers = {entry["name"]: Layer(**entry) for entry in metadata["layers"]}
+    batches = []
+    for entry in metadata["batches"]:
+        of_call: dict[str, Any] = {
+            name: None if entry.get(name) is None else torch.tensor(entry[name], device="cpu")
+            for name in _IDS
+        }
+        batches.append(
+            Batch(
+                {name: Contributions() for name in entry["layers"]},
+                _lists(entry["tokens"]),
+                _lists(entry["target_tokens"]),
+                begins=entry.get("begins"),
+                **of_call,
+            )
+        )
+    left_out = tuple(metadata.get("left_out", ()))
+    model, names = str(metadata["model"]), tuple(metadata["maps"])
+    recording = RecordedMaps(model, names, layers, batches, left_out)
+    largest: dict[tuple[int, str, str], dict[str, Tensor]] = {}  # values and sources
+    for name, tensor in arrays.items():
+        batch, _, rest = name.partition("/")
+        layer, _, map_name = rest.rpartition("/")
+        maps = recording.batches[int(batch)].layers[layer]
+        map_name, _, key = map_name.partition(".")
+        key, _, part = key.partition(".")
+        if part:
+            largest.setdefault((int(batch), layer, key), {})[part] = tensor
+        elif key:
+            getattr(maps, map_name)[key] = tensor
+        elif map_name in DEFINITIONS:
+            setattr(maps, map_name, tensor)
+        else:
+            raise ValueError(f"{map_name!r} is none of the maps {', '.join(DEFINITIONS)}")
+    for (number, layer, key), parts in largest.items():
+        recording.batches[number].layers[layer].reduced[key] = TopSources(**parts)
+    return recording
+
+
+_SINKS: dict[str, Callable[[BinaryIO, Path, ExitStack], Sink]] = {
+    ".safetensors": SafetensorsSink,
+    ".npz": NumpySink,
+    ".json": JsonSink,
+}
+_READERS: dict[str, Callable[[Path], tuple[str | bytes | None, dict[str, Tensor]]]] = {
+    ".safetensors": read_safetensors,
+    ".npz": read_npz,
+    ".json": read_json,
+}
+SUFFIXES: Iterable[str] = tuple(_SINKS)

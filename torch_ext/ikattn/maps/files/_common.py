@@ -1,0 +1,47 @@
+"""Sinks, types and errors that the formats of map files share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# The types that maps may have, by their names in files.
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+        torch.uint8,
+    )
+}
+
+
+class MapFileError(ValueError):
+    """A file that holds no maps, or not all of them, or maps of a later format."""
+
+    def __init__(self, path: str | os.PathLike[str], cause: str) -> None:
+        super().__init__(f"{os.fspath(path)}: {cause}")
+
+
+class Sink(Protocol):
+    """One format while it is being written."""
+
+    def add(self, name: str, tensor: Tensor) -> None: ...
+
+    def finish(self, metadata: dict[str, Any]) -> None: ...
+
+
+def raw_bytes(tensor: Tensor) -> memoryview | bytes:
+    """The memory of a contiguous CPU tensor; alive as long as the tensor is."""
+    if tensor.numel() == 0:
+        return b""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

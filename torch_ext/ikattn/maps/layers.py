@@ -1,0 +1,202 @@
+"""The data of a recording: for every forward call, the maps of every layer of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from torch import Tensor
+
+from ikattn.maps.contribution_maps import Contributions
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of attention, as a recording knows it.
+
+    Attributes:
+        name: Its module's name in the model; ``name#2`` for the second run of a shared module.
+        kind: Whether queries and keys are the same tokens.
+        side: Which part of the model it belongs to.
+        heads: H.
+        block: Where the block normalises: after the residual sum ("post"), before the attention
+            ("pre"), or nobody told ("none": the attention stands alone).
+        family: The resolver that found its parts, for example "bert".
+    """
+
+    name: str
+    kind: Literal["self", "cross"]
+    side: Literal["encoder", "decoder"]
+    heads: int
+    block: Literal["post", "pre", "none"]
+    family: str
+
+
+@dataclass
+class Batch(Mapping[str, Contributions]):
+    """The maps of one forward call, by layer name in the order the layers ran, or by number.
+
+    Attributes:
+        layers: The maps.
+        tokens: For each sequence of the batch its tokens, without padding; None: unknown. Those
+            that a decoder reads are in target_tokens.
+        target_tokens: Likewise for the decoder of a sequence-to-sequence model.
+        input_ids, input_mask: What the call was made with, ``[B, S]``, and where it is no padding;
+            None where it was made without.
+        target_ids, target_mask: Likewise, of the decoder.
+        begins: How many tokens of a cache the call went on from; None: it was given no cache.
+    """
+
+    layers: dict[str, Contributions] = field(default_factory=dict)
+    tokens: Sequence[Sequence[str]] | None = None
+    target_tokens: Sequence[Sequence[str]] | None = None
+    input_ids: Tensor | None = field(default=None, compare=False, repr=False)
+    input_mask: Tensor | None = field(default=None, compare=False, repr=False)
+    target_ids: Tensor | None = field(default=None, compare=False, repr=False)
+    target_mask: Tensor | None = field(default=None, compare=False, repr=False)
+    begins: int | None = field(default=None, compare=False, repr=False)
+
+    def __getitem__(self, name: str | int) -> Contributions:
+        """The maps of a layer, by its name, or its number in the order in which layers ran."""
+        return self.layers[name_of_layer(self.layers, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def name_of_layer(names: Collection[str], layer: str | int) -> str:
+    """The name of a layer that is given by name or number, the last one by -1.
+
+    Raises:
+        KeyError: There is no such layer; the message says which there are.
+    """
+    if isinstance(layer, int) and -len(names) <= layer < len(names):
+        return list(names)[layer]
+    if layer not in names:
+        numbers = f", numbers 0 to {len(names) - 1}" if names else ""
+        known = ", ".join(names) or "none"
+        raise KeyError(f"no layer {layer!r} was recorded; there are {known}{numbers}")
+    return str(layer)
+
+
+def check_whole(maps: Contributions, layer: str, caller: str, *, rows_too: bool = True) -> None:
+    """Raises ValueError where a layer's maps were reduced, or are of some queries alone.
+
+    Args:
+        maps: Of the layer.
+        layer: Its name.
+        caller: What needs them whole, for the message.
+        rows_too: Whether maps of some queries are refused, too.
+    """
+    if maps.reduced:
+        raise ValueError(
+            f"{caller}: maps of layer {layer!r} were reduced as they were made, and their rows are "
+            "not there; record without reduce="
+        )
+    if rows_too and maps.rows is not None:
+        raise ValueError(
+            f"{caller}: maps of layer {layer!r} hold the rows of {len(maps.rows)} chosen queries "
+            "alone; record without queries="
+        )
+
+
+Kept = TypeVar("Kept", list[Batch], dict[str, Layer])
+
+
+class _Awaited(Generic[Kept]):
+    """A field of a recording: what is on its way is awaited where somebody looks."""
+
+    def __init__(self, make: Callable[[Any], Kept]) -> None:
+        self._make: Callable[[Any], Kept] = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: RecordedMaps | None, type_: type | None = None) -> Kept:
+        if owner is None:
+            return ()  # type: ignore[return-value]  # the default, which __set__ copies
+        awaited = owner.__dict__.get(_AWAIT)
+        if awaited is not None:
+            awaited()
+        kept: Kept = owner.__dict__[self._name]
+        return kept
+
+    def __set__(self, owner: RecordedMaps, value: Kept) -> None:
+        owner.__dict__[self._name] = self._make(value)
+
+
+_AWAIT = "_await_batches"
+
+
+@dataclass
+class RecordedMaps:
+    """The maps of a model's attention over one or more forward calls.
+
+    Attributes:
+        model: The model's class, and its name or path where it has one.
+        maps: The names of the maps that were asked for.
+        layers: What is known of each layer, in the order they first ran.
+        batches: One entry for each forward call.
+        left_out: Names of attention that the model has and that is not recorded.
+    """
+
+    model: str
+    maps: tuple[str, ...]
+    layers: _Awaited[dict[str, Layer]] = _Awaited(dict)
+    batches: _Awaited[list[Batch]] = _Awaited(list)
+    left_out: tuple[str, ...] = ()
+
+    def keep(self, batch: Batch) -> None:
+        """Adds the maps of a forward call, which are there."""
+        self.__dict__["batches"].append(batch)
+
+    def keep_layers(self, layers: Mapping[str, Layer]) -> None:
+        """Adds what is known of layers, but for those that are there."""
+        known = self.__dict__["layers"]
+        for name, layer in layers.items():
+            known.setdefault(name, layer)
+
+    def await_batches_by(self, call: Callable[[], None] | None) -> None:
+        """Sets what is called before somebody looks at layers or batches; None: nothing."""
+        self.__dict__[_AWAIT] = call
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.batches  # noqa: B018  (awaits them)
+        return {name: value for name, value in self.__dict__.items() if name != _AWAIT}
+
+    @property
+    def names(self) -> list[str]:
+        """The layers of attention, in the order they ran."""
+        return list(self.layers)
+
+    def __iter__(self) -> Iterator[str]:
+        """Goes over the names of layers, in the order they ran."""
+        return iter(self.layers)
+
+    def __getitem__(self, name: str | int) -> Contributions:
+        """The maps of one layer, by name or number, where one forward call was recorded.
+
+        Raises:
+            KeyError: No such layer; the message names those there are.
+            LookupError: None or several calls were recorded: take ``recording.batches[i][name]``.
+        """
+        if self.layers:
+            name = name_of_layer(self.layers, name)
+        self.check_recorded()
+        if len(self.batches) != 1:
+            raise LookupError(
+                f"{len(self.batches)} forward calls were recorded: "
+                "take recording.batches[i][name] of one of them"
+            )
+        return self.batches[0][name]
+
+    def check_recorded(self) -> None:
+        """Raises LookupError if there are no maps."""
+        if not self.batches and self.layers:
+            raise LookupError("this recording keeps no maps: they were handed to on_layer")
+        if not self.batches:
+            raise LookupError("nothing was recorded: call the model inside the block of record")

@@ -1,0 +1,204 @@
+"""ALTI: how near each token's vector comes to what the layer makes.
+
+Symbols: B batch, H query heads, G key/value heads, L queries, S keys, d_v head size of value, D
+model size; y_i the layer's output for token i, y_ij what comes of it from token j: through heads
+and out-projection, with the residual on the diagonal, and through the norm after it.
+Source: J. Ferrando, G. I. Gállego, M. R. Costa-jussà, "Measuring the Mixing of Contextual
+Information in the Transformer", EMNLP 2022, equations 8 and 9.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ikattn._memory import takes_memory_for
+from ikattn.maps.contribution_maps import NormStats
+
+MOST_ELEMENTS = 1 << 24  # of [keys, L, D], held at a time
+
+
+@takes_memory_for("the ALTI map")
+def alti(
+    attn_weights: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    output: Tensor,
+    *,
+    residual: Tensor,
+    norm: NormStats | None = None,
+    output_norm: NormStats | None = None,
+    distance: Literal["l1", "l2"] = "l1",
+    query_padding: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    diagonal: int | None = 0,
+) -> Tensor:
+    r"""Returns how much nearer each token's part brings a layer's output (ALTI).
+
+    .. math::
+        c_{ij} = \frac{\max(0, |y_i| - |y_i - y_{ij}|)}
+                      {\sum_k \max(0, |y_i| - |y_i - y_{ik}|)}
+
+    A vector that points away from the output counts nothing, however long it is: that is the
+    difference to norms of vectors (``ikattn.contributions``). Biases belong to no token, but they
+    are part of the output. Time O(B L S H D), memory O(B S H D) for the vectors of heads; those of
+    pairs, ``[L, S, D]``, are made for some keys at a time.
+
+    Args:
+        attn_weights: ``[B, H, L, S]``.
+        value: ``[B, G, S, d_v]``, the value projection's bias included.
+        out_proj_weight: ``[D, H d_v]``, as ``nn.Linear`` keeps it.
+        output: ``[B, L, D]``, y: what the layer made, after ``norm`` where there is one, biases
+            included.
+        residual: ``[B, L, D]``, what is added to the attention's output.
+        norm: The normalisation after the residual sum.
+        output_norm: A normalisation between out-projection and residual sum.
+        distance: "l1", which the paper takes, or "l2".
+        query_padding: bool ``[B, L]``, True = padding, whose rows are 0.
+        key_padding: bool ``[B, S]``, likewise for columns.
+        diagonal: The token of query i is that of key ``i + diagonal``. None: queries are no keys,
+            as in cross-attention, and the residual is a token of its own.
+
+    Returns:
+        ``[B, L, S]``, rows add up to 1; 0 where a pair is hidden, and a row of zeros where no token
+        brings the output nearer. Without a diagonal rows lack what the residual brings (ALTI+,
+        Ferrando et al., EMNLP 2022). float64 where value is, otherwise float32.
+
+    Raises:
+        ValueError: Another distance, or shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.maps import alti
+        >>> x, weights = torch.randn(1, 5, 16), torch.rand(1, 4, 5, 5).softmax(-1)
+        >>> value = torch.randn(1, 4, 5, 4)
+        >>> made = x + (weights @ value).transpose(1, 2).flatten(2)
+        >>> map_ = alti(weights, value, torch.eye(16), made, residual=x)
+        >>> torch.allclose(map_.sum(-1), torch.ones(1, 5))
+        True
+    """
+    if distance not in ("l1", "l2"):
+        raise ValueError(f'alti: distance must be "l1" or "l2", got {distance!r}')
+    _check_shapes(attn_weights, value, out_proj_weight, output, residual)
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    weights = attn_weights.to(dtype)
+    is_hidden = (weights == 0).all(1)  # [B, L, S]
+    output, residual = output.to(dtype), residual.to(dtype)
+    d_v = value.size(-1)
+    by_head = out_proj_weight.to(dtype).unflatten(1, (-1, d_v)).permute(1, 2, 0)  # [H, d_v, D]
+    # A norm is a linear map of the vectors, and a divisor of each query's, [B, L].
+    divisor: Tensor | float = 1.0
+    for stats in (output_norm, norm):
+        if stats is not None:
+            by_head = _through(by_head, stats)
+            divisor = divisor * stats.scale.to(dtype)
+    heads = _vectors(value.to(dtype), by_head, weights)
+    if norm is not None:
+        residual = _through(residual, norm) / norm.scale.to(dtype).unsqueeze(-1)
+    if isinstance(divisor, Tensor):
+        weights = weights / divisor[:, None, :, None]
+    order = 1 if distance == "l1" else 2
+    size = torch.linalg.vector_norm(output, order, -1).unsqueeze(-1)
+    rest: Tensor | float = 0.0  # what the residual brings, where it belongs to no key
+    if diagonal is None:
+        off = torch.linalg.vector_norm(output - residual, order, -1).unsqueeze(-1)
+        rest = (size - off).clamp_min(0)
+        off = _distances(weights, heads, output, torch.zeros_like(residual), 0, order)
+    else:
+        off = _distances(weights, heads, output, residual, diagonal, order)
+        is_hidden &= ~torch.ones_like(is_hidden).tril(diagonal).triu(diagonal)
+    nearer = (size - off).clamp_min(0).masked_fill(is_hidden, 0)
+    if query_padding is not None:
+        nearer = nearer.masked_fill(query_padding.unsqueeze(-1), 0)
+    if key_padding is not None:
+        nearer = nearer.masked_fill(key_padding.unsqueeze(-2), 0)
+    total = nearer.sum(-1, keepdim=True) + rest
+    shares: Tensor = nearer / torch.where(total == 0, 1, total)
+    return shares
+
+
+def _check_shapes(
+    attn_weights: Tensor, value: Tensor, out_proj_weight: Tensor, output: Tensor, residual: Tensor
+) -> None:
+    if attn_weights.dim() != 4 or value.dim() != 4:
+        raise ValueError(
+            f"alti: attn_weights must be [B, H, L, S] and value [B, G, S, d_v], got "
+            f"{list(attn_weights.shape)} and {list(value.shape)}"
+        )
+    B, H, L, S = attn_weights.shape
+    if value.shape[0] != B or value.shape[2] != S or H % max(value.shape[1], 1) != 0:
+        raise ValueError(
+            f"alti: value must be [{B}, G, {S}, d_v] where G divides {H}, got {list(value.shape)}"
+        )
+    if out_proj_weight.dim() != 2 or out_proj_weight.shape[1] != H * value.shape[3]:
+        raise ValueError(
+            f"alti: out_proj_weight must be [D, {H * value.shape[3]}], got "
+            f"{list(out_proj_weight.shape)}"
+        )
+    D = out_proj_weight.shape[0]
+    for name, x in (("output", output), ("residual", residual)):
+        if x.shape != (B, L, D):
+            raise ValueError(f"alti: {name} must be [{B}, {L}, {D}], got {list(x.shape)}")
+
+
+def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:
+    """Returns vectors that heads take from tokens, [B, S, H, D]; 0 where no query looks.
+
+    Args:
+        value: [B, G, S, d_v].
+        by_head: The out-projection, [H, d_v, D].
+        weights: [B, H, L, S].
+    """
+    counts = (weights != 0).any(-2)  # [B, H, S]; others may hold NaN
+    value = value.repeat_interleave(weights.size(1) // value.size(1), 1)
+    value = value.masked_fill(~counts.unsqueeze(-1), 0)
+    vectors: Tensor = (value @ by_head).transpose(1, 2)
+    return vectors
+
+
+def _through(x: Tensor, stats: NormStats) -> Tensor:
+    """A norm as the linear map it is, but for its divisor."""
+    if stats.centered:
+        x = x - x.mean(-1, keepdim=True)
+    return x * stats.weight.to(x.dtype)
+
+
+def _has_kernel(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether plain tensors on the CPU, without gradients, are all there is."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    is_differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    is_plain = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+    return is_plain and not is_differentiable
+
+
+def _distances(
+    weights: Tensor, heads: Tensor, output: Tensor, residual: Tensor, diagonal: int, order: int
+) -> Tensor:
+    """``|y_i - y_ij|``, [B, L, S].
+
+    Args:
+        weights: [B, H, L, S].
+        heads: [B, S, H, D].
+        output: [B, L, D].
+        residual: [B, L, D].
+        diagonal: The token of query i is that of key ``i + diagonal``.
+        order: Of the norm.
+    """
+    tensors = (weights, heads, output, residual)
+    if _has_kernel(tensors):
+        found: Tensor = torch.ops.ikattn.alti_distances(*tensors, diagonal, order == 2)
+        return found.sqrt() if order == 2 else found
+    B, _, L, S = weights.shape
+    each = max(1, MOST_ELEMENTS // max(1, B * L * output.size(-1)))
+    by_key = weights.permute(0, 3, 2, 1)  # [B, S, L, H]
+    columns = []
+    for first in range(0, S, each):
+        end = min(first + each, S)
+        rest = output.unsqueeze(1) - by_key[:, first:end] @ heads[:, first:end]
+        keys = torch.arange(max(first, diagonal), min(end, L + diagonal), device=output.device)
+        rest[:, keys - first, keys - diagonal] -= residual[:, keys - diagonal]
+        columns.append(torch.linalg.vector_norm(rest, order, -1))
+    return torch.cat(columns, 1).mT if columns else output.new_zeros(B, L, 0)

@@ -1,0 +1,181 @@
+"""One page of HTML to look at a recording: the maps inside it, nothing outside it.
+
+page/ holds its parts: page.html, page.css, page.js and flow.js, and base.css, base.js and
+maps.js, which other pages share. A number travels as two bytes, the rounded logarithm, between
+the smallest and the largest of its array: the relative error is the same for small and large
+numbers, and the page says how large it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ikattn._library import version
+from ikattn._whole_files import whole_file
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.page.arrays import Arrays
+from ikattn.maps.page.labels import layer_labels, short_name, text_of
+from ikattn.maps.page.template import json_in_script, template
+from ikattn.maps.sequences import AXES, SequenceMaps, sequences
+from ikattn.maps.tokens import Tokens
+
+__all__ = ["describe", "page_bytes", "write_page", "write_page_to"]
+
+
+def write_page(
+    recording: RecordedMaps,
+    path: str | os.PathLike[str],
+    tokens: Tokens | None = None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+) -> int:
+    """Writes the page of :meth:`Recording.to_html` and returns its size in bytes.
+
+    Raises:
+        ValueError: Tokens that do not match the maps, or nothing was recorded.
+        OSError: The path cannot be written, or the disk is full.
+
+    Example:
+        >>> import tempfile, torch, ikattn
+        >>> from ikattn.maps import Batch, Layer, Recording
+        >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
+        >>> maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
+        >>> batch = Batch({"layer.0": maps})
+        >>> recording = Recording("Model", ("summed",), {"layer.0": layer}, [batch])
+        >>> path = tempfile.mkdtemp() + "/maps.html"
+        >>> recording.to_html(path, tokens=["a", "b", "c"]) == len(open(path, "rb").read())
+        True
+    """
+    with whole_file(path) as file:
+        write_page_to(file, recording, tokens, target_tokens, title=title)
+        return file.tell()
+
+
+def write_page_to(
+    file: BinaryIO,
+    recording: RecordedMaps,
+    tokens: Tokens | None = None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+) -> None:
+    """Writes the page to an open file.
+
+    Raises:
+        ValueError: As :func:`write_page`; the file then holds a part of a page.
+    """
+    title = title or short_name(recording.model) or "Attention maps"
+    before, between, after = template(
+        "maps/page/page.html",
+        title,
+        styles=("maps/page/base.css", "maps/page/page.css"),
+        scripts=(
+            "maps/page/base.js",
+            "maps/page/maps.js",
+            "maps/page/flow.js",
+            "maps/page/page.js",
+        ),
+    )
+    file.write(before)
+    arrays = Arrays(file)
+    layers = list(recording.layers.values())
+    shown = [
+        _sequence_contents(layers, sequence, arrays)
+        for sequence in sequences(recording, tokens, target_tokens)
+    ]
+    if not any(layer for sequence in shown for layer in sequence["layers"]):
+        raise ValueError("to_html: the recording holds no map of any sequence to show")
+    contents = {
+        "about": describe(recording),
+        "precision": f"{arrays.precision()} recording.save keeps them whole.",
+        "layers": [
+            {
+                "name": layer.name,
+                "label": label,
+                "kind": layer.kind,
+                "side": layer.side,
+                "heads": layer.heads,
+            }
+            for layer, label in zip(layers, layer_labels(layers), strict=True)
+        ],
+        "sequences": shown,
+    }
+    file.write(between + json_in_script(contents) + after)
+
+
+def page_bytes(recording: RecordedMaps) -> int:
+    """Returns the bytes that a recording takes in its page, from shapes and padding alone."""
+    numbers = 0
+    for batch in recording.batches:
+        for maps in batch.values():
+            kept = {"L": maps.query_padding, "S": maps.key_padding}
+            lengths = {axis: (~x).sum(1) for axis, x in kept.items() if x is not None}
+            for name, tensor in _shown_maps(maps).items():
+                size = torch.ones(tensor.shape[0], dtype=torch.int64, device=tensor.device)
+                for axis, length in zip(AXES.get(name, "L"), tensor.shape[1:], strict=True):
+                    size *= lengths[axis].to(size.device) if axis in lengths else length
+                numbers += int(size.sum())
+    return numbers * 8 // 3  # two bytes each, as base64
+
+
+def describe(recording: RecordedMaps) -> str:
+    """One line about a recording: the model, its layers and heads, and who wrote the page."""
+    heads = sorted({layer.heads for layer in recording.layers.values()})
+    counts = (
+        "-".join(str(count) for count in dict.fromkeys((heads[0], heads[-1]))) if heads else "0"
+    )
+    return " · ".join(
+        (
+            short_name(recording.model) or "unknown model",
+            f"{len(recording.layers)} layers of attention, {counts} heads",
+            f"ikattn {version()}",
+        )
+    )
+
+
+def _sequence_contents(
+    layers: Sequence[Layer], sequence: SequenceMaps, arrays: Arrays
+) -> dict[str, Any]:
+    """Returns one sequence for the page: its tokens once, its arrays by their names."""
+    labels: list[list[str]] = []
+
+    def place_of(tokens: list[str]) -> int:
+        if tokens not in labels:
+            labels.append(tokens)
+        return labels.index(tokens)
+
+    entries: list[dict[str, Any] | None] = []
+    for layer in layers:
+        maps = sequence.layers.get(layer.name)
+        shown = {} if maps is None else _shown_maps(maps)
+        if not any(AXES.get(name, "")[-2:] == "LS" for name in shown):
+            entries.append(None)
+            continue
+        queries, keys = sequence.labels(layer)
+        entries.append(
+            {
+                "L": len(queries),
+                "S": len(keys),
+                "queries": place_of(queries),
+                "keys": place_of(keys),
+                "maps": {name: arrays.add(tensor) for name, tensor in shown.items()},
+            }
+        )
+    text = text_of(sequence.tokens or ()) or f"sequence {sequence.index}, batch {sequence.batch}"
+    return {"title": text[:120], "labels": labels, "layers": entries}
+
+
+def _shown_maps(maps: Contributions) -> dict[str, Tensor]:
+    """The arrays the page needs; what every head contributes is weights x value norms."""
+    shown = {name: getattr(maps, name) for name in AXES if getattr(maps, name) is not None}
+    if "weights" in shown and "value_norms" in shown:
+        shown.pop("per_head", None)
+    shown |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
+    return {name: tensor for name, tensor in shown.items() if tensor.numel()}

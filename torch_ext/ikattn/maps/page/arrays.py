@@ -1,0 +1,59 @@
+"""Numbers of maps inside a page, as two bytes each."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ikattn.maps.files._common import raw_bytes
+
+__all__ = ["Arrays"]
+
+_LAST_CODE = 65534  # 0 is zero, 65535 no finite number
+_NOT_FINITE = 65535
+
+
+class Arrays:
+    """Writes arrays into the page and knows how exact they still are."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._count = 0
+        self._coarsest = 0.0
+
+    def add(self, tensor: Tensor) -> dict[str, Any]:
+        codes, lowest, step = _log_codes(tensor)
+        name = f"array-{self._count}"
+        self._count += 1
+        self._coarsest = max(self._coarsest, step)
+        self._file.write(f'<script type="text/plain" id="{name}">'.encode())
+        self._file.write(base64.b64encode(raw_bytes(codes)))
+        self._file.write(b"</script>\n")
+        return {"id": name, "lo": lowest, "step": step}
+
+    def precision(self) -> str:
+        """A sentence on it."""
+        percent = 100 * math.expm1(self._coarsest / 2)
+        return (
+            f"Numbers in this page are within {max(percent, 0.001):.2g} % of those recorded and "
+            "shown with three digits."
+        )
+
+
+def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float]:
+    """Codes of the logarithms: exp(lowest + step (code - 1)); their bytes are those of uint16."""
+    x = tensor.detach().cpu().double()
+    finite = x.isfinite()
+    positive = finite & (x > 0)
+    logs = x.where(positive, x.new_ones(())).log()
+    lowest = float(logs[positive].min()) if positive.any() else 0.0
+    highest = float(logs[positive].max()) if positive.any() else 0.0
+    step = (highest - lowest) / (_LAST_CODE - 1)
+    codes = ((logs - lowest) / step if step else torch.zeros_like(logs)).round() + 1
+    codes = codes.where(positive, codes.new_zeros(()))
+    codes = codes.where(finite, codes.new_full((), _NOT_FINITE))
+    return codes.to(torch.int32).to(torch.uint16).contiguous(), lowest, step

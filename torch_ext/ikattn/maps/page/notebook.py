@@ -1,0 +1,72 @@
+"""A recording as a notebook shows it: its page in a frame, or a table of what it holds."""
+
+from __future__ import annotations
+
+import html
+from io import BytesIO
+
+from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.page import describe, page_bytes, write_page_to
+from ikattn.maps.sequences import AXES
+
+__all__ = ["notebook_view"]
+
+_LARGEST = 2_000_000  # bytes of a page: a notebook keeps every one that it shows in its file
+_ROWS = 12
+_HEIGHT = 720
+
+
+def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
+    """HTML for a cell's output.
+
+    Args:
+        recording: Of any number of forward calls.
+        graphs: How many calls over a graph were recorded beside them, which pages do not hold.
+
+    Returns:
+        The page in a frame that may run its script, and has neither an origin nor the notebook's
+        document. A table in place of a page of more than 2 MB, or of one that cannot be made.
+    """
+    try:
+        recording.check_recorded()
+    except LookupError as error:
+        said = f"{graphs} calls over a graph: see recording.graphs" if graphs else str(error)
+        return f"<p>{html.escape(said)}</p>"
+    if page_bytes(recording) > _LARGEST:
+        return _table(
+            recording,
+            "The page would take too much room here; recording.to_html(path) writes it to a file.",
+        )
+    page = BytesIO()
+    try:
+        write_page_to(page, recording)
+    except ValueError as error:  # to_html says the same, where it can be mended
+        return _table(recording, str(error))
+    return (
+        f'<iframe sandbox="allow-scripts" title="Attention maps" width="100%" height="{_HEIGHT}" '
+        f'style="border: 0" srcdoc="{html.escape(page.getvalue().decode())}"></iframe>'
+    )
+
+
+def _table(recording: RecordedMaps, reason: str) -> str:
+    layers = list(recording.layers.values())
+    rows = [_row(recording, layer) for layer in layers[:_ROWS]]
+    if len(layers) > _ROWS:
+        rows.append(f"<tr><td colspan=4>and {len(layers) - _ROWS} more</td></tr>")
+    return (
+        f"<p>{html.escape(describe(recording))} · {len(recording.batches)} forward calls</p>"
+        f"<p>{html.escape(reason)}</p>"
+        "<table><thead><tr><th>layer</th><th>kind</th><th>heads</th><th>maps</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _row(recording: RecordedMaps, layer: Layer) -> str:
+    """A layer with its maps, and their shapes in the first call that it ran in."""
+    maps = next((batch[layer.name] for batch in recording.batches if layer.name in batch), None)
+    found = {name: getattr(maps, name, None) for name in AXES}
+    shapes = [f"{name} {list(x.shape)}" for name, x in found.items() if x is not None]
+    if maps is not None and maps.mixing_ratio:
+        shapes.append("mixing_ratio")
+    cells = (layer.name, f"{layer.side}, {layer.kind}", layer.heads, ", ".join(shapes))
+    return f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>"

@@ -1,0 +1,326 @@
+"""Pictures of maps with matplotlib: one layer large, or all layers in a grid."""
+
+from __future__ import annotations
+
+import math
+import os
+import unicodedata
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from ikattn._optional import optional
+from ikattn._whole_files import whole_file
+from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.layers import Layer, RecordedMaps, name_of_layer
+from ikattn.maps.sequences import AXES, SequenceMaps, sequences
+from ikattn.maps.tokens import Tokens
+
+_FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
+# Scales of the page, too. Lightness falls all the way, so they read without colours.
+_WEIGHT_COLOURS = ("#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563")
+_NORM_COLOURS = ("#f4f3ef", "#f3dfc4", "#ecc08b", "#de9a55", "#c2712f", "#934c1c", "#58290d")
+_INK, _QUIET = "#1d2126", "#656c75"
+_TITLES = {
+    "weights": "attention weight",
+    "per_head": "N of each head",
+    "summed": "N, heads summed",
+    "with_residual": "N with residual",
+    "with_norm": "N with residual and norm",
+    "encoder": "N through the whole block",
+    "alti": "ALTI",
+    "similarity": "similarity",
+}
+_LABELLED = 72  # with more tokens, labels would overlap: every second or third is named
+
+
+def draw(
+    recording: RecordedMaps,
+    path: str | os.PathLike[str],
+    layer: str | int | None = None,
+    map: str | None = None,
+    batch: int = 0,
+    sequence: int = 0,
+    tokens: Tokens | None = None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
+    *,
+    dpi: int = 160,
+) -> None:
+    """Draws what :meth:`Recording.plot` describes.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+        ValueError: A map, layer, sequence or number of tokens that does not fit.
+        OSError: The path cannot be written, or the disk is full.
+
+    Example:
+        >>> import tempfile, torch, ikattn
+        >>> from ikattn.maps import Batch, Layer, Recording
+        >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
+        >>> maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
+        >>> batch = Batch({"layer.0": maps})
+        >>> recording = Recording("Model", ("summed",), {"layer.0": layer}, [batch])
+        >>> recording.plot(tempfile.mkdtemp() + "/layer.png", layer=0, tokens=["a", "b", "c"])
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _FORMATS:
+        raise ValueError(f"plot: path must end in {', '.join(_FORMATS)}, got {Path(path).name!r}")
+    if map is not None and map not in _TITLES:
+        raise ValueError(f"plot: map must be one of {', '.join(_TITLES)}, got {map!r}")
+    shown = _chosen_sequence(recording, batch, sequence, tokens, target_tokens)
+    layers = [one for one in _chosen_layers(recording, layer) if one.name in shown.layers]
+    there = {name for one in layers for name in _square_maps(shown.layers[one.name])}
+    chosen = _chosen_map(map, there)
+    panels = [_panels(one, shown.layers[one.name], chosen) for one in layers]
+    figure = _figure(shown, layers, panels, single=layer is not None)
+    with whole_file(path) as file:
+        figure.savefig(file, format=_FORMATS[suffix], dpi=dpi)
+
+
+def _chosen_sequence(
+    recording: RecordedMaps,
+    batch: int,
+    sequence: int,
+    tokens: Tokens | None,
+    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None,
+) -> SequenceMaps:
+    recording.check_recorded()
+    if not 0 <= batch < len(recording.batches):
+        raise ValueError(f"plot: batch must be below {len(recording.batches)}, got {batch}")
+    if hasattr(tokens, "convert_ids_to_tokens"):
+        for found in sequences(recording, tokens):
+            if (found.batch, found.index) == (batch, sequence):
+                return found
+    one = RecordedMaps(
+        recording.model, recording.maps, recording.layers, [recording.batches[batch]]
+    )
+    for found in sequences(one):
+        if found.index == sequence:
+            return SequenceMaps(
+                batch,
+                sequence,
+                found.tokens if tokens is None else _of_one(tokens),
+                found.target_tokens if target_tokens is None else _of_one(target_tokens),
+                found.layers,
+            )
+    raise ValueError(f"plot: sequence must be one of batch {batch}, got {sequence}")
+
+
+def _of_one(tokens: Any) -> Sequence[str]:
+    """The tokens of a sequence, given by themselves or in a list of one."""
+    if len(tokens) == 1 and not isinstance(tokens[0], str):
+        return cast(Sequence[str], tokens[0])
+    return cast(Sequence[str], tokens)
+
+
+def _chosen_layers(recording: RecordedMaps, layer: str | int | None) -> list[Layer]:
+    if layer is None:
+        return list(recording.layers.values())
+    try:
+        return [recording.layers[name_of_layer(recording.layers, layer)]]
+    except KeyError:
+        raise ValueError(
+            f"plot: layer must be a number below {len(recording.layers)} or one of "
+            f"{', '.join(recording.layers)}, got {layer!r}"
+        ) from None
+
+
+def _chosen_map(map: str | None, there: Collection[str]) -> str:
+    """The map asked for; else "summed", or the only one there is but for the weights beside it.
+
+    Raises:
+        ValueError: It is not there, or there are several and none was asked for.
+    """
+    known = ", ".join(sorted(there)) or "none"
+    if map is not None:
+        if map not in there:
+            raise ValueError(f"plot: the map {map!r} was not recorded; there are {known}")
+        return map
+    for names in ({"summed"} & set(there), set(there) - {"weights"}, set(there)):
+        if len(names) == 1:
+            return names.pop()
+    raise ValueError(f"plot: map must say which map to draw; there are {known}")
+
+
+def _square_maps(maps: Contributions) -> list[str]:
+    return [name for name, axes in AXES.items() if axes.endswith("LS") and _given(maps, name)]
+
+
+def _given(maps: Contributions, name: str) -> bool:
+    return getattr(maps, name) is not None
+
+
+def _panels(layer: Layer, maps: Contributions, map: str) -> list[tuple[str, Tensor]]:
+    """Names and maps ``[L, S]`` to stand side by side; empty where the map is not there."""
+    if not _given(maps, map):
+        return []
+    names = [map] if map == "weights" or not _given(maps, "weights") else ["weights", map]
+    return [(name, _over_heads(getattr(maps, name))) for name in names]
+
+
+def _over_heads(values: Tensor) -> Tensor:
+    return values.double().mean(0) if values.dim() == 3 else values.double()
+
+
+def _matplotlib(module: str) -> Any:
+    return optional(f"matplotlib.{module}", "a picture", "'ikattn[viz]'")
+
+
+@dataclass
+class _Panel:
+    """A map in the picture; lengths in inches."""
+
+    layer: Layer
+    name: str
+    values: Tensor  # [L, S]
+    queries: list[str]
+    keys: list[str]
+    row: int
+    column: int
+
+    def height(self, width: float) -> float:
+        return width * max(self.values.shape[0], 1) / max(self.values.shape[1], 1)
+
+
+def _figure(
+    shown: SequenceMaps,
+    layers: list[Layer],
+    panels: list[list[tuple[str, Tensor]]],
+    *,
+    single: bool,
+) -> Any:
+    """All panels in one pair of axes, measured in inches: axes of their own take most of the time.
+
+    Tokens are written once for panels that stand beside, or above, each other with the same.
+    """
+    drawn = [(one, found) for one, found in zip(layers, panels, strict=True) if found]
+    pairs = len(drawn[0][1])
+    columns = pairs if single else pairs * min(4 // pairs, len(drawn))
+    placed: list[_Panel] = []
+    for one, found in drawn:
+        queries, keys = (list(map(_plain, tokens)) for tokens in shown.labels(one))
+        for name, values in found:
+            place = divmod(len(placed), columns)
+            placed.append(_Panel(one, name, values, queries, keys, *place))
+    longest = max(max(panel.values.shape) for panel in placed)
+    side = (
+        max(3.2, min(9.0, 0.2 * longest + 0.6)) if single else max(2.2, min(4, 0.08 * longest + 1))
+    )
+    return _drawn(placed, side, columns)
+
+
+def _drawn(panels: list[_Panel], side: float, columns: int) -> Any:
+    at = {(panel.row, panel.column): panel for panel in panels}
+    rows = 1 + max(panel.row for panel in panels)
+    size = {id(panel): _font_size(panel, side) for panel in panels}
+
+    def starts_row(panel: _Panel) -> bool:
+        before = at.get((panel.row, panel.column - 1))
+        return before is None or before.queries != panel.queries
+
+    def ends_column(panel: _Panel) -> bool:
+        below = at.get((panel.row + 1, panel.column))
+        return below is None or below.keys != panel.keys
+
+    gap, heading = 0.16, 0.42
+    lefts, x = [], 0.0
+    for column in range(columns):
+        labelled = [p for p in panels if p.column == column and starts_row(p)]
+        x += gap + max((_longest(p.queries, size[id(p)]) for p in labelled), default=0.0)
+        lefts.append(x)
+        x += side
+    tops, y = [], 0.0
+    for row in range(rows):
+        y += heading
+        tops.append(y)
+        own = [p for p in panels if p.row == row]
+        below = [_longest(p.keys, size[id(p)]) for p in own if ends_column(p)]
+        y += max(p.height(side) for p in own) + max(below, default=0.0) + gap
+    width, height = x + 0.2, y + gap
+    figure = _matplotlib("figure").Figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    for panel in panels:
+        place = lefts[panel.column], tops[panel.row]
+        _heat_map(axes, panel, place, side, size[id(panel)], starts_row(panel), ends_column(panel))
+    return figure
+
+
+def _font_size(panel: _Panel, side: float) -> float:
+    """In points: rows as high as the type, where they can be."""
+    stride = math.ceil(max(panel.values.shape) / _LABELLED)
+    return max(3.5, min(8.5, 60 * side * stride / max(panel.values.shape[1], 1)))
+
+
+def _longest(tokens: Sequence[str], size: float) -> float:
+    """The room that tokens take, in inches."""
+    return 0.08 + 0.0085 * size * max((text_width(token) for token in tokens), default=0)
+
+
+def text_width(token: str) -> int:
+    """The columns that a token takes in type of one width."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in token)
+
+
+def _heading(name: str, values: Tensor) -> str:
+    per_head = AXES[name].startswith("H")
+    return _TITLES[name] + (", mean over heads" if per_head else "")
+
+
+def _heat_map(
+    axes: Any,
+    panel: _Panel,
+    place: tuple[float, float],
+    side: float,
+    size: float,
+    names_queries: bool,
+    names_keys: bool,
+) -> None:
+    name, values = panel.name, panel.values
+    colours = _WEIGHT_COLOURS if name in ("weights", "similarity") else _NORM_COLOURS
+    # NaN must not look like a small number.
+    scale = _matplotlib("colors").LinearSegmentedColormap.from_list(name, colours)
+    scale = scale.with_extremes(bad="#be2878")
+    finite = values[values.isfinite()]
+    top = float(finite.max()) if finite.numel() else 1.0
+    (left, above), (L, S) = place, values.shape
+    height = panel.height(side)
+    axes.imshow(
+        values.tolist(),
+        cmap=scale,
+        vmin=0,
+        vmax=top or 1.0,
+        extent=(left, left + side, above + height, above),
+        interpolation="nearest",
+        aspect="auto",
+    )
+    text = {"color": _INK, "parse_math": False}
+    axes.text(left, above - 0.2, panel.layer.name, fontsize=7.5, va="bottom", **text)
+    title = f"{_heading(name, values)}, 0 to {top:.3g}"
+    axes.text(left, above - 0.05, title, fontsize=7.5, va="bottom", **text | {"color": _QUIET})
+    if names_queries:
+        for t in range(0, L, math.ceil(L / _LABELLED)):
+            y = above + height * (t + 0.5) / L
+            axes.text(
+                left - 0.05, y, panel.queries[t], fontsize=size, ha="right", va="center", **text
+            )
+    if names_keys:
+        for s in range(0, S, math.ceil(S / _LABELLED)):
+            x = left + side * (s + 0.5) / S
+            axes.text(
+                x, above + height + 0.05, panel.keys[s], fontsize=size, rotation=90, ha="center",
+                va="top", **text,
+            )  # fmt: skip
+
+
+def _plain(token: str) -> str:
+    """A token as text: no formula, no control characters, and short."""
+    text = token.replace("\u0120", "").replace("\u2581", "").replace("\u010a", "\u21b5")
+    text = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    text = text if len(text) <= 16 else text[:15] + "\u2026"
+    return text or "\u2423"

@@ -1,0 +1,1 @@
+"""Calls of attention: what one was given, heard where torch and transformers compute it."""

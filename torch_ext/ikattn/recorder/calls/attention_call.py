@@ -1,0 +1,368 @@
+"""One run of attention: what it was given, and its weights.
+
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size of query and key,
+d_v head size of value, D model size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ikattn.maps.contribution_maps import Contributions, contributions, streamed_contributions
+from ikattn.ops.attention import implicit_kernel_weights
+
+# Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.
+MOST_WEIGHTS = 1 << 26
+
+
+@dataclass
+class AttentionCall:
+    """Inputs of a layer of attention in one run, in float32 at least.
+
+    Attributes:
+        query: ``[B, H, L, d]``.
+        key: ``[B, G, S, d]``.
+        value: ``[B, G, S, d_v]``.
+        kind: Whether queries and keys are the same tokens.
+        kernel: As for ``ikattn.ops.similarity_and_magnitude``, and so is p.
+        frequencies: w1 and w2 of the implicit kernel, else None.
+        scaling: Of query . key in the logits; None: 1 / sqrt(d).
+        attn_mask: Broadcastable to ``[B, H, L, S]``. Bool: True = may attend; floating point: added
+            to the logits, -inf where a pair is hidden.
+        causal: Query i sees keys up to i + causal, besides the mask; None: all.
+        key_bias: ``[B, H or 1, S]``, added to the logits, -inf where a key is hidden.
+        query_padding: bool ``[B, L]``, True = padding, or None.
+        key_padding: bool ``[B, S]``, likewise.
+        diagonal: The token of query i is that of key i + diagonal.
+        softcap: Logits are softcap tanh(logits / softcap) before masks.
+        softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
+        sinks: ``[H]``, a logit more in each row's sum, of no key.
+        streams: Whether weights are never held where no map needs them, however few they are.
+        gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what the model multiplies heads with before
+            the out-projection; None: nothing. Maps of contributions count it, weights do not.
+        given_dtype: The type that query and key were given in, where they are still the same
+            numbers. Weights that are never held are made of them in it: kernels for 16 bits err as
+            such a model does, and take less time.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kind: Literal["self", "cross"]
+    kernel: str = "dot"
+    p: float | None = 2.0
+    frequencies: tuple[Tensor, Tensor | None] | None = None
+    scaling: float | None = None
+    attn_mask: Tensor | None = None
+    causal: int | None = None
+    key_bias: Tensor | None = None
+    query_padding: Tensor | None = None
+    key_padding: Tensor | None = None
+    diagonal: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    softmax_heads: Tensor | None = None
+    streams: bool = False
+    gate: Tensor | None = None
+    given_dtype: torch.dtype | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, L and S."""
+        B, H, L, _ = self.query.shape
+        return B, H, L, self.key.size(2)
+
+    @property
+    def has_own_softmax(self) -> bool:
+        """Whether its weights are no plain softmax or kernel, which ``streamed_contributions`` has.
+
+        Maps are then made of weights that are held.
+        """
+        changes = (self.softcap, self.sinks, self.softmax_heads, self.gate)
+        return any(change is not None for change in changes)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether all weights have been made, and are held."""
+        return "weights" in vars(self)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The normalised weights, before dropout, ``[B, H, L, S]``; 0 for who sees no key."""
+        if self.frequencies is None:
+            return self._softmax_weights()
+        weights = implicit_kernel_weights(
+            self.query,
+            self.key,
+            *self.frequencies,
+            p=self.p,
+            enable_gqa=self.key.size(1) != self.query.size(1),
+            **self._masks(),
+        )
+        if self.softmax_heads is None:
+            return weights
+        return torch.where(self.softmax_heads[:, None, None], self._softmax_weights(), weights)
+
+    @property
+    def applied_weights(self) -> Tensor:
+        """The weights, multiplied with a gate that has one number a head."""
+        return self.weights if self.gate is None else self.weights * self.gate.to(self.weights)
+
+    def _softmax_weights(self) -> Tensor:
+        G = self.key.size(1)
+        if self.query.size(1) == G:
+            logits: Tensor = self.query @ self.key.mT
+        else:
+            grouped: Tensor = self.query.unflatten(1, (G, -1))
+            logits = (grouped @ self.key.unsqueeze(2).mT).flatten(1, 2)
+        logits = logits * (self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling)
+        if self.softcap is not None:
+            logits = self.softcap * (logits / self.softcap).tanh()
+        if self.key_bias is not None:
+            logits = logits + self.key_bias.unsqueeze(-2)
+        mask = self._mask()
+        if mask is None and self.key_bias is None and self.sinks is None and logits.size(-1) > 0:
+            return logits.softmax(-1)  # every query sees a key
+        if mask is not None:
+            is_bool = mask.dtype == torch.bool
+            logits = logits.masked_fill(~mask, -math.inf) if is_bool else logits + mask
+        blind = (logits.detach() == -math.inf).all(-1, keepdim=True)  # true without keys
+        logits = logits.masked_fill(blind, 0.0)
+        if self.sinks is not None:
+            sinks = self.sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].masked_fill(blind, 0.0)
+        return logits.softmax(-1).masked_fill(blind, 0.0)
+
+    def context(self) -> Tensor:
+        """The weighted values with their heads merged, ``[B, L, H d_v]``."""
+        B, H, L, S = self.sizes
+        rows = max(1, MOST_WEIGHTS // max(1, B * H * S))
+        if rows < L and not self.has_weights:
+            blocks = [self.narrow(i, min(i + rows, L)) for i in range(0, L, rows)]
+            return torch.cat([block.context() for block in blocks], 1)
+        return _weighted(self.weights, self.value)
+
+    def context_of_row(self, b: int, place: slice | Tensor) -> Tensor:
+        """``context`` of one query of item b alone: a slice of one, or its number, [1]."""
+        if not self.has_weights:
+            return self.row(b, place).context()
+        own, value = self.weights[b], self.value[b]
+        own = own.index_select(1, place) if isinstance(place, Tensor) else own[:, place]
+        groups = value.size(0)  # whose heads are rows of one product
+        own = own.reshape(groups, own.size(0) // groups, own.size(-1))
+        return torch.bmm(own, value).view(1, 1, -1)
+
+    def item(self, b: int) -> AttentionCall:
+        """The run of item b alone."""
+
+        def of_item(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[b : b + 1] if x.size(0) > 1 else x
+
+        mask = self.attn_mask
+        if mask is not None:
+            mask = of_item(mask.view(*(1,) * (4 - mask.dim()), *mask.shape))
+        frequencies = self.frequencies
+        if frequencies is not None and frequencies[0].dim() == 4:
+            w1, w2 = (of_item(w) for w in frequencies)
+            assert w1 is not None
+            frequencies = w1, w2
+        return dataclasses.replace(
+            self,
+            query=self.query[b : b + 1],
+            key=self.key[b : b + 1],
+            value=self.value[b : b + 1],
+            frequencies=frequencies,
+            attn_mask=mask,
+            key_bias=of_item(self.key_bias),
+            query_padding=of_item(self.query_padding),
+            key_padding=of_item(self.key_padding),
+            gate=of_item(self.gate),
+        )
+
+    def row(self, b: int, place: slice | Tensor) -> AttentionCall:
+        """The run of one query of item b alone: a slice of one, or its number, [1]."""
+        item = dataclasses.replace(self.item(b), query_padding=None, key_padding=None, gate=None)
+        if not isinstance(place, Tensor):
+            return item.narrow(place.start, place.stop)
+        if self.causal is not None:  # what it sees depends on its number
+            return item.narrow(int(place), int(place) + 1)
+        mask = item.attn_mask
+        if mask is not None and mask.size(2) > 1:
+            mask = mask.index_select(2, place)
+        return dataclasses.replace(item, query=item.query.index_select(2, place), attn_mask=mask)
+
+    def narrow(self, start: int, end: int) -> AttentionCall:
+        """The run of queries from ``start`` to before ``end``."""
+        mask = self.attn_mask
+        if mask is not None and mask.size(-2) > 1:
+            mask = mask[..., start:end, :]
+        padding = self.query_padding
+        return dataclasses.replace(
+            self,
+            query=self.query[:, :, start:end],
+            attn_mask=mask,
+            causal=None if self.causal is None else self.causal + start,
+            query_padding=None if padding is None else padding[:, start:end],
+            diagonal=self.diagonal + start,
+            gate=None if self.gate is None else self.gate[:, :, start:end],
+        )
+
+    def without_later_keys(self) -> AttentionCall:
+        """The run without the keys that causality hides from all of its queries."""
+        L, S = self.sizes[2:]
+        end = S if self.causal is None else min(S, L + self.causal)
+        if end == S:
+            return self
+
+        def cut(x: Tensor | None, axis: int) -> Tensor | None:
+            return None if x is None else x.narrow(axis, 0, end) if x.size(axis) == S else x
+
+        return dataclasses.replace(
+            self,
+            key=self.key[:, :, :end],
+            value=self.value[:, :, :end],
+            attn_mask=cut(self.attn_mask, -1),
+            key_bias=cut(self.key_bias, -1),
+            key_padding=cut(self.key_padding, 1),
+        )
+
+    def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
+        """``ikattn.contributions`` of this run.
+
+        Where the weights would be large they are never held, unless a map for every head needs
+        them.
+        """
+        if not names:
+            return Contributions(query_padding=self.query_padding, key_padding=self.key_padding)
+        block |= {
+            "maps": names,
+            "query_padding": self.query_padding,
+            "key_padding": self.key_padding,
+            "diagonal": self.diagonal,
+        }
+        holds_weights = "per_head" in names or self.has_weights or self.has_own_softmax
+        are_few = math.prod(self.sizes) <= MOST_WEIGHTS and not self.streams
+        if holds_weights or are_few:
+            found = contributions(self.applied_weights, self.value, out_proj_weight, **block)
+            if self.gate is not None and found.per_head is not None:
+                found.per_head = found.per_head.abs()
+            return found
+        w1, w2 = self.frequencies or (None, None)
+        dtype = self.given_dtype or self.query.dtype
+        return streamed_contributions(
+            self.query.to(dtype),
+            self.key.to(dtype),
+            self.value,
+            out_proj_weight,
+            w1=w1,
+            w2=w2,
+            p=self.p,
+            scale=self.scaling,
+            enable_gqa=self.key.size(1) != self.query.size(1),
+            **self._masks(),
+            **block,
+        )
+
+    def hidden(self) -> Tensor | None:
+        """The pairs that a mask hides, bool, broadcastable to ``[B, H, L, S]``; None: none."""
+        hidden, mask = None, self._mask()
+        if mask is not None:
+            hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
+        if self.key_bias is None:
+            return hidden
+        keys = (self.key_bias == -math.inf).unsqueeze(-2)
+        return keys if hidden is None else hidden | keys
+
+    def _mask(self) -> Tensor | None:
+        """``attn_mask`` and ``causal`` as one mask."""
+        if self.causal is None:
+            return self.attn_mask
+        sizes = self.sizes[2:]
+        seen = torch.ones(sizes, dtype=torch.bool, device=self.query.device).tril(self.causal)
+        if self.attn_mask is None:
+            return seen[None, None]
+        if self.attn_mask.dtype == torch.bool:
+            return self.attn_mask & seen
+        return self.attn_mask.masked_fill(~seen, -math.inf)
+
+    def _masks(self) -> dict[str, Any]:
+        is_causal = self.causal == 0  # as the operators have it: the first query sees one key
+        mask = self.attn_mask if is_causal else self._mask()
+        return {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
+
+
+def joined(layer: str, calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls of a layer one after the other, as one: queries see the keys of their own call.
+
+    Raises:
+        NotImplementedError: Calls of different items, or with masks of their own.
+    """
+    first = calls[0]
+    simple = all(
+        call.query.size(0) == first.query.size(0)
+        and call.attn_mask is None
+        and call.causal is None
+        and call.key_bias is None
+        and call.frequencies is None
+        and call.sizes[2] == call.sizes[3]
+        for call in calls
+    )
+    if not simple:
+        raise NotImplementedError(
+            f"record: {layer} calls its attention function {len(calls)} times in one forward, with "
+            f"queries {[list(call.query.shape) for call in calls]}; such calls must be of "
+            "consecutive tokens of the same items, without masks; layers=... leaves it out"
+        )
+    sizes = [call.sizes[2] for call in calls]
+    part = torch.repeat_interleave(
+        torch.arange(len(sizes), device=first.query.device),
+        torch.tensor(sizes, device=first.query.device),
+    )
+    return AttentionCall(
+        query=torch.cat([call.query for call in calls], 2),
+        key=torch.cat([call.key for call in calls], 2),
+        value=torch.cat([call.value for call in calls], 2),
+        kind=first.kind,
+        kernel=first.kernel,
+        p=first.p,
+        scaling=first.scaling,
+        attn_mask=(part[:, None] == part)[None, None],
+        softcap=first.softcap,
+        sinks=first.sinks,
+    )
+
+
+def with_values_of(layer: str, calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls of a layer with the same queries and keys as one, whose heads have all values.
+
+    Raises:
+        NotImplementedError: Queries or keys differ.
+    """
+    first = calls[0]
+    for call in calls[1:]:
+        if not (torch.equal(call.query, first.query) and torch.equal(call.key, first.key)):
+            raise NotImplementedError(
+                f"record: {layer} calls its attention function {len(calls)} times and adds up what "
+                "they return; such calls must have the same queries and keys, and theirs differ; "
+                "layers=... leaves it out"
+            )
+    return dataclasses.replace(first, value=torch.cat([call.value for call in calls], -1))
+
+
+def _weighted(weights: Tensor, value: Tensor) -> Tensor:
+    """Values of G groups of heads ``[B, G, S, d_v]`` weighted ``[B, H, L, S]``, heads merged."""
+    groups = weights.size(1) // value.size(1)
+    if groups == 1:
+        merged = weights @ value
+    else:
+        grouped = weights.unflatten(1, (-1, groups))  # [B, G, H / G, L, S]
+        merged = (grouped @ value.unsqueeze(2)).flatten(1, 2)
+    return merged.transpose(1, 2).flatten(2)

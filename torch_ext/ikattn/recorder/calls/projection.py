@@ -1,0 +1,132 @@
+"""Out-projections as linear maps, whatever they are made of.
+
+Sizes: H heads, d_v head size of value, D model size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ikattn._precision import widened
+from ikattn.recorder.calls.hooks import Hook
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_thread = threading.local()
+
+
+class Projection(NamedTuple):
+    """A linear map: weight ``[D, H d_v]``, bias ``[D]`` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def after(self, before: Projection) -> Projection:
+        """Returns this map applied after another, which mixes no numbers."""
+        weight = widened(self.weight)
+        bias = self.bias
+        if before.bias is not None:
+            bias = weight @ before.bias + (0 if bias is None else widened(bias))
+        return Projection(weight * before.weight.diagonal(), bias)
+
+    def of_columns(self, columns: Tensor) -> Projection:
+        """Returns this map for inputs that stand in some of its columns."""
+        return Projection(self.weight[:, columns], self.bias)
+
+
+def is_probing() -> bool:
+    """Whether this thread is calling a module to learn what it computes: no part of the model's."""
+    return getattr(_thread, "probing", False)
+
+
+def describe(module: nn.Module) -> str:
+    """The class of a module, with the library it is from."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def plain_projection(module: nn.Module) -> Projection | None:
+    """The parameters of a module that computes nothing but ``x W^T + b``; None of another.
+
+    Another may hold quantised, sharded or offloaded weights, adapters, parametrisations, hooks, or
+    a forward of its own.
+    """
+    is_conv = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transfo")
+    if type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear) and not is_conv:
+        return None
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
+        return None
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if not isinstance(weight, Tensor) or not _is_plain(weight):
+        return None
+    if bias is not None and not _is_plain(bias):
+        return None
+    return Projection(weight.mT if is_conv else weight, bias)
+
+
+def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str) -> Projection:
+    """Returns a module's linear map: its output for the identity less its output for zero.
+
+    Args:
+        module: The out-projection.
+        width: Its inputs, H d_v.
+        like: A tensor with the type and device of these.
+        layer: The name of the attention that it belongs to, for errors.
+
+    Raises:
+        TypeError: The module cannot be applied to ``[1, width, width]``.
+    """
+    plain = plain_projection(module)
+    if plain is not None:
+        return plain
+    identity = torch.eye(width, dtype=like.dtype, device=like.device)
+    rows = torch.cat([identity, identity.new_zeros(1, width)])
+    with _probing(module):
+        try:
+            made = module(rows.unsqueeze(0))
+        except Exception as error:
+            raise TypeError(
+                f"record: the out-projection of {layer}, a {describe(module)}, must be a linear "
+                f"map of [1, L, {width}], got an error when it was applied: {error}. layers=... "
+                "leaves the layer out"
+            ) from error
+    if not isinstance(made, Tensor) or made.dim() != 3 or made.shape[:2] != (1, width + 1):
+        raise TypeError(
+            f"record: the out-projection of {layer}, a {describe(module)}, must make a tensor "
+            f"[1, L, D] of [1, L, {width}], got {_shape_of(made)}. layers=... leaves the layer out"
+        )
+    made = widened(made[0])
+    return Projection((made[:-1] - made[-1]).mT, made[-1])
+
+
+def _shape_of(made: object) -> object:
+    """Returns how an error names what a module has made."""
+    return list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+
+
+def _is_plain(x: Tensor) -> bool:
+    is_known = type(x) in (Tensor, nn.Parameter)
+    return is_known and x.dtype in FLOATS and not x.is_meta
+
+
+@contextlib.contextmanager
+def _probing(module: nn.Module) -> Iterator[None]:
+    """A context in which hooks of recordings are silent, and dropout within the module is off."""
+    dropping: list[Any] = [
+        part for part in module.modules() if isinstance(part, nn.Dropout) and part.training
+    ]
+    _thread.probing = True
+    try:
+        for part in dropping:
+            part.training = False
+        yield
+    finally:
+        for part in dropping:
+            part.training = True
+        _thread.probing = False

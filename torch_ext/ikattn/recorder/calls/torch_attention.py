@@ -1,0 +1,206 @@
+"""Calls of ``nn.MultiheadAttention``, stock or ours.
+
+Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn._precision import widened
+from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
+from ikattn.nn._projection import project
+from ikattn.nn._softmax import rbf_key_bias, select_away
+from ikattn.nn.functional import ExtraKeys, with_extra_keys
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
+from ikattn.recorder.calls.projection import FLOATS, Projection, describe
+
+_signature = inspect.signature(StockMultiheadAttention.forward)
+_layer_signature = inspect.signature(nn.TransformerEncoderLayer.forward)
+
+
+def torch_call(
+    module: StockMultiheadAttention,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str | None,
+    frequencies: tuple[Tensor, Tensor | None] | None,
+    padded_length: int | None,
+) -> AttentionCall:
+    """Returns the inputs of attention in a call that has just been made.
+
+    Args:
+        module: The module that was called.
+        args, kwargs: What its forward was called with.
+        kind: "self" or "cross"; None: self if query and key are the same tensor.
+        frequencies: w1 and w2 that the call used, for the implicit kernel.
+        padded_length: What nested inputs are padded to; None: the longest.
+    """
+    given = _signature.bind(module, *args, **kwargs).arguments
+    query, key, value = inputs_of(module, args, kwargs)
+    if kind is None:
+        kind = "self" if _are_same_tokens(query, key) else "cross"
+    masks = Masks(given.get("key_padding_mask"), given.get("attn_mask"))
+    if query.is_nested:
+        query, key, value, masks = _padded(query, key, value, padded_length)
+    if query.dim() == 2:
+        axis = 0 if module.batch_first else 1
+        query, key, value = (x.unsqueeze(axis) for x in (query, key, value))
+        if masks.padding is not None:
+            masks = masks._replace(padding=masks.padding.unsqueeze(0))
+
+    with as_the_model_runs(gradients=torch.is_grad_enabled()):
+        heads = project(module, query, key, value)
+    q, k, v = (widened(x) for x in heads)
+    masks = masks.four_axes(q, k)
+    extra = ExtraKeys(module.bias_k, module.bias_v, module.add_zero_attn)
+    k, v, masks = with_extra_keys(k, v, masks, extra)
+    k, v = select_away(k, v, masks.padding)
+    call = AttentionCall(
+        query=q,
+        key=k,
+        value=v,
+        kind="self" if kind == "self" else "cross",
+        kernel=getattr(module, "kernel", "dot"),
+        p=getattr(module, "p", 2.0),
+        frequencies=None if frequencies is None else _widened_pair(*frequencies),
+        attn_mask=None if masks.attention is None else as_visible(masks.attention),
+        key_bias=_key_bias(module, k, masks.padding),
+        softmax_heads=getattr(module, "softmax_heads", None),
+    )
+    if masks.padding is not None:
+        call.key_padding = hidden(masks.padding).clone()  # the mask is the caller's
+        if kind == "self":
+            call.query_padding = call.key_padding[:, : q.size(2)]
+    return call
+
+
+def inputs_of(
+    module: StockMultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value that the forward of a module was called with."""
+    given = _signature.bind(module, *args, **kwargs).arguments
+    return given["query"], given["key"], given["value"]
+
+
+def out_projection_of(module: StockMultiheadAttention, layer: str) -> Projection:
+    """Returns the out-projection, whose parameters ``nn.MultiheadAttention`` uses uncalled.
+
+    Args:
+        module: The attention.
+        layer: Its name, for errors.
+
+    Raises:
+        TypeError: Their tensors are no plain ones.
+    """
+    out_proj = module.out_proj
+    weight, bias = out_proj.weight, out_proj.bias
+    for name, x in (("weight", weight), ("bias", bias)):
+        is_plain = x is None or (type(x) in (Tensor, nn.Parameter) and not x.is_meta)
+        fits = x is None or (x.dtype in FLOATS and x.dim() == (2 if name == "weight" else 1))
+        if not is_plain or not fits:
+            where = "offloaded (a meta tensor)" if x.is_meta else f"a {type(x).__name__}, {x.dtype}"
+            raise TypeError(
+                f"record: out_proj.{name} of {layer} must be a plain floating-point tensor [E, E] "
+                f"or [E], got {where}, of a {describe(out_proj)}. layers=... leaves the layer out"
+            )
+    return Projection(weight, bias)
+
+
+def _widened_pair(w1: Tensor, w2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return widened(w1), None if w2 is None else widened(w2)
+
+
+def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
+    """Whether both are one sequence: one tensor, or two with the same numbers."""
+    if query is key:
+        return True
+    if query.is_nested or key.is_nested or query.shape != key.shape or query.numel() == 0:
+        return False
+    return torch.equal(query.nan_to_num(0.0), key.nan_to_num(0.0))
+
+
+def fused_layer_differs(
+    layer: nn.TransformerEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether torch's fused kernel, which a recording replaces, would compute something else.
+
+    It takes every number of a floating-point mask but 0 for -inf.
+
+    Args:
+        layer: A stock layer that is called.
+        args, kwargs: What its forward is called with.
+    """
+    given = _layer_signature.bind(layer, *args, **kwargs).arguments
+    masks = [given.get(name) for name in ("src_mask", "src_key_padding_mask")]
+    if not any(mask is not None and mask.is_floating_point() for mask in masks):
+        return False
+    attention, src = layer.self_attn, given["src"]
+    parameters = [*attention.parameters(), *layer.parameters(), src]
+    is_fused = (
+        torch.backends.mha.get_fastpath_enabled()
+        and type(layer).forward is nn.TransformerEncoderLayer.forward
+        and not layer.training
+        and src.dim() == 3
+        and not src.is_nested
+        and attention.batch_first
+        and attention.in_proj_bias is not None
+        and attention._qkv_same_embed_dim
+        and attention.num_heads % 2 == 0
+        and bool(layer.activation_relu_or_gelu)
+        and layer.norm1.eps == layer.norm2.eps
+        and not model_has_autocast()
+        and not (model_has_gradients() and any(x.requires_grad for x in parameters))
+        and not any(
+            not isinstance(hook, Hook)
+            for module in layer.modules()
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+    )
+    return is_fused and any(
+        bool(((mask != 0) & (mask != -torch.inf)).any())
+        for mask in masks
+        if mask is not None and mask.is_floating_point()
+    )
+
+
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, length: int | None
+) -> tuple[Tensor, Tensor, Tensor, Masks]:
+    """Nested tensors [N, *, E] as padded ones, with the padding of the keys as a mask."""
+
+    def padded(x: Tensor) -> Tensor:
+        sizes = None if length is None else (x.size(0), length, x.size(2))
+        rows: Tensor = torch.nested.to_padded_tensor(x, 0.0, sizes)
+        return rows
+
+    # by identity: self-attention stays one tensor, which is projected at once
+    by_identity = {id(x): padded(x) for x in (query, key, value)}
+    q, k, v = (by_identity[id(x)] for x in (query, key, value))
+    ends = torch.tensor([x.size(0) for x in key.unbind()], device=k.device)
+    beyond = torch.arange(k.size(1), device=k.device) >= ends[:, None]
+    return q, k, v, Masks(beyond, None)
+
+
+def _key_bias(module: Any, key: Tensor, padding: Tensor | None) -> Tensor | None:
+    """Returns the bias of the logits of keys [N, H, S, d], as [N, H or 1, S]."""
+    bias = None if padding is None else as_bias(padding, key.dtype).unsqueeze(1)
+    kernel, learned = getattr(module, "kernel", "dot"), getattr(module, "magnitude", None)
+    own = None
+    if kernel == "rbf":
+        own = rbf_key_bias(key, learned or module.p)
+        own = None if own is None else own.squeeze(-2)
+    elif kernel == "implicit" and learned is not None:
+        own = learned(key, None if padding is None else hidden(padding))
+        heads = getattr(module, "softmax_heads", None)
+        own = own if heads is None else own.masked_fill(heads[:, None], 0.0)
+    if own is None:
+        return bias
+    return own if bias is None else own + bias

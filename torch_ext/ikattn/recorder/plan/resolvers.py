@@ -1,0 +1,132 @@
+"""Where the parts of a layer of attention are: its out-projection, its residual and its norms.
+
+A resolver knows one family of models. It is asked about every module of a model and answers with
+the module's ``AttentionParts``, with None where the module is not its business, or by raising
+NotImplementedError with the reason why such a module cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from torch import nn
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.recorder.calls.sdpa import calls_sdpa
+from ikattn.recorder.plan.parts import AttentionParts
+from ikattn.recorder.plan.torch_parts import torch_attention
+from ikattn.recorder.plan.transformers_parts import transformers_attention
+
+Resolver: TypeAlias = Callable[[nn.Module, Sequence[nn.Module]], AttentionParts | None]
+
+
+class Site(NamedTuple):
+    """A layer of attention in a model: ``parts``, or the reason why it cannot be recorded."""
+
+    name: str
+    module: nn.Module
+    ancestors: tuple[nn.Module, ...]  # innermost first
+    parts: AttentionParts | str
+
+
+_registered: dict[str, Resolver] = {}
+
+
+def register_resolver(family: str, resolver: Resolver) -> None:
+    """Tells ``ikattn.record`` where the parts of a family's attention are.
+
+    What can be recorded is ``nn.MultiheadAttention`` and any module that calls its attention
+    function through transformers' ``AttentionInterface``. Registered resolvers are asked before
+    those of this package, the latest first; registering a family again replaces it.
+
+    Args:
+        family: A name for it.
+        resolver: Called with a module and the modules around it, innermost first. Returns the
+            module's parts; None for a module it does not know. NotImplementedError, raised with a
+            reason, means that the module is attention that cannot be recorded.
+
+    Raises:
+        TypeError: resolver is not callable.
+
+    Example:
+        >>> import ikattn
+        >>> from ikattn.recorder import AttentionParts
+        >>> def resolve(module, ancestors):
+        ...     if type(module).__name__ != "MyAttention":
+        ...         return None
+        ...     norm = ancestors[0].norm1
+        ...     return AttentionParts("mine", module.out, block="pre", kind="self", pre_norm=norm)
+        >>> ikattn.recorder.register_resolver("mine", resolve)
+    """
+    if not callable(resolver):
+        raise TypeError(f"register_resolver: resolver must be callable, got {resolver!r}")
+    _registered.pop(family, None)
+    _registered[family] = resolver
+
+
+def find_attention(model: nn.Module) -> list[Site]:
+    """Every layer of attention in ``model``, also those that cannot be recorded, in module order.
+
+    A model that is itself attention goes by the name of its class.
+    """
+    sites = []
+    for name, module, ancestors in _walk(model, "", (), set()):
+        try:
+            parts: AttentionParts | str | None = resolve(module, ancestors)
+        except NotImplementedError as reason:
+            parts = str(reason)
+        if parts is not None:
+            plain = name.replace("_orig_mod.", "")  # what torch.compile puts in between
+            sites.append(Site(plain or type(module).__name__, module, ancestors, parts))
+    return sites
+
+
+def _walk(
+    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """Every module once, with its name and the modules around it, innermost first."""
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module, ancestors
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}" if name else child_name
+        yield from _walk(child, full_name, (module, *ancestors), seen)
+
+
+def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts | None:
+    """The parts of an attention module among ``ancestors``, innermost first; None: it is none.
+
+    Raises:
+        NotImplementedError: It is attention that cannot be recorded, or that no resolver knows.
+    """
+    resolvers = [*reversed(_registered.values()), torch_attention, transformers_attention]
+    for resolver in resolvers:
+        parts = resolver(module, ancestors)
+        if parts is not None:
+            return parts
+    if isinstance(module, StockMultiheadAttention):
+        raise NotImplementedError(
+            f"{type(module).__name__} is an nn.MultiheadAttention with a forward of its own"
+        )
+    if calls_interface(module) or calls_sdpa(module):
+        return found_by_running(module)
+    return None
+
+
+def described_by(module: nn.Module, ancestors: Sequence[nn.Module]) -> str:
+    """Who says what the parts of a module are, as errors name it."""
+    for family, resolver in reversed(_registered.items()):
+        if resolver(module, ancestors) is not None:
+            return f"the resolver that was registered for {family!r}"
+    return f"ikattn's own list of parts of {type(module).__name__}"
+
+
+def found_by_running(module: nn.Module) -> AttentionParts:
+    """The parts of attention that no resolver knows: its runs will tell."""
+    config = getattr(module, "config", None)
+    family = getattr(config, "model_type", None) or type(module).__module__.split(".")[0]
+    is_decoder = bool(getattr(module, "is_decoder", getattr(module, "is_causal", False)))
+    return AttentionParts(family, None, "found", side="decoder" if is_decoder else "encoder")

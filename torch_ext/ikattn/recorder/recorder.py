@@ -1,0 +1,368 @@
+"""Fills a recording from hooks, while the model runs.
+
+A call's way: a hook on the outermost module that runs opens a batch -> the attention runs, and
+tells what it was given (a hook on ``nn.MultiheadAttention``, the attention function of a
+transformers model, or ``F.scaled_dot_product_attention``) -> hooks on the modules around it see
+where its output goes (``following.py``) -> with the norm after it the maps of that layer are made
+(``making.py``), and all that they were made of is let go.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+from torch.utils.hooks import RemovableHandle
+
+from ikattn.integrations.transformers._interface import Given
+from ikattn.maps.layers import Batch, Layer
+from ikattn.maps.recording import Recording
+from ikattn.nn._over_ranks import goes_over_ranks
+from ikattn.recorder.calls.heads import FollowedHeads
+from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.modes import check_is_plain_call, in_own_modes
+from ikattn.recorder.calls.projection import describe, is_probing
+from ikattn.recorder.calls.torch_attention import (
+    fused_layer_differs,
+)
+from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.runs.call import Call, Entered, note_ids, tokens_before
+from ikattn.recorder.runs.following import Follower
+from ikattn.recorder.runs.making import Maker, OnLayer, OnRun
+from ikattn.recorder.runs.opening import Opener
+from ikattn.recorder.runs.padding import (
+    mask_argument,
+)
+from ikattn.recorder.runs.rows import RowsAsked
+from ikattn.recorder.runs.transfers import Arrival
+from ikattn.recorder.sums.claims import Settlement
+from ikattn.recorder.sums.tensors import first_tensor
+
+
+class _Ended(NamedTuple):
+    """A call that has ended, whose maps and numbers are on their way."""
+
+    layers: dict[str, Layer]
+    batch: Batch
+    settlement: Settlement
+    arrival: Arrival
+
+
+class Recorder:
+    """Fills a recording from hooks."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        *,
+        to_cpu: bool,
+        detach: bool,
+        on_layer: OnLayer | None,
+        check: Literal["rows", "all"],
+        on_run: OnRun | None = None,
+        rows: RowsAsked | None = None,
+    ) -> None:
+        self._recording = recording
+        self._on_layer = on_layer
+        self._maker = Maker(
+            to_cpu=to_cpu, detach=detach, on_layer=on_layer, on_run=on_run, rows=rows
+        )
+        self._follower = Follower(self._maker, checks_all=check == "all")
+        self._opener = Opener(self._maker, self._follower, checks_all=check == "all")
+        self._handles: list[RemovableHandle] = []
+        self._lock = threading.Lock()
+        self._calls_begun = 0
+        self._ended: deque[_Ended] = deque()
+        self._thread = threading.local()
+        self._plans: dict[nn.Module, Plan] = {}
+        self._watched: set[nn.Module] = set()
+        self._around_sdpa: set[nn.Module] = set()  # whose linear modules are noted
+        self._has_told_of_masks = False
+        self._silent: dict[str, nn.Module] = {}  # that ran without a word, where it is no error
+
+    # --- Hooks
+
+    def add_hooks(self, model: nn.Module, plans: Sequence[Plan]) -> None:
+        """Adds hooks; those of calls come first on the way in, and last on the way out.
+
+        Every module around a layer is watched, so that a part of the model may be called alone.
+        """
+        self._plans = {plan.module: plan for plan in plans}
+        around = {module: None for plan in plans for module in (plan.module, *plan.ancestors)}
+        watched = list({model: None} | around)
+        self._watched = set(watched)
+        self._around_sdpa = {
+            module
+            for plan in plans
+            if plan.seen_by == "sdpa"
+            for module in (plan.module, *plan.ancestors[:2])
+        }
+        norms = {module for module in model.modules() if "Norm" in type(module).__name__}
+        self._maker.plans, self._follower.norms = plans, norms
+        roots = dict.fromkeys((plan.ancestors[:3] or (plan.module,))[-1] for plan in plans)
+        near = {module: None for root in roots for module in root.modules()}
+        for module in {**dict.fromkeys(watched), **near}:
+            hook = module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
+            self._handles.append(hook)
+        for plan in plans:
+            spectral = getattr(plan.module, "spectral", None)
+            if isinstance(plan.module, StockMultiheadAttention) and isinstance(spectral, nn.Module):
+                noting = Hook(self._note_frequencies(plan.module))
+                self._handles.append(spectral.register_forward_hook(noting))
+        for module in {**near, **dict.fromkeys(watched)}:
+            hook = module.register_forward_hook(Hook(self._exit), with_kwargs=True)
+            self._handles.append(hook)
+        for module in watched:
+            hook = module.register_forward_hook(Hook(self._leave), always_call=True)
+            self._handles.append(hook)
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._call is not None:
+            self._abandon(self._call)
+        self._follower.forget()
+        if self._silent:
+            is_told_not_to = any(
+                getattr(module, "fused_attn", True) is False for module in self._silent.values()
+            )
+            hint = (
+                ". It calls the former where its fused_attn is True: "
+                "timm.layers.set_fused_attn(True, experimental=True) before the model is built"
+            )
+            warnings.warn(
+                f"record: {', '.join(sorted(self._silent))} ran without calling "
+                "F.scaled_dot_product_attention or transformers' AttentionInterface, and is not "
+                f"recorded{hint if is_told_not_to else ''}",
+                stacklevel=2,
+            )
+
+    def _note_frequencies(self, attention: nn.Module) -> Callable[..., None]:
+        @in_own_modes
+        def hook(spectral: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
+            if self._call is not None:  # a regulariser may follow w1 and w2
+                self._call.frequencies[attention] = (output[0], output[1])
+
+        return hook
+
+    # --- Calls
+
+    @property
+    def _call(self) -> Call | None:
+        return getattr(self._thread, "call", None)
+
+    @in_own_modes
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, is_watched = self._call, module in self._watched
+        if isinstance(module, nn.Linear) and call is not None and call.running:
+            entered = call.running[-1]
+            if entered.module in self._around_sdpa:
+                _note_projected(entered, module, first_tensor(args, kwargs))
+        is_norm = module in self._follower.norms
+        if not is_watched and (call is None or not (call.pending or is_norm)):
+            return
+        if _is_in_backward() or is_probing():
+            return  # a checkpointed layer that runs again; a module asked what it computes
+        x = first_tensor(args, kwargs)
+        if is_watched:
+            check_is_plain_call(describe(module))
+            if goes_over_ranks(module):
+                raise RuntimeError(
+                    f"record: {type(module).__name__} is in context_parallel, where no rank has "
+                    "all weights of a query; record without it"
+                )
+            if call is not None and not call.is_alive:
+                self._abandon(call)
+                call = None
+            if call is None:
+                if x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "record: a call cannot be recorded while a CUDA graph captures it, for the "
+                        "host checks what the model computes; record a call outside the capture"
+                    )
+                with self._lock:
+                    call = self._thread.call = Call(self._calls_begun, sys._getframe(3))
+                    self._calls_begun += 1
+        if call is None:
+            return
+        if x is not None:
+            for run in tuple(call.pending):
+                self._follower.flows_in(call, run, module, x)
+        if x is not None and is_norm and not is_watched:
+            seen = call.see(x)
+            call.norms.append((module, seen))
+            if call.running:
+                call.running[-1].normed.append(seen)
+        if not is_watched:
+            return
+        if x is not None and isinstance(module, nn.TransformerEncoder):
+            is_padded = not x.is_nested and x.dim() == 3
+            call.padded_length = x.size(1) if is_padded else call.padded_length
+        if isinstance(module, nn.TransformerEncoderLayer) and not self._has_told_of_masks:
+            self._tell_of_masks(module, args, kwargs)
+        given = None if x is None else call.see(x)
+        mask = mask_argument(module, args, kwargs)
+        if not call.running or call.batch.input_ids is None:
+            note_ids(call.batch, args, kwargs, mask, self._maker.to_cpu_later)
+        if call.batch.begins is None:
+            call.batch.begins = tokens_before(kwargs)
+        reports = call.reports.get(module, 0)
+        entered = Entered(module, given, args, kwargs, mask, reports)
+        call.running.append(entered)
+        plan = self._plans.get(module)
+        is_known = module in self._follower.plainly_fed
+        if plan is not None and plan.seen_by != "torch" and not is_known:
+            entered.following = FollowedHeads()
+            entered.following.enter()
+
+    def _tell_of_masks(
+        self, layer: nn.TransformerEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Warns where outputs in the block are not those outside."""
+        if fused_layer_differs(layer, args, kwargs):
+            self._has_told_of_masks = True
+            warnings.warn(
+                "record: outputs in the block differ from those outside. There torch runs its "
+                f"fused kernel of {describe(layer)}, which takes every number of a floating-point "
+                "mask but 0 for -inf; here its ordinary code adds the mask to the logits, as "
+                "torch.backends.mha.set_fastpath_enabled(False) has it outside, too",
+                stacklevel=2,
+            )
+
+    @in_own_modes
+    def _exit(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        call, plan = self._call, self._plans.get(module)
+        is_outermost = call is not None and bool(call.running) and call.running[0].module is module
+        if call is None or not (plan or call.pending or is_outermost):
+            return
+        if is_probing() or _is_in_backward():
+            return
+        if plan is not None and isinstance(module, StockMultiheadAttention):
+            self._opener.torch_ran(call, plan, args, kwargs, output)
+        elif plan is not None:
+            self._check_report(call, plan)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        out = first_tensor(outputs, dict(output) if isinstance(output, dict) else {})
+        x = first_tensor(args, kwargs)
+        if x is not None and out is not None:
+            for run in tuple(call.pending):
+                self._follower.flows_out(call, run, module, x, out)
+        if is_outermost and len(call.running) == 1:
+            self._complete(call)
+
+    def _complete(self, call: Call) -> None:
+        """Keeps the batch: the call that opened it has come to its end without an error."""
+        for run in tuple(call.pending):
+            self._follower.nothing_follows(call, run)
+        settlement = self._maker.settlement(call)
+        arrival = self._maker.transfers.arrival()
+        if self._on_layer is not None:
+            self._maker.hand_over(call, waits=True)
+            arrival.wait()
+            settlement.check()
+            with self._lock:
+                self._recording.keep_layers(call.layers)
+            return
+        with self._lock:
+            self._ended.append(_Ended(call.layers, call.batch, settlement, arrival))
+        self.keep_ended(waits=False)
+
+    def keep_ended(self, *, waits: bool) -> None:
+        """Keeps the batches of calls that have ended, once their maps and all checks are there.
+
+        Raises:
+            RuntimeError: A layer of one does not add up; that one is not kept, the others are.
+        """
+        error: RuntimeError | None = None
+        with self._lock:
+            while self._ended and (waits or self._ended[0].arrival.is_over()):
+                ended = self._ended[0]  # stays there, should somebody press Ctrl-C
+                ended.arrival.wait()
+                try:
+                    ended.settlement.check()
+                except RuntimeError as wrong:
+                    error = error or wrong
+                    self._ended.popleft()
+                else:
+                    self._recording.keep_layers(ended.layers)
+                    self._recording.keep(self._ended.popleft().batch)
+        if error is not None:
+            raise error
+
+    @in_own_modes
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._call
+        if call is None or not call.running or call.running[-1].module is not module:
+            return
+        following = call.running.pop().following
+        if following is not None:
+            following.leave()
+        if not call.running:
+            call.frame = None
+            self._thread.call = None
+
+    def _abandon(self, call: Call) -> None:
+        """Lets go of a call that hooks were not told the end of, such as by Ctrl-C."""
+        for entered in reversed(call.running):
+            if entered.following is not None:
+                entered.following.leave()
+        self._thread.call = None
+
+    def _check_report(self, call: Call, plan: Plan) -> None:
+        """Raises RuntimeError where a module ran whose attention has not been seen."""
+        entered = next((each for each in call.running if each.module is plan.module), None)
+        if entered is None or call.reports.get(plan.module, 0) > entered.reports:
+            return
+        if plan.may_be_silent:
+            self._silent[plan.name] = plan.module
+            return
+        implementation = getattr(
+            getattr(plan.module, "config", None), "_attn_implementation_internal", None
+        )
+        now = "" if implementation is None else f" (its config says {implementation!r} now)"
+        raise RuntimeError(
+            f"record: {plan.title} ran, but its attention was not seen{now}: "
+            "the attention implementation must stay what it was when the block began, and the "
+            "module must compute its weights through it"
+        )
+
+    # --- Attention that has run
+
+    @in_own_modes
+    def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
+        """Takes up what a module passed to its attention function, and what that returned."""
+        call = self._call
+        if call is not None and not is_probing() and not _is_in_backward():
+            self._opener.interface_called(call, plan, given, output)
+
+    @in_own_modes
+    def sdpa_called(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """Takes up a call of ``F.scaled_dot_product_attention``."""
+        call = self._call
+        if call is None or not call.running or is_probing() or _is_in_backward():
+            return
+        plan = self._plans.get(call.running[-1].module)
+        if plan is not None and plan.seen_by == "sdpa":
+            check_is_plain_call(plan.name)
+            self._opener.sdpa_called(call, plan, args, kwargs, output)
+
+
+def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> None:
+    """Notes with a module that runs what one of its linear modules is called with."""
+    if x is not None:
+        _, made = entered.projected.get(x.data_ptr(), (x, 0))
+        entered.projected[x.data_ptr()] = x, made + module.out_features
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,1 @@
+"""Runs: one attention followed to the sum of its block, and the maps made of it."""
