@@ -32,7 +32,7 @@ def implicit_kernel_attention(
     norm_dropout_p: float = 0.0,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """:func:`ikattn.implicit_kernel_attention` in torch's own functions.
+    """Computes :func:`ikattn.implicit_kernel_attention` in torch's own functions.
 
     Args:
         query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
@@ -68,7 +68,7 @@ def implicit_kernel_weights(
     average_heads: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """:func:`ikattn.implicit_kernel_weights` in torch's own functions; arguments as there."""
+    """Computes :func:`ikattn.implicit_kernel_weights` in torch's own functions."""
     named = changed("implicit_kernel_weights", options, query)
     return torch.ops.ikattn.implicit_kernel_weights_reference(  # type: ignore[no-any-return]
         query, key, w1, w2, average_heads=average_heads, **named
@@ -76,7 +76,7 @@ def implicit_kernel_weights(
 
 
 def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
-    """:func:`ikattn.ops.spectral_features` in torch's own functions; arguments as there."""
+    """Computes :func:`ikattn.ops.spectral_features` in torch's own functions."""
     return torch.ops.ikattn.spectral_features_reference(x, w1, w2)  # type: ignore[no-any-return]
 
 
@@ -88,7 +88,7 @@ def attention_from_features(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    """:func:`ikattn.ops.attention_from_features` in torch's own functions.
+    """Computes :func:`ikattn.ops.attention_from_features` in torch's own functions.
 
     Args:
         query_features, key_features, logits, value, eps: As there.

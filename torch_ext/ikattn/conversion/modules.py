@@ -1,4 +1,4 @@
-"""Which attention modules a model has, and what of each can be changed."""
+"""The attention modules of a model, and what of each can be changed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AttentionModule(NamedTuple):
         return self.kind.kernel_of(self.module)
 
     def describe(self) -> str:
-        """What the module is, for a table."""
+        """Describes the module, for a table."""
         if hasattr(self.module, "_hf_hook") and not self.is_plain:
             return "offloaded by accelerate: convert the model before that"
         if not self.is_plain:
@@ -80,17 +80,17 @@ class ConversionReport(tuple[AttentionModule, ...]):
 
     @property
     def converted(self) -> tuple[AttentionModule, ...]:
-        """Those that have a kernel of this package."""
+        """The modules that have a kernel of this package."""
         return tuple(found for found in self if found.is_ours)
 
     @property
     def stock(self) -> tuple[AttentionModule, ...]:
-        """Those that ``convert`` could change."""
+        """The modules that ``convert`` could change."""
         return tuple(found for found in self if found.is_plain and not found.is_ours)
 
     @property
     def left(self) -> tuple[AttentionModule, ...]:
-        """Those that ``convert`` leaves alone, because somebody else has changed them."""
+        """The modules that ``convert`` leaves alone, because somebody else has changed them."""
         return tuple(found for found in self if not found.is_plain)
 
     def __str__(self) -> str:

@@ -58,7 +58,7 @@ def softmax_attention(
     if bias is not None:
         empty = _empty_rows(bias)
         bias = bias.masked_fill(empty, 0.0)
-    # as an attribute of its module: what replaces it, such as context parallelism, is called
+    # looked up in its module, where context parallelism replaces it
     output = F.scaled_dot_product_attention(query, key, value, bias, dropout_p, masks.is_causal)
     return output if empty is None else output.masked_fill(empty, 0.0), None
 

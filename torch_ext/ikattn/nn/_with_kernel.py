@@ -1,4 +1,4 @@
-"""What attention modules with a choice of kernel have in common: options, state, checkpoints."""
+"""The base of attention modules with a choice of kernel: options, state, checkpoints."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         return partial(project, InProjection.of(self))
 
     def _extra_keys(self, query: Tensor) -> ExtraKeys:
-        """The keys and values that are appended in a call with this query."""
+        """Returns the keys and values that are appended in a call with this query."""
         return ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn)
 
     def _as_leaf(self, tracer: fx.Tracer, *arguments: Any) -> Any:
@@ -422,7 +422,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
 
 
 def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A hook that does nothing: that there is one matters."""
+    """Does nothing, as a hook whose presence matters."""
 
 
 def _is_loaded(parameter: Tensor) -> bool:

@@ -17,7 +17,7 @@ _WRAPPERS = ("DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"
 
 
 def unseen_attention(model: nn.Module, seen: Iterable[nn.Module]) -> list[str]:
-    """Names of modules that look like attention, and neither hold nor are part of what is seen.
+    """Names modules that look like attention, and neither hold nor are part of what is seen.
 
     They are told by the names of their classes; the outermost of several is named.
     """
@@ -37,7 +37,7 @@ def unseen_attention(model: nn.Module, seen: Iterable[nn.Module]) -> list[str]:
 
 
 def describe_unseen(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Lists the first names, and how many more there are."""
     more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
     return f"{', '.join(names[:4])}{more}"
 

@@ -65,9 +65,9 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
 
 
 def operator(name: str) -> Any:
-    """The operator of that name; its composition while a model is exported to ONNX."""
+    """Returns the operator of that name, or its composition while a model goes to ONNX."""
     is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
-    if is_traced and torch.onnx.is_in_onnx_export():  # which costs a call 1 us
+    if is_traced and torch.onnx.is_in_onnx_export():  # the question costs a call 1 us
         name = f"{name}_reference"
     return getattr(torch.ops.ikattn, name)
 

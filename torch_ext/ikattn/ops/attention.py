@@ -38,7 +38,7 @@ def implicit_kernel_attention(
     w2: Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    r"""Attention whose weights are an implicit spectral kernel times the magnitude of the key.
+    r"""Computes attention by an implicit spectral kernel times the magnitude of the key.
 
     .. math::
         o_i = \sum_j \frac{(s_{ij}^2 + \epsilon)\,
@@ -111,7 +111,7 @@ def implicit_kernel_weights(
     average_heads: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """The weights :func:`implicit_kernel_attention` uses, after dropout.
+    """Computes the weights that :func:`implicit_kernel_attention` uses, after dropout.
 
     Args:
         query, key, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
@@ -145,7 +145,7 @@ def implicit_kernel_weights(
 
 
 def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
-    r"""The features whose inner products are the implicit kernel.
+    r"""Computes the features whose inner products are the implicit kernel.
 
     .. math:: \phi(x) = [\cos 2\pi x w_1 + \cos 2\pi x w_2,\; \sin 2\pi x w_1 + \sin 2\pi x w_2]
 
@@ -181,7 +181,7 @@ def attention_from_features(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Implicit-kernel attention whose features were made before.
+    r"""Computes implicit-kernel attention of features that were made before.
 
     .. math::
         o_i \propto \sum_j (s_{ij}^2 + \epsilon) \exp(\mathrm{logits}_{ij}) v_j, \qquad
@@ -237,7 +237,7 @@ def similarity_and_magnitude(
     eps: float = 1e-5,
     magnitude_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The two factors of an attention coefficient: weight_ij = similarity_ij magnitude_j / Z_i.
+    """Computes both factors of a coefficient: weight_ij = similarity_ij magnitude_j / Z_i.
 
     Args:
         query: ``[B, H, L, d]``.

@@ -131,7 +131,7 @@ def implicit_kernel_edge_attention(
     return_weights: bool = False,
     **options: Unpack[EdgeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention of every node to those that have an edge into it.
+    r"""Attends from every node to those that have an edge into it.
 
     .. math::
         o_i = \sum_{e: j \to i} \frac{(s_{ij}^2 + \epsilon)\,
@@ -235,7 +235,7 @@ def softmax_edge_attention(
     return_weights: bool = False,
     **options: Unpack[EdgeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention over edges by the RBF kernel times the magnitude; by default softmax attention.
+    r"""Attends over edges by the RBF kernel times the magnitude; by default by softmax.
 
     .. math::
         o_i = \sum_{e: j \to i} \frac{\exp(-|q_i - k_j|_2^2 / (2 \sqrt{d}) + g_j
@@ -322,7 +322,7 @@ def gat_edge_attention(
     return_weights: bool = False,
     **options: Unpack[EdgeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""The paper's form for GAT: a learned vector attends to the two ends of every edge.
+    r"""Attends by the paper's form for GAT: a learned vector, and the two ends of every edge.
 
     .. math::
         o_i = \sum_{e: j \to i} \frac{(s(a, x_e)^2 + \epsilon)\,

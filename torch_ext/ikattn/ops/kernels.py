@@ -1,4 +1,4 @@
-"""What a call of the attention operator would run on, asked beforehand.
+"""Asking beforehand which kernels a call of the attention operator takes.
 
 Symbols as in ``ikattn.ops``.
 """
@@ -66,7 +66,7 @@ class KernelChoice(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What :func:`which_kernels` says of the two passes of a call.
+    """The answer of :func:`which_kernels`, for both passes of a call.
 
     Example:
         >>> import torch, ikattn

@@ -70,7 +70,7 @@ def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Te
 def attention_from_moments(
     query_features: Tensor, moments: Tensor, reference: Tensor, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    r"""Attention of queries to the keys that moments are of.
+    r"""Attends from queries to the keys that moments are of.
 
     A sum over entries keeps what :math:`|\phi_i|^2 \sum_j |\phi_j|^2` leaves of the last bits. A
     query whose scores are all near zero errs by up to some 6e-8 / eps of its output in float32;
@@ -117,7 +117,7 @@ def causal_attention_from_moments(
     *,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Causal attention of tokens that come after the keys that moments are of, in linear time.
+    r"""Attends causally from tokens after the keys that moments are of, in linear time.
 
     A query sees all those keys, and the tokens up to its own. The moments of all keys come back, so
     that a sequence may be computed part by part, each going on where the one before ended. Tokens

@@ -36,7 +36,7 @@ def implicit_kernel_attention_varlen(
     magnitude_scale: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Implicit-kernel attention of packed sequences, with FlashAttention's argument names.
+    """Computes attention of packed sequences, with FlashAttention's argument names.
 
     Sequences of equal lengths that follow each other are computed together, as a batch, and views
     of the packed tensors; on a GPU so are sequences of similar lengths, padded. Nothing is computed
@@ -120,7 +120,7 @@ def attend_jagged(
     w2: Tensor | None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """``implicit_kernel_attention`` of nested tensors ``[B, H, j, d]`` of the jagged layout.
+    """Computes attention of nested tensors ``[B, H, j, d]`` of the jagged layout.
 
     Raises:
         TypeError: Not all of query, key and value are nested, or one is of the strided layout.

@@ -43,7 +43,7 @@ def context_parallel_attention(
     algorithm: Algorithm | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Implicit-kernel attention where every rank has a part of the tokens.
+    """Attends where every rank has a part of the tokens.
 
     Every rank calls it with its own tokens, and gets the output of its own queries over the keys of
     all ranks: what one process computes, to rounding. In quadratic time keys and values go round
@@ -121,7 +121,7 @@ def context_parallel_attention(
 
 
 def _lowered(*tokens: Tensor) -> list[Tensor]:
-    """The tokens in autocast's type, where it is on, as the operator takes them then."""
+    """Returns the tokens in autocast's type where it is on, as the operator takes them then."""
     device = tokens[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tokens)
@@ -135,7 +135,7 @@ def _check_here(
     algorithm: str | None,
     attn_mask: Tensor | None,
 ) -> None:
-    """What one process would refuse, in its words, and what cannot be shared out."""
+    """Refuses what one process would refuse, in its words, and what cannot be shared out."""
     if attn_mask is not None:
         raise NotImplementedError(
             "context_parallel_attention: attn_mask must be None, got "
@@ -249,7 +249,7 @@ class ContextParallel:
         self._handles: list[AttendingBy] = []
 
     def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole sequence, such as ids, positions or padding masks.
+        """Returns this rank's tokens of a whole sequence, such as ids, positions or padding masks.
 
         Labels that a model shifts by itself are to be shifted before they are sharded, for the last
         token of a chunk has its successor on another rank: ``labels=None, shift_labels=..`` of
@@ -265,7 +265,7 @@ class ContextParallel:
         return self._layout.shard(whole, dim, self._ranks.number)
 
     def unshard(self, part: Tensor, dim: int = 1) -> Tensor:
-        """The whole of what the ranks have, on every rank; without gradients."""
+        """Returns the whole of what the ranks have, on every rank; without gradients."""
         part = part.detach().contiguous()
         parts = [torch.empty_like(part) for _ in range(self._ranks.size)]
         dist.all_gather(parts, part, group=self._ranks.group)
@@ -334,7 +334,7 @@ def context_parallel(
 
 
 def _attention_in(model: nn.Module) -> list[nn.Module]:
-    """The modules whose attention is to be shared out.
+    """Returns the modules whose attention is to be shared out.
 
     Raises:
         ValueError: There is none, or one that cannot be.

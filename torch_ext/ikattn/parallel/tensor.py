@@ -44,7 +44,7 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """What ``parallelize_module`` calls.
+        """Shares out a module, as ``parallelize_module`` asks.
 
         Raises:
             TypeError: It is another module.
@@ -58,7 +58,7 @@ class HeadParallel(ParallelStyle):
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """A plan that shares out the heads of all attention modules that this package knows.
+    """Makes a plan that shares out the heads of all attention modules that this package knows.
 
     Args:
         model: An ``ikattn.MultiheadAttention``, any model with some, such as ``ikattn.convert``

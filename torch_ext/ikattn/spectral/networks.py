@@ -16,7 +16,7 @@ from torch.nn.functional import leaky_relu
 from ikattn._heads import whole
 from ikattn.spectral.direct import fill_uniform
 
-SLOPE = 0.2  # of the leaky rectifiers, the authors'
+SLOPE = 0.2  # slope of the leaky rectifiers, the authors'
 
 
 class OddNetwork(nn.Module):

@@ -25,7 +25,7 @@ from ikattn.spectral.interface import call_source, unwrapped
 
 __all__ = ["Layer", "as_softmax", "layers_of", "listening", "note_softmax_heads"]
 
-# What modules of transformers call the tokens that are not their own.
+# Names that modules of transformers have for tokens that are not their own.
 _OTHERS = ("key_value_states", "encoder_hidden_states")
 
 Listener = Callable[["Layer", AttentionCall], None]
@@ -52,7 +52,7 @@ class Layer(ABC):
         return [w for w in self.kernel.parameters() if w.requires_grad]
 
     def weights(self, call: AttentionCall) -> Tensor:
-        """The implicit kernel's normalised weights [B, H, L, S] of a call, differentiable."""
+        """Returns the implicit kernel's normalised weights [B, H, L, S] of a call."""
         w1, w2, p, key_bias = self._kernel_of(call)
         query = call.query
         return implicit_kernel_weights(
@@ -70,12 +70,12 @@ class Layer(ABC):
     def _kernel_of(
         self, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
-        """w1, w2, p and what is added to the logits of keys."""
+        """Returns w1, w2, p and what is added to the logits of keys."""
 
     @property
     @abstractmethod
     def owner(self) -> SoftmaxHeads:
-        """What knows which heads compute softmax."""
+        """The module that knows which heads compute softmax."""
 
 
 class _TorchLayer(Layer):
@@ -128,7 +128,7 @@ _LAYERS: dict[str, type[Layer]] = {
 
 
 def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
-    """The selected layers with implicit kernels, in the order of their names.
+    """Returns the selected layers with implicit kernels, in the order of their names.
 
     Raises:
         TypeError: The model is none, or select is no selection.
@@ -230,7 +230,7 @@ def _reads_others(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _mask_of_tokens(batch: Any, call: AttentionCall) -> Tensor | None:
-    """The batch's attention_mask [B, S], where it is one of the call's keys."""
+    """Returns the batch's attention_mask [B, S], where it is one of the call's keys."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     sizes = (call.key.size(0), call.key.size(2))
     return mask if isinstance(mask, Tensor) and tuple(mask.shape) == sizes else None

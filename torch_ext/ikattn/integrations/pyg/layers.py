@@ -77,7 +77,7 @@ class GraphAttention(WithKernel):
             seed=seed,
         )
 
-    if TYPE_CHECKING:  # what PyG's layers hold, which has no types
+    if TYPE_CHECKING:  # attributes of PyG's layers have no types
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -130,7 +130,7 @@ class GraphAttention(WithKernel):
         return self.dropout if self.training else 0.0
 
     def _drawn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Frequencies [H, .., M] for queries and keys [nodes, H, ..]."""
+        """Returns frequencies [H, .., M] for queries and keys [nodes, H, ..]."""
         pools = getattr(self.spectral, "pools", False)
         tokens = [x.transpose(0, 1).unsqueeze(0) for x in (query, key)]
         if not pools:  # nothing but sizes is asked of them
@@ -214,7 +214,7 @@ class _GATForm(GraphAttention):
         w1 = w2 = None
         if self.kernel == "implicit":
             query = ends = vector.unsqueeze(0)
-            if getattr(self.spectral, "pools", False):  # of the means, which is what it takes
+            if getattr(self.spectral, "pools", False):  # it takes means
                 means = (x.sum(0, keepdim=True) / max(x.size(0), 1) for x in (target, source))
                 ends = torch.cat([*means], -1)
             w1, w2 = self._drawn(query, ends)
@@ -247,7 +247,7 @@ class _GATForm(GraphAttention):
         raise NotImplementedError
 
     def _bias_of(self, of_edges: Tensor | None) -> Tensor | None:
-        """What features of edges [E, H, C] add to their logits, [E, H]."""
+        """Returns what features of edges [E, H, C] add to their logits, [E, H]."""
         if of_edges is None:
             return None
         bias: Tensor = (of_edges * self._attention_of_edges).sum(-1)
@@ -256,7 +256,7 @@ class _GATForm(GraphAttention):
     def _with_loops(
         self, edge_index: Any, edge_attr: Tensor | None, num_nodes: int
     ) -> tuple[Any, Tensor | None]:
-        """Self loops, as PyG adds them."""
+        """Adds self loops, as PyG adds them."""
         if not self.add_self_loops:
             return edge_index, edge_attr
         if isinstance(edge_index, SparseTensor):
@@ -270,7 +270,7 @@ class _GATForm(GraphAttention):
         return with_self_loops(edge_index, edge_attr, self.fill_value, num_nodes)
 
     def _map_edges(self, edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
-        """Features of edges, [E, H, C]."""
+        """Returns features of edges, [E, H, C]."""
         edge_attr = None if self.lin_edge is None else attributes_of(edge_index, edge_attr)
         if edge_attr is None:
             return None

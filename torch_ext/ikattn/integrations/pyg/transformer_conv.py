@@ -140,5 +140,5 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
         )
 
     def message(self, value: Tensor, alpha: Tensor) -> Tensor:
-        """The weighted values of edges [E, H, C], for those who look at messages."""
+        """Returns the weighted values of edges [E, H, C], for those who look at messages."""
         return value * alpha.unsqueeze(-1)

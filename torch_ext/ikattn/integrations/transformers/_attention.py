@@ -52,7 +52,7 @@ def register_implicit() -> None:
 
 
 def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
-    """The query [B, H, L, d] whose dot product with a key is to be divided by sqrt(d)."""
+    """Returns the query [B, H, L, d] whose dot product with a key is to be divided by sqrt(d)."""
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     return query if abs(factor - 1.0) < 1e-6 else query * factor
 
@@ -68,7 +68,7 @@ def _implicit_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Implicit-kernel attention as transformers calls its attention functions.
+    """Computes implicit-kernel attention as transformers calls its attention functions.
 
     Args:
         module: The attention module, with its kernel.
@@ -98,7 +98,7 @@ def _implicit_attention(
     given = Given(query, key, value, attention_mask, IMPLICIT, options)
     visibility = _visibility(module, kernel, given)
     if is_over_ranks():
-        passed = options.get("is_causal")  # of one token a rank, too
+        passed = options.get("is_causal")  # one token a rank is causal, too
         causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
         visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
     split = _split_of(kernel)
@@ -207,7 +207,7 @@ def _sequences(
     visibility: dict[str, Any],
     options: dict[str, Any],
 ) -> Sequences | None:
-    """The sequences of a packed batch; None: it is none, or the mask serves better.
+    """Returns the sequences of a packed batch; None: it is none, or the mask serves better.
 
     Raises:
         ValueError, NotImplementedError: The call's options say of sequences what cannot be done.
@@ -251,7 +251,7 @@ def _begin_alike(seen: Sequences, begins: tuple[Tensor, Tensor]) -> bool:
 def _padding_over_ranks(
     module: nn.Module, key: Tensor, mask: Tensor | None, causal: bool
 ) -> dict[str, Any]:
-    """A rank's mask as a bias of its keys, which every rank has, with or without padding.
+    """Returns a rank's mask as a bias of its keys, which every rank has, with or without padding.
 
     Raises:
         NotImplementedError: The mask says more than padding, and causality.
@@ -281,7 +281,7 @@ def _packed_attention(
     p: float | None,
     dropout: float,
 ) -> Tensor:
-    """The output [B, L, H, d_v] of sequences that are packed in rows, one or more of them."""
+    """Computes the output [B, L, H, d_v] of sequences that are packed in rows."""
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     output = implicit_kernel_attention_varlen(
         q,
@@ -299,7 +299,7 @@ def _packed_attention(
 
 
 def _split_of(kernel: Any) -> Split | None:
-    """Which heads compute softmax; of what has been put in the kernel's place, too."""
+    """Splits heads by what they compute, also where a wrapper is in the place of the kernel."""
     split_heads = getattr(kernel, "split_heads", None)  # PEFT's wrapper hands it on
     return None if split_heads is None else split_heads()
 
@@ -329,7 +329,7 @@ def _hybrid_attention(
     dropout: float,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output [B, H, L, d_v] where some heads compute softmax, and weights where wanted."""
+    """Computes the output [B, H, L, d_v], and weights, where some heads compute softmax."""
     query, key, value = tokens
     groups = query.size(1) // key.size(1)
     mask, causal = visibility.get("attn_mask"), visibility.get("is_causal", False)
@@ -376,7 +376,7 @@ def _hybrid_attention(
 
 
 def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:
-    """Which key a query sees, as arguments of the operators."""
+    """Returns which key a query sees, as arguments of the operators."""
     mask, has_bias = given.attention_mask, given.options.get("position_bias") is not None
     if mask is None and not has_bias:
         return {"is_causal": is_causal(module, given)}
@@ -390,7 +390,7 @@ def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:
 
 
 def _padding(kernel: nn.Module, key: Tensor, visibility: dict[str, Any]) -> Tensor | None:
-    """Which keys no query sees, bool [B, S], for kernels that depend on their input."""
+    """Returns which keys no query sees, bool [B, S], for kernels that depend on their input."""
     if not isinstance(getattr(kernel, "spectral", None), Mikan):  # PEFT may have wrapped the kernel
         return None
     if visibility.get("is_causal"):

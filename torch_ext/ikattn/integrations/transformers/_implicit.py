@@ -272,7 +272,7 @@ def from_pretrained(
         if isinstance(module, KERNELS):
             module.split_heads()  # reads a buffer, once
     _note_in_configs(model, settings)
-    for name in info["missing_keys"]:  # of layers that the checkpoint lacks
+    for name in info["missing_keys"]:  # layers that the checkpoint lacks
         path = name.rpartition(".spectral.")[0]
         kernel = model.get_submodule(f"{path}.spectral") if path else None
         if isinstance(kernel, KERNELS):
@@ -281,7 +281,7 @@ def from_pretrained(
 
 
 def _note_in_configs(model: Any, options: dict[str, Any]) -> None:
-    """What is saved with the model: its options, and which attention it must not be loaded without.
+    """Notes what is saved with the model: its options, and the attention it must be loaded with.
 
     transformers keeps the implementation to itself when it saves a config; from this attribute it
     reads one again. So a model loaded without the frequencies, or without ikattn, is an error, and
@@ -301,7 +301,7 @@ def note_softmax_heads(model: nn.Module) -> None:
         if kernel.split_heads() is None:
             kernel.keep_softmax(none)
     for config in configs_of(model):
-        if getattr(config, _SETTINGS, None) is None:  # of a model without kernels within this one
+        if getattr(config, _SETTINGS, None) is None:  # a model without kernels within this one
             continue
         settings = {**getattr(config, _SETTINGS)}
         settings.pop("softmax_heads", None)
@@ -309,12 +309,12 @@ def note_softmax_heads(model: nn.Module) -> None:
 
 
 def _heads_of(kernel: Any) -> int:
-    """H of a kernel."""
+    """Returns H of a kernel."""
     return int(getattr(kernel, "num_heads", None) or kernel.spectral.num_heads)
 
 
 def settings_of(config: Any) -> dict[str, Any] | None:
-    """The options a model was given by ``ikattn.convert``; None: it was not."""
+    """Returns the options a model was given by ``ikattn.convert``; None: it was not."""
     settings = getattr(config, _SETTINGS, None)
     return None if settings is None else {"spectral": "direct", **settings}
 
@@ -322,7 +322,7 @@ def settings_of(config: Any) -> dict[str, Any] | None:
 def _with_kernels(
     model_class: type[nn.Module], settings: dict[str, Any], sizes: Sizes | None
 ) -> type[nn.Module]:
-    """A class that makes the same model with kernels in it, so that a checkpoint finds them."""
+    """Makes a class of the same model with kernels in it, so that a checkpoint finds them."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)

@@ -34,7 +34,7 @@ __all__ = [
 IMPLICIT = "ikattn_implicit"  # the attention implementation
 # Its name in saved configs: transformers quotes it where nobody has imported ikattn.
 SAVED = f"{IMPLICIT} (import ikattn, then ikattn.integrations.transformers.from_pretrained)"
-# What the modules of transformers call H and d; a config may hold H under the first two.
+# Names of H and d in modules of transformers; a config may hold H under the first two.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -107,7 +107,7 @@ class GeneratedKernel(Regularized, SoftmaxHeads):
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """w1 and w2 for queries [B, H, L, d], keys [B, G, S, d] and padding [B, S]."""
+        """Returns w1 and w2 for queries [B, H, L, d], keys [B, G, S, d] and padding [B, S]."""
         groups = query.size(1) // key.size(1)
         key = key.repeat_interleave(groups, 1) if groups > 1 else key
         drawn = self._frequencies(query, key, key_padding_mask, None)
@@ -169,7 +169,7 @@ def _place_of(w: Tensor) -> tuple[Any, ...] | None:
 
 
 def kernel_of(module: nn.Module) -> Any:
-    """The kernel of an attention module, or what has been put in its place.
+    """Returns the kernel of an attention module, or what has been put in its place.
 
     Raises:
         RuntimeError: There is none, or a source of frequencies alone.
@@ -242,13 +242,13 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 
 def _tell_if_unused(module: nn.Module, args: Any) -> None:
-    """Somebody may set the config's attention to another than the implicit kernel's."""
+    """Tells where the config's attention has been set to another than the implicit kernel's."""
     if not torch.compiler.is_compiling():
         tell_of_another_kernel(module, IMPLICIT)
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, int]:
-    """H and d of an attention module.
+    """Returns H and d of an attention module.
 
     Raises:
         ValueError: It does not say.
@@ -267,6 +267,6 @@ def _sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def _first_int(names: tuple[str, ...], *owners: Any) -> int | None:
-    """The first of these attributes that is a number."""
+    """Returns the first of these attributes that is a number."""
     values = (getattr(owner, name, None) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int)), None)

@@ -128,7 +128,7 @@ def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> N
 
 
 def _generic(name: str) -> str:
-    """The name of a module as plans have it, with stars for the numbers of layers."""
+    """Returns the name of a module as plans have it, with stars for the numbers of layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

@@ -22,7 +22,7 @@ transformers = import_transformers()
 
 __all__ = ["StateCache", "StateLayer"]
 
-_HIDDEN = -1e30  # what masks of floating-point numbers hide pairs with is below
+_HIDDEN = -1e30  # masks of floating-point numbers hide pairs with less
 
 
 class _Weakly:
@@ -132,7 +132,7 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
         return output
 
     def _bias_of(self, visible: Tensor | None, past: int, query: Tensor) -> Tensor | None:
-        """-inf for new keys that are hidden; checks that those before are as they were."""
+        """Makes -inf for new keys that are hidden; checks that those before are as they were."""
         batch, length = query.size(0), query.size(2)
         before = self.visible
         if before is None:
@@ -216,7 +216,7 @@ class StateCache(Measured, transformers.DynamicCache):  # type: ignore[misc, nam
 
 
 def _visible_keys(mask: Tensor | None, length: int, past: int, batch: int) -> Tensor | None:
-    """Which keys [B, past + L] a mask of causal attention with padding shows; None: all.
+    """Returns the keys [B, past + L] that a causal mask with padding shows; None: all.
 
     Args:
         mask: [B or 1, H or 1, L, S], True = may attend, or None.
