@@ -37,13 +37,11 @@ def weights_of(module: nn.MultiheadAttention, x: Tensor, **masks: Tensor) -> Ten
 
 
 def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Of each head, [H], from weights [N, H, L, S]."""
+    """Returns the error of each head, [H], of weights [N, H, L, S]."""
     return ((found - expected).square().sum((0, 2, 3)) / expected.square().sum((0, 2, 3))).sqrt()
 
 
-def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(
-    encoder: nn.TransformerEncoder,
-) -> None:
+def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(encoder):
     stock = copy.deepcopy(encoder.layers[0].self_attn)
     model = ikattn.convert(encoder, num_frequencies=32, seed=0)
     drawn = copy.deepcopy(model.layers[0].self_attn)
@@ -69,9 +67,7 @@ def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(
 
 @pytest.mark.parametrize("spectral", ["direct", "ikan"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_models_of_16_bits_are_calibrated_in_float32(
-    encoder: nn.TransformerEncoder, dtype: torch.dtype, spectral: str
-) -> None:
+def test_models_of_16_bits_are_calibrated_in_float32(encoder, dtype, spectral):
     model = ikattn.convert(encoder, spectral=spectral, num_frequencies=32, seed=0).to(dtype)
     for report in ikattn.calibrate(model, [data().to(dtype)], steps=50):
         assert report.after.mean() < 0.9 * report.before.mean()
@@ -79,9 +75,7 @@ def test_models_of_16_bits_are_calibrated_in_float32(
     assert model(data().to(dtype)).isfinite().all()
 
 
-def test_a_fit_that_fails_leaves_the_frequencies(
-    encoder: nn.TransformerEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_that_fails_leaves_the_frequencies(encoder, monkeypatch):
     model = ikattn.convert(encoder, num_frequencies=32, seed=0).half()
     before = copy.deepcopy(model.state_dict())
     steps = iter(range(3))
@@ -163,9 +157,7 @@ def test_single_tokens_and_padding_alone_are_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"p": "learned"}, {"spectral": "mikan"}], ids=str)
-def test_generators_and_learned_orders_are_calibrated_too(
-    encoder: nn.TransformerEncoder, options: dict[str, str]
-) -> None:
+def test_generators_and_learned_orders_are_calibrated_too(encoder, options):
     model = ikattn.convert(encoder, num_frequencies=8, seed=0, **options)
     orders = [module.magnitude and module.magnitude.p for module in attention_modules(model)]
     report = ikattn.calibrate(model, [data()], steps=20)

@@ -113,8 +113,7 @@ def test_causal_and_a_mask_hide_what_either_hides(shape: str) -> None:
     hide = hidden(CAUSAL, shape)
     either = ~hide & torch.ones(CAUSAL.L, CAUSAL.S).tril().bool()
     assert_same_call(
-        arguments | {"attn_mask": ~hide},
-        arguments | {"is_causal": False, "attn_mask": either},
+        arguments | {"attn_mask": ~hide}, arguments | {"is_causal": False, "attn_mask": either}
     )
 
 

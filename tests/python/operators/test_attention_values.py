@@ -62,9 +62,7 @@ def rounding_of_fixed_point(**arguments: Any) -> Tensor:
 
 
 @each_call(SAMPLES, dtype=DTYPES)
-def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(sample, dtype):
     arguments = sample.arguments(dtype)
     got = log_normalizer(**arguments)
     expected = in_float64(formula.log_normalizer, arguments)
@@ -81,9 +79,7 @@ def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
 
 
 @each_call(few_of(SAMPLES), dtype=DTYPES)
-def test_output_is_laid_out_as_the_projection_after_it_reads_it(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_output_is_laid_out_as_the_projection_after_it_reads_it(sample, dtype):
     output = ikattn.implicit_kernel_attention(**sample.arguments(dtype))
     assert output.shape == (sample.B, sample.H, sample.L, sample.d_v)
     assert output.dtype == dtype

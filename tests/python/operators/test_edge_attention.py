@@ -265,8 +265,7 @@ def test_vmap_maps_over_graphs_with_the_same_edges():
 def test_autocast_lowers_the_nodes_alone():
     arguments = nodes(dtype=torch.float32)
     wanted, _ = attention(
-        edges=EDGES,
-        **{name: t if "w" in name else t.bfloat16() for name, t in arguments.items()},
+        edges=EDGES, **{name: t if "w" in name else t.bfloat16() for name, t in arguments.items()}
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(attention(edges=EDGES, **arguments)[0], wanted)

@@ -108,7 +108,7 @@ def test_gradients_are_the_authors(path: Path, mode: str, dtype: torch.dtype) ->
     sizes = [golden.expected(f"d{name}").abs().max().item() for name in names]
     for name, size, gradient in zip(names, sizes, found, strict=True):
         tolerance = FLOAT64 if dtype == torch.float64 else FLOAT32.get(name, 1.4e-5)
-        # Of a lone token all gradients but the value's vanish, but for the rounding of either code.
+        # All gradients of a lone token but the value's vanish, but for the rounding of either code.
         scale = max(sizes) if size < 1e-9 * max(sizes) else 0.0
         assert_close(gradient, golden.expected(f"d{name}"), tolerance, name, scale)
 

@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import (
-    assert_close,
-    assert_identical,
-    assert_output_accurate,
-    in_float64,
-)
+from agreement import assert_close, assert_identical, assert_output_accurate, in_float64
 from samples import DTYPES, SAMPLES, Sample, converted, name_of
 from tiers import each_call
 
 reference = ikattn.reference.implicit_kernel_attention
 
-# Of a call, what decoding has: frequencies without a batch axis, no dropout. A causal call counts
+# Decoding has frequencies without a batch axis, and no dropout. A causal call counts
 # its queries from the first key on, decoding from the last: the same where there are as many.
 KEPT = [
     sample
@@ -435,7 +430,7 @@ def test_logits_follow_a_magnitude_that_rises() -> None:
 
 
 def test_a_key_that_is_forgotten_rounds_no_logit() -> None:
-    """As in speculative decoding: what is left is as if the key had never been there."""
+    """Speculative decoding needs the rest to be as if the key had never been there."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
     w1 = 0.1 * torch.randn(2, 8, 16)
@@ -584,9 +579,7 @@ def test_what_is_wrong_is_named() -> None:
     ],
 )
 @pytest.mark.parametrize("recorded", [False, True])
-def test_wrong_arguments_of_the_operator_are_named(
-    change: dict[int, Any], kind: type[Exception], message: str, recorded: bool
-) -> None:
+def test_wrong_arguments_of_the_operator_are_named(change, kind, message, recorded):
     call: list[Any] = [*of_features(Sample("errors"), torch.float32), 1e-5]
     call[2] = torch.zeros(1)
     if recorded:

@@ -281,7 +281,7 @@ def test_gradcheck_twice() -> None:
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_compositions_in_blocks_are_the_kernels(case: Case) -> None:
-    """What runs on devices without kernels."""
+    """Compositions run on devices without kernels."""
     query, key, logits, value = drawn(case)
     key = key.nan_to_num(0.0)  # of hidden ones, for the comparison below
     explicit = torch._C.DispatchKey.CompositeExplicitAutograd

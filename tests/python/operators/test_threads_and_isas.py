@@ -1,4 +1,4 @@
-"""The same bits for every number of threads and in every run; every instruction set is right."""
+"""Every number of threads and every run give equal bits; every instruction set is right."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.usefixtures("threads")
 @each_call(LARGE, dtype=DTYPES)
-def test_results_are_bitwise_the_same_for_every_number_of_threads(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_results_are_bitwise_the_same_for_every_number_of_threads(sample, dtype):
     torch.set_num_threads(1)
     expected = everything(sample, dtype)
     for number in THREADS:

@@ -23,16 +23,7 @@ from agreement import (
     gradients,
     in_float64,
 )
-from samples import (
-    BY_NAME,
-    DTYPES,
-    FEW,
-    LAYOUTS,
-    SAMPLES,
-    Sample,
-    of_features,
-    of_weights,
-)
+from samples import BY_NAME, DTYPES, FEW, LAYOUTS, SAMPLES, Sample, of_features, of_weights
 from tiers import each_call, few_of
 
 weights = ikattn.implicit_kernel_weights
@@ -108,13 +99,11 @@ def test_averaged_weights_are_the_mean_over_heads(sample: Sample, dtype: torch.d
 
 
 @each_call(SOME, dtype=DTYPES, average={"per head": False, "averaged": True})
-def test_gradients_of_the_weights_are_as_accurate_as_the_references(
-    sample: Sample, dtype: torch.dtype, average: bool
-) -> None:
+def test_gradients_of_the_weights_are_as_accurate_as_the_references(sample, dtype, average):
     assert_weights_accurate(sample, dtype, average)
 
 
-# So many pairs that the backward goes through 125 queries at a time.
+# The backward goes through 125 queries at a time where pairs are so many.
 MANY_PAIRS = (
     Sample("many pairs, causal", L=130, S=2100, is_causal=True, key_bias="BHS"),
     Sample("many pairs, mask", L=130, S=2100, mask="LS", mask_kind="float with -inf"),
@@ -127,9 +116,7 @@ MANY_PAIRS = (
 @each_call(
     MANY_PAIRS, dtype=[torch.float32, torch.bfloat16], average={"per head": False, "averaged": True}
 )
-def test_gradients_of_many_weights_are_as_accurate_as_the_references(
-    sample: Sample, dtype: torch.dtype, average: bool
-) -> None:
+def test_gradients_of_many_weights_are_as_accurate_as_the_references(sample, dtype, average):
     assert_weights_accurate(sample, dtype, average)
 
 
@@ -181,9 +168,7 @@ def test_features_are_as_accurate_as_the_references(sample: Sample, dtype: torch
 
 
 @each_call(FEATURE_SAMPLES, dtype=DTYPES)
-def test_gradients_of_the_features_are_as_accurate_as_the_references(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_gradients_of_the_features_are_as_accurate_as_the_references(sample, dtype):
     arguments = of_features(sample.arguments(dtype))
     names = [name for name, argument in arguments.items() if argument is not None]
     incoming = direction(ikattn.ops.spectral_features(**arguments))
@@ -196,7 +181,7 @@ def test_gradients_of_the_features_are_as_accurate_as_the_references(
 
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
-    """Those of 512 tokens are summed in groups of 8 MiB: three of them here, that part a pair."""
+    """Gradients of 512 tokens are summed in groups of 8 MiB: three here, that part a pair."""
     torch.manual_seed(0)
     sets = (7, 2) if per_sample else (2,)
     call = {"x": torch.randn(7, 2, 1100, 256, dtype=torch.float64)}

@@ -44,14 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of each rank."""
     return run_processes(llama_programs.run, folder, 2)
 
 
 @pytest.mark.parametrize("way", [*KERNELS, "by torch"])
-def test_two_ranks_compute_what_one_process_does(
-    way: str, results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_two_ranks_compute_what_one_process_does(way, results, folder):
     model = from_pretrained(LLAMA, folder / (way if way in KERNELS else "direct"))
     expected = llama_programs.evaluate(model)
     assert expected["gradient of model.layers.0.self_attn.q_proj.weight"].any()
@@ -69,9 +67,7 @@ def test_two_ranks_average_keys_as_one_process_does(results: list[dict[str, Any]
             assert_close(of_rank["bert"][name], x, TOLERANCE, name, 1e-3 * abs(expected["loss"]))
 
 
-def test_each_rank_holds_the_frequencies_of_its_heads(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_each_rank_holds_the_frequencies_of_its_heads(results, folder):
     whole = from_pretrained(LLAMA, folder / "direct").model.layers[0].self_attn.spectral.w1
     assert torch.equal(torch.cat([of_rank["local"] for of_rank in results]), whole)
 
@@ -83,9 +79,7 @@ def test_what_two_ranks_save_one_process_loads(folder: Path) -> None:
         assert torch.equal(found.state_dict()[name], x)
 
 
-def test_a_model_that_was_shared_out_before_takes_the_first_ranks_frequencies(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_a_model_that_was_shared_out_before_takes_the_first_ranks_frequencies(results, folder):
     first = results[0]["changed when loaded"]
     plain = ikattn.convert(LLAMA.from_pretrained(folder / "softmax"), num_frequencies=6)
     plain.load_state_dict(first["state"], strict=False)

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share. Importing it skips them where they cannot run.
+"""Shared parts of the tests on a GPU. Importing it skips them where they cannot run.
 
 IKATTN_TEST_DEVICE=interpreter: without a GPU, in the interpreter (devices.py).
 """
@@ -50,7 +50,7 @@ def memory_limited_to(free: int) -> Iterator[None]:
 
 
 def on_gpu(arguments: dict[str, Any], layout: str = "contiguous") -> dict[str, Any]:
-    """The same call there. A copy between devices is dense: a sample's layout comes after it."""
+    """Moves a call. A copy between devices is dense: a sample's layout comes after it."""
 
     def moved(argument: Any) -> Any:
         if isinstance(argument, ikattn.maps.NormStats):

@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests of transformers' tensor parallelism."""
+"""The programs of two processes in the tests of transformers' tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ikattn
 from ikattn.integrations.transformers import decoding_cache, from_pretrained

@@ -29,7 +29,7 @@ CASES = [path.stem for path in golden_files("globenc")]
 ALTI_CASES = [path.stem for path in golden_files("alti")]
 DECOMPX_CASES = [path.stem for path in golden_files("decompx")]
 CROSS_CASES = golden_files("kobayashi2020_fairseq")
-# What the authors' cross-attention loses to its softmax, which is float32 in float64 too.
+# The authors' cross-attention loses this to its softmax, which is float32 in float64 too.
 FLOAT32_SOFTMAX = 2e-7
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5}
 
@@ -182,9 +182,7 @@ def test_cross_attention_is_the_authors(path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", ALTI_CASES)
 @both_types
-def test_alti_is_the_authors(
-    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alti_is_the_authors(case, dtype, monkeypatch):
     """Their distances are of y_i - y_ij - 1e-6: torch's pairwise_distance adds it.
 
     They leave out a norm's eps, which is 1e-12 of MiniLM's and large in the tiny model.
@@ -212,9 +210,7 @@ def test_alti_is_the_authors(
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", DECOMPX_CASES)
 @both_types
-def test_decompx_is_the_authors(
-    case: str, dtype: torch.dtype, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decompx_is_the_authors(case, dtype, implementation, monkeypatch):
     pytest.importorskip("transformers")
     model: Any = minilm(dtype, monkeypatch) if case.startswith("minilm") else tiny_bert(dtype)
     model.set_attn_implementation(implementation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from agreement import assert_close
 from ikattn.recorder import record
+from recorded_models import pair_vectors
 from vision_libraries import import_vision
 
 timm = import_vision("timm")
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Heard:
-    """What F.scaled_dot_product_attention was called with, in turn."""
+    """The arguments of calls of F.scaled_dot_product_attention, in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Tensor, Tensor]] = []
@@ -62,12 +62,6 @@ def weights_of(
     return scores.softmax(-1)
 
 
-def pairs(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
-    """What every pair adds to the output, [B, L, S, D]."""
-    by_head = projection.unflatten(1, (value.size(1), -1))
-    return torch.einsum("bhts,bhsd,ehd->btse", weights, value, by_head)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_maps_are_the_explicit_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +78,7 @@ def test_maps_are_the_explicit_sums(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert len(layers) == len(heard.calls) > 0
     for (layer, maps), (weights, value) in zip(layers.items(), heard.calls, strict=True):
         projection = model.get_submodule(layer).proj.weight
-        norms = pairs(weights, value, projection).norm(dim=-1)
+        norms = pair_vectors(weights, value, projection).norm(dim=-1)
         assert_close(maps.summed, norms, 1e-10, f"summed of {layer}")
         is_cross = weights.size(-2) != weights.size(-1)  # fewer keys in PVT, one query in CaiT
         assert recording.layers[layer].kind == ("cross" if is_cross else "self")
@@ -101,9 +95,7 @@ def test_maps_are_the_explicit_sums(name: str, monkeypatch: pytest.MonkeyPatch) 
         ("vit_small_patch16_dinov3", lambda block: block.gamma_1),
     ],
 )
-def test_maps_with_the_residual(
-    name: str, scale: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_with_the_residual(name, scale, monkeypatch):
     torch.manual_seed(1)
     model = timm.create_model(name, pretrained=False, num_classes=3, **MODELS[name]).eval()
     heard, given = Heard(monkeypatch), []
@@ -113,7 +105,7 @@ def test_maps_with_the_residual(
     with record(model, maps=["with_residual"]) as recording:
         model(torch.randn(2, 3, side, side))
     for number, block in enumerate(model.blocks):
-        y = pairs(*heard.calls[number], block.attn.proj.weight) * scale(block)
+        y = pair_vectors(*heard.calls[number], block.attn.proj.weight) * scale(block)
         own = torch.arange(y.size(1))
         y[:, own, own] += given[number]
         assert_close(recording[f"blocks.{number}.attn"].with_residual, y.norm(dim=-1), 1e-8)
@@ -149,7 +141,7 @@ def test_diffusers_attention_is_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(recording.layers) == len(heard.calls) == 8
     for (layer, maps), call in zip(recording.batches[0].layers.items(), heard.calls, strict=True):
         projection = model.get_submodule(layer).to_out[0].weight
-        assert_close(maps.summed, pairs(*call, projection).norm(dim=-1), 1e-10, layer)
+        assert_close(maps.summed, pair_vectors(*call, projection).norm(dim=-1), 1e-10, layer)
         is_cross = layer.endswith("attn2")
         assert recording.layers[layer].kind == ("cross" if is_cross else "self")
 
@@ -194,7 +186,7 @@ def test_maps_around_torchs_attention(make: Any) -> None:
         projected = F.linear(read, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (attention.num_heads, -1)) for part in projected)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = pairs(weights_of(q, k, v, masks[number]), v, attention.out_proj.weight)
+        y = pair_vectors(weights_of(q, k, v, masks[number]), v, attention.out_proj.weight)
         assert_close(maps.summed, y.norm(dim=-1), 1e-10)
         y = y * getattr(getattr(block, "ls_1", None), "gamma", 1.0)
         own = torch.arange(y.size(1))
