@@ -37,7 +37,7 @@ class TorchAttention(Kind):
     def change(self, model: nn.Module, module: Any, settings: KernelSettings) -> None:
         """Changes the module's class, as torch.nn.utils.parametrize does; all it holds stays."""
         if settings.spectral == "mikan" and module in _cross_attention(model):
-            settings = settings._replace(spectral=_keys_alone(settings, self.num_frequencies))
+            settings = settings._replace(spectral=_keys_alone(settings))
             settings = settings._replace(stationary=False)
         module.__class__ = MultiheadAttention
         module.set_kernel(**self.options_of(settings))
@@ -68,9 +68,10 @@ def _cross_attention(model: nn.Module) -> set[nn.Module]:
     return {layer.multihead_attn for layer in layers}
 
 
-def _keys_alone(settings: KernelSettings, default: int) -> Any:
+def _keys_alone(settings: KernelSettings) -> Any:
     """Returns a function that makes a MIKAN which averages keys alone."""
-    count = default if settings.num_frequencies is None else settings.num_frequencies
+    count = settings.num_frequencies
+    count = MultiheadAttention.default_frequencies if count is None else count
 
     def source(attention: nn.MultiheadAttention) -> Mikan:
         weight = attention.out_proj.weight

@@ -20,7 +20,7 @@ class KernelSettings(NamedTuple):
 
     kernel: Kernel
     p: float | Literal["learned"] | None
-    num_frequencies: int | None  # None: as many as the kind has by default
+    num_frequencies: int | None  # None: as many as the module has by default
     spectral: Spectral
     stationary: bool
     seed: int | None
@@ -31,7 +31,6 @@ class Kind:
     """A base of the kinds of attention modules."""
 
     title: str  # a plural, for messages
-    num_frequencies = 64
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module is of this kind, converted or not, or derived by somebody else."""
@@ -77,5 +76,5 @@ class Kind:
         options = settings._asdict()
         del options["sizes"]
         if settings.num_frequencies is None:
-            options["num_frequencies"] = self.num_frequencies
+            del options["num_frequencies"]
         return options

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+from typing_extensions import Unpack
 
 from ikattn.nn._fused_layer import StepByStep, has_values
 from ikattn.nn._kernels import Kernel, KernelOptions, Wanted
@@ -22,7 +23,7 @@ from ikattn.nn._masks import Masks, check_hint, check_types
 from ikattn.nn._nested import are_jagged, attend_packed, attend_padded
 from ikattn.nn._over_ranks import is_over_ranks
 from ikattn.nn._projection import InProjection, Projection, check_axes, project
-from ikattn.nn._with_kernel import WithKernel
+from ikattn.nn._with_kernel import ModuleOptions, WithKernel
 from ikattn.nn.functional import ExtraKeys, attend
 from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.spectral.factory import Spectral
@@ -132,32 +133,19 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     def set_kernel(
         self,
         kernel: Kernel,
-        *,
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 64,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
 
         Args:
-            kernel, p, num_frequencies, spectral, stationary, seed: As for the constructor.
+            kernel, options: As for the constructor.
 
         Raises:
             ValueError: An option is wrong; nothing has changed then.
         """
         weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
         self._choose_kernel(
-            kernel,
-            p,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            like=weight,
-            num_frequencies=num_frequencies,
-            spectral=spectral,
-            stationary=stationary,
-            seed=seed,
+            kernel, num_heads=self.num_heads, head_dim=self.head_dim, like=weight, **options
         )
         self.keep_softmax(None)
         self._keep_off_fused_path()

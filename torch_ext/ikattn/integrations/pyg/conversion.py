@@ -32,7 +32,6 @@ class EdgeAttention(Kind):
     """GATConv, GATv2Conv and TransformerConv."""
 
     title = "layers of PyG"
-    num_frequencies = 16
 
     def holds(self, module: nn.Module) -> bool:
         return isinstance(module, tuple(_CONVERTED))

@@ -6,12 +6,13 @@ Sizes: N nodes, E edges, H heads, C ``out_channels``, M frequencies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing
 from torch_geometric.typing import SparseTensor
+from typing_extensions import Unpack
 
 from ikattn._optional import optional
 from ikattn.integrations.pyg._edges import (
@@ -23,9 +24,8 @@ from ikattn.integrations.pyg._edges import (
     with_weights,
 )
 from ikattn.nn._kernels import Kernel
-from ikattn.nn._with_kernel import WithKernel
+from ikattn.nn._with_kernel import ModuleOptions, WithKernel
 from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
-from ikattn.spectral.factory import Spectral
 
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
 Mapped: TypeAlias = "tuple[Tensor, Tensor | None]"
@@ -51,6 +51,7 @@ class GraphAttention(WithKernel):
     out_channels: int
     dropout: float
     _size_of_frequencies: int  # in out_channels
+    default_frequencies = 16
 
     # PyG takes what a class inherits for the general form, which is its parent's own here.
     propagate = MessagePassing.propagate
@@ -60,22 +61,12 @@ class GraphAttention(WithKernel):
         self,
         *args: Any,
         kernel: Kernel = "implicit",
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 16,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
+        names = [name for name in ModuleOptions.__annotations__ if name in kwargs]
+        options: Any = {name: kwargs.pop(name) for name in names}
         super().__init__(*args, **kwargs)
-        self.set_kernel(
-            kernel,
-            p=p,
-            num_frequencies=num_frequencies,
-            spectral=spectral,
-            stationary=stationary,
-            seed=seed,
-        )
+        self.set_kernel(kernel, **options)
 
     if TYPE_CHECKING:  # attributes of PyG's layers have no types
 
@@ -84,17 +75,12 @@ class GraphAttention(WithKernel):
     def set_kernel(
         self,
         kernel: Kernel,
-        *,
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 16,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
 
         Args:
-            kernel, p, num_frequencies, spectral, stationary, seed: As for the constructor.
+            kernel, options: As for the constructor.
 
         Raises:
             ValueError: An option is wrong; nothing has changed then.
@@ -102,14 +88,10 @@ class GraphAttention(WithKernel):
         with torch.inference_mode(False):  # frequencies are there to be trained
             self._choose_kernel(
                 kernel,
-                p,
                 num_heads=self.heads,
                 head_dim=self._size_of_frequencies * self.out_channels,
                 like=next(x for x in self.parameters() if not nn.parameter.is_lazy(x)),
-                num_frequencies=num_frequencies,
-                spectral=spectral,
-                stationary=stationary,
-                seed=seed,
+                **options,
             )
 
     def reset_parameters(self) -> None:
