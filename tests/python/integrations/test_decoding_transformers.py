@@ -81,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return call
 
-    implicit = sys.modules["ikattn.integrations.transformers._attention"]
+    implicit = sys.modules["ikattn.integrations.transformers.attention"]
     operator = noted("operator", ikattn.implicit_kernel_attention)
     monkeypatch.setattr(implicit, "attention_function", lambda: operator)
     attend = noted("kept", ikattn.KeyFeatures.attend)
@@ -207,7 +207,7 @@ def test_layers_that_share_keys_have_their_own_features(calls: list[tuple[str, i
     modules[1].spectral.w1.data.mul_(-0.7)
     key, value = cache.update(*torch.randn(2, 1, 2, 9, 4), 0)
     query = torch.randn(1, 4, 1, 4)
-    implicit = sys.modules["ikattn.integrations.transformers._attention"]
+    implicit = sys.modules["ikattn.integrations.transformers.attention"]
     with torch.no_grad():
         for module in (*modules, *modules):
             module.spectral.w1.mul_(1.5)
@@ -270,7 +270,7 @@ def test_what_a_cache_of_features_is_not_for_takes_the_operator(
 ) -> None:
     model = convert(build("gpt2", head="LMHeadModel"))
     attention = model.transformer.h[0].attn
-    implicit = sys.modules["ikattn.integrations.transformers._attention"]
+    implicit = sys.modules["ikattn.integrations.transformers.attention"]
     cache = decoding_cache(model, "features")
     key, value = cache.update(*torch.randn(2, 1, 4, 9, 4), 0)
     query = torch.randn(1, 4, 3, 4)

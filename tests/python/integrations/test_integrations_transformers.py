@@ -17,7 +17,7 @@ import formula
 import ikattn
 from agreement import assert_close
 from ikattn.integrations.transformers import from_pretrained, optimizers
-from ikattn.integrations.transformers._kernels import ImplicitKernel
+from ikattn.integrations.transformers.kernels import ImplicitKernel
 from ikattn.recorder import register_norms
 from programs import run_checked
 from transformers_models import BERT, FAMILIES, FREQUENCIES, GROUPED, T5, build, convert, inputs_of

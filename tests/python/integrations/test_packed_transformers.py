@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.integrations.transformers import _attention, _packed, decoding_cache
+from ikattn.integrations.transformers import _packed, attention, decoding_cache
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -48,13 +48,13 @@ def one_by_one(model: Any) -> Tensor:
 def calls(monkeypatch):
     """How many calls went through the packed operator."""
     seen = []
-    packed = _attention.implicit_kernel_attention_varlen
+    packed = attention.implicit_kernel_attention_varlen
 
     def counted(*args: Any, **options: Any) -> Tensor:
         seen.append(args[5].tolist())
         return packed(*args, **options)
 
-    monkeypatch.setattr(_attention, "implicit_kernel_attention_varlen", counted)
+    monkeypatch.setattr(attention, "implicit_kernel_attention_varlen", counted)
     return seen
 
 

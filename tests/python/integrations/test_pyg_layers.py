@@ -22,7 +22,6 @@ from torch_geometric.nn import GAT, GATConv, GATv2Conv, TransformerConv, to_hete
 from torch_geometric.utils import to_torch_csc_tensor
 
 from ikattn.integrations import pyg
-from ikattn.integrations.pyg import _edges
 
 LAYERS: dict[type[nn.Module], Any] = {
     GATConv: pyg.ImplicitKernelGATConv,
@@ -202,10 +201,10 @@ def test_sorted_edges_are_kept_until_the_index_changes(layer):
     more = torch.cat([x, x])  # the same edges in a graph of more nodes
     assert conv(more, edge_index).shape[0] == 2 * N
     torch.testing.assert_close(conv(x, edge_index), conv(x, edge_index.clone()))
-    before = len(_edges._sorted_edges)
+    before = len(pyg.edges._sorted_edges)
     del edge_index
     gc.collect()
-    assert len(_edges._sorted_edges) < before
+    assert len(pyg.edges._sorted_edges) < before
 
 
 @each_layer

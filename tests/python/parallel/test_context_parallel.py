@@ -19,7 +19,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import context_programs as programs
 import ikattn
 from context_programs import CALLS, LAYOUTS, SIZES, N
-from ikattn.nn._over_ranks import is_over_ranks
+from ikattn.nn.over_ranks import is_over_ranks
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
 from ikattn.parallel._sums import _Sharing

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ikattn.cli.errors import AnalyzeError, Notice, doing
 from ikattn.integrations.transformers import from_pretrained
-from ikattn.integrations.transformers._implicit import settings_of
+from ikattn.integrations.transformers.conversion import settings_of
 
 _TRIED = 4  # tokens
 

@@ -18,8 +18,8 @@ from ikattn.conversion.modules import (
     kinds,
     select_modules,
 )
-from ikattn.nn._kernels import Kernel
 from ikattn.nn.functional import check_kernel
+from ikattn.nn.kernels import Kernel
 from ikattn.nn.kinds import KernelSettings, Kind, Sizes
 from ikattn.nn.selection import Selection, check_unwrapped, describe_unseen, unseen_attention
 from ikattn.spectral.factory import Spectral

@@ -21,7 +21,7 @@ def kinds() -> list[Kind]:
     """Returns the kinds of attention that a model of this process may hold."""
     found: list[Kind] = [_TORCH]
     if "transformers.modeling_utils" in sys.modules:
-        from ikattn.integrations.transformers._implicit import TRANSFORMERS
+        from ikattn.integrations.transformers.conversion import TRANSFORMERS
 
         found.append(TRANSFORMERS)
     if "torch_geometric.nn" in sys.modules:

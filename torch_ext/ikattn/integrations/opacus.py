@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ikattn._optional import optional
-from ikattn.nn._projection import Projection
 from ikattn.nn.functional import ExtraKeys
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.projection import Projection
 from ikattn.spectral import Direct
 
 __all__ = ["prepare", "restore"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ikattn.nn._projection import Projection
-from ikattn.ops._jagged import have_same_lengths, nested_like, tokens_of
+from ikattn.nn.projection import Projection
+from ikattn.ops.jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 
 __all__ = ["are_jagged", "attend_packed", "attend_padded"]

@@ -19,15 +19,15 @@ from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ikattn._memory import takes_memory_for
-from ikattn.nn._kernels import Frequencies, Kernel, KernelOptions, Wanted, attend_heads
-from ikattn.nn._masks import (
+from ikattn.nn.kernels import Frequencies, Kernel, KernelOptions, Wanted, attend_heads
+from ikattn.nn.masks import (
     Masks,
     check_hint,
     check_types,
     padding_of_queries,
 )
-from ikattn.nn._projection import InProjection, Projection, check_axes, merge_heads, project
-from ikattn.nn._softmax import (
+from ikattn.nn.projection import InProjection, Projection, check_axes, merge_heads, project
+from ikattn.nn.softmax import (
     refuse_context_parallel,
 )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
-from ikattn.nn._kernels import Kernel
+from ikattn.nn.kernels import Kernel
 from ikattn.spectral.factory import Spectral
 
 __all__ = ["KernelSettings", "Kind", "Sizes"]

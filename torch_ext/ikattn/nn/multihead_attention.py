@@ -18,14 +18,14 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from typing_extensions import Unpack
 
 from ikattn.nn._fused_layer import StepByStep, has_values
-from ikattn.nn._kernels import Kernel, KernelOptions, Wanted
-from ikattn.nn._masks import Masks, check_hint, check_types
 from ikattn.nn._nested import are_jagged, attend_packed, attend_padded
-from ikattn.nn._over_ranks import is_over_ranks
-from ikattn.nn._projection import InProjection, Projection, check_axes, project
-from ikattn.nn._with_kernel import ModuleOptions, WithKernel
 from ikattn.nn.functional import ExtraKeys, attend
+from ikattn.nn.kernels import Kernel, KernelOptions, Wanted
+from ikattn.nn.masks import Masks, check_hint, check_types
+from ikattn.nn.over_ranks import is_over_ranks
+from ikattn.nn.projection import InProjection, Projection, check_axes, project
 from ikattn.nn.softmax_heads import SoftmaxHeads
+from ikattn.nn.with_kernel import ModuleOptions, WithKernel
 from ikattn.spectral.factory import Spectral
 
 __all__ = ["MultiheadAttention"]

@@ -4,7 +4,6 @@ Importing this package registers the operators' fake kernels, which torch.compil
 take shapes from.
 """
 
-from ikattn.ops._decompositions import decompositions
 from ikattn.ops._determinism import deterministic
 from ikattn.ops.attention import (
     attention_from_features,
@@ -20,6 +19,7 @@ from ikattn.ops.edges import (
     implicit_kernel_edge_attention,
     softmax_edge_attention,
 )
+from ikattn.ops.exporting import decompositions
 from ikattn.ops.kernels import which_kernels
 from ikattn.ops.key_features import KeyFeatures
 from ikattn.ops.moments import (

@@ -15,8 +15,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ikattn._memory import takes_memory_for
-from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
-from ikattn.ops._decompositions import operator
+from ikattn.ops import fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ikattn.ops.exporting import operator
 from ikattn.ops.magnitude import check_order, log_magnitude
 from ikattn.ops.options import AttentionOptions, changed
 from ikattn.ops.packed import attend_jagged

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ikattn.ops._decompositions import operator
+from ikattn.ops.exporting import operator
 
 __all__ = [
     "attention_from_moments",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ikattn.ops._jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.dropout import draw_dropout_seed
+from ikattn.ops.jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.options import AttentionOptions, changed
 
 __all__ = ["attend_jagged", "implicit_kernel_attention_varlen"]

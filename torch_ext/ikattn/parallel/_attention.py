@@ -14,11 +14,11 @@ from torch.nn.functional import linear
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._heads import HeadShare, local, whole
-from ikattn.nn._kernels import Wanted
-from ikattn.nn._masks import Masks
-from ikattn.nn._projection import InProjection, Projection, project
 from ikattn.nn.functional import ExtraKeys
+from ikattn.nn.kernels import Wanted
+from ikattn.nn.masks import Masks
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.projection import InProjection, Projection, project
 from ikattn.spectral.shared import check_shareable, shard_frequencies
 
 if TYPE_CHECKING:

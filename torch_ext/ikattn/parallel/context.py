@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS
-from ikattn.nn._over_ranks import AttendingBy
+from ikattn.integrations.transformers.kernels import IMPLICIT, KERNELS
+from ikattn.nn.over_ranks import AttendingBy
 from ikattn.ops.kernels import which_kernels
 from ikattn.ops.options import DEFAULTS, AttentionOptions, changed
 from ikattn.parallel._agreement import agree, refuse

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ikattn.integrations.transformers._kernels import KERNELS
-from ikattn.integrations.transformers._parallel import share_kernel
+from ikattn.integrations.transformers.kernels import KERNELS
+from ikattn.integrations.transformers.parallel import share_kernel
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.parallel._attention import share_heads
 

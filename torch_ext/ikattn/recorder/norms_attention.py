@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ikattn._optional import when_imported
 from ikattn._precision import without_autocast
-from ikattn.integrations.transformers._attention import register_implicit
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.attention import register_implicit
+from ikattn.integrations.transformers.interface import (
     Given,
     attention_function,
     register_attention,

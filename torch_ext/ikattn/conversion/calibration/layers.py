@@ -116,7 +116,7 @@ class _InterfaceLayer(Layer):
 def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
     """Makes a checkpoint of the model know that layers have heads with softmax."""
     if any(isinstance(layer, _InterfaceLayer) for layer in layers):
-        from ikattn.integrations.transformers._implicit import note_softmax_heads as note
+        from ikattn.integrations.transformers.conversion import note_softmax_heads as note
 
         note(model)
 
@@ -161,7 +161,7 @@ def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
                 stack.callback(vars(module).__setitem__, "kernel", "implicit")
                 vars(module)["kernel"] = "dot"
         if any(isinstance(layer, _InterfaceLayer) for layer in layers):
-            from ikattn.integrations.transformers._interface import softmax_in_place
+            from ikattn.integrations.transformers.interface import softmax_in_place
 
             stack.enter_context(softmax_in_place(model))
         yield
@@ -192,7 +192,7 @@ def listening(
                 stack.callback(hook.remove)
         of_interface = [m for m, layer in by_module.items() if isinstance(layer, _InterfaceLayer)]
         if of_interface:
-            from ikattn.integrations.transformers._attention import scaled_query
+            from ikattn.integrations.transformers.attention import scaled_query
             from ikattn.recorder.calls import transformers_attention
 
             crosses: dict[nn.Module, bool] = {}

@@ -15,7 +15,7 @@ from torch_geometric.typing import SparseTensor
 from typing_extensions import Unpack
 
 from ikattn._optional import optional
-from ikattn.integrations.pyg._edges import (
+from ikattn.integrations.pyg.edges import (
     Graph,
     attributes_of,
     graph_of,
@@ -23,8 +23,8 @@ from ikattn.integrations.pyg._edges import (
     with_self_loops,
     with_weights,
 )
-from ikattn.nn._kernels import Kernel
-from ikattn.nn._with_kernel import ModuleOptions, WithKernel
+from ikattn.nn.kernels import Kernel
+from ikattn.nn.with_kernel import ModuleOptions, WithKernel
 from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
 
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"

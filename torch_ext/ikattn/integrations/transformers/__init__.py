@@ -9,10 +9,10 @@ attention weights would be.
 """
 
 from ikattn._optional import when_imported
-from ikattn.integrations.transformers._attention import register_implicit
 from ikattn.integrations.transformers._cache import decoding_cache
-from ikattn.integrations.transformers._implicit import from_pretrained
 from ikattn.integrations.transformers._optimizers import optimizers
+from ikattn.integrations.transformers.attention import register_implicit
+from ikattn.integrations.transformers.conversion import from_pretrained
 
 __all__ = [
     "decoding_cache",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.integrations.transformers._interface import calls_interface, import_transformers
-from ikattn.integrations.transformers._kernels import IMPLICIT
+from ikattn.integrations.transformers.interface import calls_interface, import_transformers
+from ikattn.integrations.transformers.kernels import IMPLICIT
 from ikattn.spectral import Direct, Generator
 
 __all__ = ["CacheKind", "decoding_cache", "feature_layer_of", "state_layer_of"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.integrations.transformers._cache import FEATURE_LAYERS
-from ikattn.integrations.transformers._interface import import_transformers
-from ikattn.integrations.transformers._kernels import Frequencies
+from ikattn.integrations.transformers.interface import import_transformers
+from ikattn.integrations.transformers.kernels import Frequencies
 from ikattn.ops.key_features import KeyFeatures
 
 transformers = import_transformers()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ikattn.integrations.transformers._interface import import_transformers
+from ikattn.integrations.transformers.interface import import_transformers
 from ikattn.nn.parameter_groups import parameter_groups
 
 if TYPE_CHECKING:

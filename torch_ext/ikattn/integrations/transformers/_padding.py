@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.integrations.transformers._interface import import_transformers
+from ikattn.integrations.transformers.interface import import_transformers
 
 __all__ = ["one_row_for_all", "padding_of_causal", "shown_keys"]
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ikattn.integrations.transformers._cache import STATE_LAYERS
 from ikattn.integrations.transformers._feature_layer import Measured
-from ikattn.integrations.transformers._interface import import_transformers
-from ikattn.integrations.transformers._kernels import IMPLICIT, Frequencies
 from ikattn.integrations.transformers._padding import shown_keys
+from ikattn.integrations.transformers.interface import import_transformers
+from ikattn.integrations.transformers.kernels import IMPLICIT, Frequencies
 from ikattn.ops.recurrent_state import RecurrentState
 
 transformers = import_transformers()

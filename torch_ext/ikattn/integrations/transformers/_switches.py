@@ -13,7 +13,7 @@ from weakref import finalize
 
 from torch import nn
 
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.interface import (
     import_transformers,
     is_softmax_on_purpose,
 )

@@ -52,7 +52,7 @@ class ImplicitKernel(Direct, SoftmaxHeads):
         ValueError: num_frequencies or p is out of range.
 
     Example:
-        >>> from ikattn.integrations.transformers._kernels import ImplicitKernel
+        >>> from ikattn.integrations.transformers.kernels import ImplicitKernel
         >>> ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, p=3.0)
         ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, stationary=False, p=3.0)
     """

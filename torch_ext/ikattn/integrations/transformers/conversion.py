@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ikattn.integrations.transformers._attention import register_implicit
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.attention import register_implicit
+from ikattn.integrations.transformers.interface import (
     calls_interface,
     configs_of,
     import_transformers,
 )
-from ikattn.integrations.transformers._kernels import (
+from ikattn.integrations.transformers.kernels import (
     IMPLICIT,
     KERNELS,
     SAVED,
     attach_kernel,
     detach_kernel,
 )
-from ikattn.integrations.transformers._parallel import (
+from ikattn.integrations.transformers.parallel import (
     add_to_plans,
     remove_from_plans,
     share_kernels,

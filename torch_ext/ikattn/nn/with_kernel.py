@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from ikattn.nn._kernels import Kernel
 from ikattn.nn.functional import check_kernel
+from ikattn.nn.kernels import Kernel
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral.direct import checked_size
 from ikattn.spectral.factory import Spectral, check_spectral, make_spectral

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ikattn._heads import HeadShare
-from ikattn.integrations.transformers._kernels import (
+from ikattn.integrations.transformers.kernels import (
     IMPLICIT,
     KERNELS,
     GeneratedKernel,

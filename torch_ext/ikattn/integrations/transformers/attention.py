@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.integrations.transformers._cache import feature_layer_of, state_layer_of
-from ikattn.integrations.transformers._interface import (
-    Given,
-    import_transformers,
-    is_causal,
-    mask_of,
-    register_attention,
-)
-from ikattn.integrations.transformers._kernels import IMPLICIT, SAVED, kernel_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
 from ikattn.integrations.transformers._padding import (
     one_row_for_all,
     padding_of_causal,
     shown_keys,
 )
-from ikattn.integrations.transformers._parallel import check_heads, register_style
 from ikattn.integrations.transformers._switches import watch_configs
-from ikattn.nn._masks import Masks, padded
-from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
-from ikattn.nn._softmax import refuse_context_parallel, softmax_attention
+from ikattn.integrations.transformers.interface import (
+    Given,
+    import_transformers,
+    is_causal,
+    mask_of,
+    register_attention,
+)
+from ikattn.integrations.transformers.kernels import IMPLICIT, SAVED, kernel_of
+from ikattn.integrations.transformers.parallel import check_heads, register_style
+from ikattn.nn.masks import Masks, padded
+from ikattn.nn.over_ranks import attention_function, dropout_seed_for, is_over_ranks
+from ikattn.nn.softmax import refuse_context_parallel, softmax_attention
 from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.packed import implicit_kernel_attention_varlen

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ikattn._heads import HeadShare
-from ikattn.nn._masks import Masks, as_bias, as_visible, hidden, padded
-from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
-from ikattn.nn._softmax import rbf_key_bias, select_away, softmax_attention
+from ikattn.nn.masks import Masks, as_bias, as_visible, hidden, padded
+from ikattn.nn.over_ranks import attention_function, dropout_seed_for, is_over_ranks
+from ikattn.nn.softmax import rbf_key_bias, select_away, softmax_attention
 from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.magnitude import LearnedOrder

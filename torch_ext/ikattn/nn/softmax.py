@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ikattn.nn._masks import Masks, as_bias, hidden
+from ikattn.nn.masks import Masks, as_bias, hidden
 from ikattn.ops.magnitude import LearnedOrder
 
 
