@@ -109,6 +109,20 @@ def test_outputs_and_gradients_are_those_of_the_formula(family: str, padded: boo
 
 
 @families
+def test_revert_gives_back_what_was_there(family: str) -> None:
+    model, inputs = build(family), inputs_of(family)
+    with torch.no_grad():
+        expected = call(model, inputs)
+    config, names = model.config.to_dict(), list(model.state_dict())
+    ikattn.revert(convert(model))
+    assert list(model.state_dict()) == names
+    assert model.config.to_dict() == config
+    with torch.no_grad():
+        found = call(model, inputs)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@families
 def test_a_saved_model_loads_with_its_frequencies(family: str, tmp_path: Path) -> None:
     model = convert(build(family), p=None, stationary=True)
     inputs = inputs_of(family)
