@@ -121,7 +121,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
         >>> from ikattn.maps.ledger import ledger_shares
         >>> from ikattn.maps import Contributions
         >>> q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
-        >>> similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        >>> similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         >>> weights = (q @ k.mT / 8**0.5).softmax(-1)
         >>> ledger = Contributions(
         ...     weights=weights, similarity=similarity, magnitude=magnitude,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ikattn.integrations.transformers._interface import Given
+from ikattn.integrations.transformers.interface import Given
 from ikattn.maps.layer_writer import LayerWriter
 from ikattn.maps.recording import Recording
 from ikattn.maps.reduction import Reduction

@@ -28,14 +28,14 @@ class Graph(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What was made of an edge_index, and what that was then."""
+    """The sorted edges of an edge_index, and how that was then."""
 
     was: Any
     key: Any
     made: Any
 
 
-# Of a plain edge_index its sorted edges, and the one with self loops, for the last number of nodes.
+# Sorted edges of a plain edge_index, without and with self loops, for the last number of nodes.
 # A model's layers share them, and so do its epochs.
 _sorted_edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _with_loops: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -52,7 +52,7 @@ def _may_be_kept(edge_index: Any) -> bool:
 
 
 def _as_it_is(edge_index: Tensor) -> Any:
-    """What tells whether it changes: on the CPU a copy, on a device what needs no waiting."""
+    """Returns a copy on the CPU, elsewhere a number without waiting, to find changes by."""
     if edge_index.device.type == "cpu":
         return edge_index.detach().clone()
     return (edge_index._version, edge_index.data_ptr(), edge_index.shape, edge_index.stride())
@@ -68,7 +68,7 @@ def _get(kept: WeakIdKeyDictionary, edge_index: Tensor, key: Any) -> Any:
 
 
 def ends_of(edge_index: Any, flow: str) -> tuple[Tensor, Tensor, bool]:
-    """The source and the target of each edge, [E], and whether targets are known to ascend."""
+    """Returns source and target of each edge, [E], and whether targets are known to ascend."""
     is_sorted = False
     if isinstance(edge_index, SparseTensor):
         target, source, _ = edge_index.coo()
@@ -85,7 +85,7 @@ def ends_of(edge_index: Any, flow: str) -> tuple[Tensor, Tensor, bool]:
 
 
 def attributes_of(edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
-    """Features of edges; where none are given the values of a sparse tensor, as PyG takes them."""
+    """Returns features of edges, or the values of a sparse tensor, as PyG takes them."""
     value = edge_attr
     if value is None and isinstance(edge_index, SparseTensor):
         value = edge_index.coo()[2]
@@ -95,7 +95,7 @@ def attributes_of(edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
 
 
 def graph_of(edge_index: Any, flow: str, num_targets: int) -> Graph:
-    """The edges, sorted; those of a plain tensor are kept as long as it is."""
+    """Returns the edges, sorted; those of a plain tensor are kept as long as it is."""
     source, target, is_sorted = ends_of(edge_index, flow)
     if is_sorted or not _may_be_kept(edge_index):
         edges = Edges.from_coo(source, target, num_targets, is_sorted=is_sorted)
@@ -112,7 +112,7 @@ def graph_of(edge_index: Any, flow: str, num_targets: int) -> Graph:
 def with_self_loops(
     edge_index: Tensor, edge_attr: Tensor | None, fill_value: Any, num_nodes: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Self loops, as PyG adds them."""
+    """Adds self loops, as PyG adds them."""
     may_be_kept = edge_attr is None and _may_be_kept(edge_index)
     if may_be_kept:
         looped = _get(_with_loops, edge_index, num_nodes)
@@ -135,7 +135,7 @@ def num_targets_of(
     source: Tensor,
     size: tuple[int, int] | None,
 ) -> int:
-    """How many nodes get an output, as PyG's propagate finds it."""
+    """Returns how many nodes get an output, as PyG's propagate finds it."""
     if isinstance(edge_index, SparseTensor) or is_torch_sparse_tensor(edge_index):
         return int(edge_index.size(0))
     if size is not None:

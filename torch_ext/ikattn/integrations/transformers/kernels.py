@@ -5,19 +5,16 @@ Sizes: H query heads, d head size, M frequencies.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ikattn._heads import local
-from ikattn.integrations.transformers._interface import calls_interface
 from ikattn.integrations.transformers._switches import tell_of_another_kernel
 from ikattn.nn.functional import check_kernel
-from ikattn.nn.selection import check_unwrapped, describe_unseen, unseen_attention
+from ikattn.nn.kinds import Sizes
 from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.spectral import Direct, Ikan, Mikan
 from ikattn.spectral.regularized import Regularized
@@ -29,20 +26,18 @@ __all__ = [
     "Frequencies",
     "GeneratedKernel",
     "ImplicitKernel",
-    "Sizes",
-    "attach_kernels",
+    "attach_kernel",
+    "detach_kernel",
     "kernel_of",
 ]
 
 IMPLICIT = "ikattn_implicit"  # the attention implementation
 # Its name in saved configs: transformers quotes it where nobody has imported ikattn.
 SAVED = f"{IMPLICIT} (import ikattn, then ikattn.integrations.transformers.from_pretrained)"
-# What the modules of transformers call H and d; a config may hold H under the first two.
+# Names of H and d in modules of transformers; a config may hold H under the first two.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-
-Sizes: TypeAlias = Callable[[nn.Module], "tuple[int, int]"]
 
 
 class ImplicitKernel(Direct, SoftmaxHeads):
@@ -57,7 +52,7 @@ class ImplicitKernel(Direct, SoftmaxHeads):
         ValueError: num_frequencies or p is out of range.
 
     Example:
-        >>> from ikattn.integrations.transformers import ImplicitKernel
+        >>> from ikattn.integrations.transformers.kernels import ImplicitKernel
         >>> ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, p=3.0)
         ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, stationary=False, p=3.0)
     """
@@ -112,7 +107,7 @@ class GeneratedKernel(Regularized, SoftmaxHeads):
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """w1 and w2 for queries [B, H, L, d], keys [B, G, S, d] and padding [B, S]."""
+        """Returns w1 and w2 for queries [B, H, L, d], keys [B, G, S, d] and padding [B, S]."""
         groups = query.size(1) // key.size(1)
         key = key.repeat_interleave(groups, 1) if groups > 1 else key
         drawn = self._frequencies(query, key, key_padding_mask, None)
@@ -174,7 +169,7 @@ def _place_of(w: Tensor) -> tuple[Any, ...] | None:
 
 
 def kernel_of(module: nn.Module) -> Any:
-    """The kernel of an attention module, or what has been put in its place.
+    """Returns the kernel of an attention module, or what has been put in its place.
 
     Raises:
         RuntimeError: There is none, or a source of frequencies alone.
@@ -183,68 +178,61 @@ def kernel_of(module: nn.Module) -> Any:
     if kernel is None:
         raise RuntimeError(
             f'{type(module).__name__} has the attention implementation "{IMPLICIT}" but no '
-            "frequencies: call ikattn.integrations.transformers.use_implicit_attention(model), or "
-            "load the model with from_pretrained of that module"
+            "frequencies: call ikattn.convert(model), or load the model with "
+            "ikattn.integrations.transformers.from_pretrained"
         )
     if not hasattr(kernel, "p"):
         raise RuntimeError(
             f"{type(module).__name__}.spectral is a {type(kernel).__name__}, which has no order p: "
-            "call use_implicit_attention(model, spectral=...), which takes names of sources"
+            "call ikattn.convert(model, spectral=...) with the name of a source"
         )
     return kernel
 
 
-def attach_kernels(
-    model: nn.Module, options: dict[str, Any], seed: int | None, sizes: Sizes | None
+def attach_kernel(
+    name: str, module: nn.Module, options: dict[str, Any], seed: int | None, sizes: Sizes | None
 ) -> None:
-    """Gives every module that calls the interface a kernel; checks all before it changes any."""
-    found = {name: module for name, module in model.named_modules() if calls_interface(module)}
-    if not found:
-        raise ValueError(_describe_no_attention(model))
+    """Gives a module that calls the interface a kernel as its child ``spectral``.
+
+    Raises:
+        ValueError: The module is causal and its kernel would average, it is offloaded, or its
+            sizes are not known.
+    """
     spectral = options["spectral"]
-    kind = ImplicitKernel if spectral == "direct" else partial(GeneratedKernel, spectral=spectral)
-    has_softmax_heads = options.get("softmax_heads", False)
-    of_kernels = ("p", "num_frequencies", "stationary")
-    options = {name: options[name] for name in of_kernels}
-    kernels = {}
-    for number, (name, module) in enumerate(found.items()):
-        if getattr(module, "spectral", None) is not None:
-            continue
-        if spectral == "mikan" and getattr(module, "is_causal", True):
-            raise ValueError(
-                "use_implicit_attention: spectral='mikan' averages over whole sequences and would "
-                f"let {name}, which is causal, see the future; expected 'ikan' or 'direct'"
-            )
-        if any(_is_offloaded(part) for part in module.modules()):
-            raise ValueError(
-                f"use_implicit_attention: accelerate offloads the weights of {name}: give the "
-                "model its kernels before it is offloaded"
-            )
-        heads, head_size = (sizes or _sizes_of)(module)
-        like = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
-        kernels[name] = kind(
-            heads,
-            head_size,
-            seed=None if seed is None else seed + number,
-            device=like.device,
-            dtype=like.dtype,
-            **options,
-        ).train(module.training)
-        if has_softmax_heads:
-            kernels[name].keep_softmax(torch.zeros(heads, dtype=torch.bool))
-        kernels[name].key_heads = _first_int(_KEY_HEADS, getattr(module, "config", None))
-    if kernels:
-        check_unwrapped("use_implicit_attention", model)
-    for name, kernel in kernels.items():
-        found[name].register_module("spectral", kernel)
-        found[name].register_forward_pre_hook(_tell_if_unused)
-    unseen = unseen_attention(model, found.values())
-    if unseen:
-        warnings.warn(
-            f"use_implicit_attention: {describe_unseen(unseen)} look like attention and stay as "
-            "they are: they do not call transformers' AttentionInterface",
-            stacklevel=3,
+    if spectral == "mikan" and getattr(module, "is_causal", True):
+        raise ValueError(
+            "convert: spectral='mikan' averages over whole sequences and would let "
+            f"{name}, which is causal, see the future; expected 'ikan' or 'direct'"
         )
+    if any(_is_offloaded(part) for part in module.modules()):
+        raise ValueError(
+            f"convert: accelerate offloads the weights of {name}: convert the model before it is "
+            "offloaded"
+        )
+    kind = ImplicitKernel if spectral == "direct" else partial(GeneratedKernel, spectral=spectral)
+    heads, head_size = (sizes or _sizes_of)(module)
+    like = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
+    kernel = kind(
+        heads,
+        head_size,
+        seed=seed,
+        device=like.device,
+        dtype=like.dtype,
+        **{name: options[name] for name in ("p", "num_frequencies", "stationary")},
+    ).train(module.training)
+    if options.get("softmax_heads", False):
+        kernel.keep_softmax(torch.zeros(heads, dtype=torch.bool))
+    kernel.key_heads = _first_int(_KEY_HEADS, getattr(module, "config", None))
+    module.register_module("spectral", kernel)
+    module.register_forward_pre_hook(_tell_if_unused)
+
+
+def detach_kernel(module: nn.Module) -> None:
+    """Takes the kernel of a module away."""
+    del module.spectral
+    hooks = module._forward_pre_hooks
+    for number in [number for number, hook in hooks.items() if hook is _tell_if_unused]:
+        del hooks[number]
 
 
 def _is_offloaded(module: nn.Module) -> bool:
@@ -254,13 +242,13 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 
 def _tell_if_unused(module: nn.Module, args: Any) -> None:
-    """Somebody may set the config's attention to another than the implicit kernel's."""
+    """Tells where the config's attention has been set to another than the implicit kernel's."""
     if not torch.compiler.is_compiling():
         tell_of_another_kernel(module, IMPLICIT)
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, int]:
-    """H and d of an attention module.
+    """Returns H and d of an attention module.
 
     Raises:
         ValueError: It does not say.
@@ -271,7 +259,7 @@ def _sizes_of(module: nn.Module) -> tuple[int, int]:
     if heads is None or head_size is None:
         numbers = {name: x for name, x in vars(module).items() if isinstance(x, int)}
         raise ValueError(
-            f"use_implicit_attention: expected one of {', '.join(_HEADS)} and one of "
+            f"convert: expected one of {', '.join(_HEADS)} and one of "
             f"{', '.join(_HEAD_SIZE)} in {type(module).__name__}, got {numbers}; pass "
             "sizes=lambda module: (heads, head_size)"
         )
@@ -279,17 +267,6 @@ def _sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def _first_int(names: tuple[str, ...], *owners: Any) -> int | None:
-    """The first of these attributes that is a number."""
+    """Returns the first of these attributes that is a number."""
     values = (getattr(owner, name, None) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int)), None)
-
-
-def _describe_no_attention(model: nn.Module) -> str:
-    attention = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
-    has_stock = any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
-    stock = "; ikattn.convert changes nn.MultiheadAttention" if has_stock else ""
-    return (
-        f"use_implicit_attention: no module of {type(model).__name__} calls transformers' "
-        "AttentionInterface, through which alone attention can be exchanged; found "
-        f"{', '.join(sorted(attention)) or 'no attention'}{stock}"
-    )

@@ -47,7 +47,7 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
         >>> attention = ikattn.MultiheadAttention(16, 4, batch_first=True).eval()
         >>> x = torch.randn(2, 5, 16)
         >>> program = torch.export.export(attention, (x, x, x))
-        >>> program = program.run_decompositions(ikattn.decompositions())
+        >>> program = program.run_decompositions(ikattn.ops.decompositions())
         >>> "ikattn" in str(program.graph)
         False
     """
@@ -65,9 +65,9 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
 
 
 def operator(name: str) -> Any:
-    """The operator of that name; its composition while a model is exported to ONNX."""
+    """Returns the operator of that name, or its composition while a model goes to ONNX."""
     is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
-    if is_traced and torch.onnx.is_in_onnx_export():  # which costs a call 1 us
+    if is_traced and torch.onnx.is_in_onnx_export():  # the question costs a call 1 us
         name = f"{name}_reference"
     return getattr(torch.ops.ikattn, name)
 

@@ -11,7 +11,7 @@ __all__ = ["have_same_lengths", "nested_like", "tokens_of"]
 
 
 def tokens_of(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens [T, ...] of a nested tensor [B, j, ...], and their offsets int64 [B + 1].
+    """Returns the tokens [T, ...] of a nested tensor [B, j, ...], and their offsets int64 [B + 1].
 
     Raises:
         ValueError: The axis of tokens is not the second.
@@ -26,7 +26,7 @@ def tokens_of(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nested_like(nested: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens [T, ...] as a nested tensor [B, j, ...] whose j is that of another one."""
+    """Nests tokens [T, ...] as another tensor [B, j, ...] is nested."""
     whole: Any = nested
     if whole.lengths() is None:
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=whole.offsets())
@@ -43,7 +43,7 @@ def have_same_lengths(one: Tensor, other: Tensor) -> bool:
 
 
 def _rows_between_holes(whole: Any) -> tuple[Tensor, Tensor]:
-    """Which rows of the values are tokens, as ``torch.nested.narrow`` leaves them; offsets."""
+    """Returns the rows of the values that are tokens, with offsets, for a narrowed tensor."""
     starts, lengths = whole.offsets()[: whole.lengths().size(0)], whole.lengths()
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     first = (starts - offsets[:-1]).repeat_interleave(lengths)

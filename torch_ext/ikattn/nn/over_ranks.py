@@ -1,4 +1,4 @@
-"""Which function attends while a module runs: the operator, or one that goes over several ranks."""
+"""The function that attends while a module runs: the operator, or one over several ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _attend: ContextVar[Callable[..., Tensor]] = ContextVar(
 
 
 def attention_function() -> Callable[..., Tensor]:
-    """What is to be called with the arguments of ``implicit_kernel_attention``.
+    """Returns the function to call with the arguments of ``implicit_kernel_attention``.
 
     A compiled call goes over no ranks, which ``AttendingBy`` finds out.
     """
@@ -62,7 +62,7 @@ def goes_over_ranks(module: nn.Module) -> bool:
 def dropout_seed_for(
     dropout_p: float, device: torch.device, share: HeadShare | None
 ) -> Tensor | None:
-    """The seed of a module's call; None where it drops nothing, or ranks draw one seed for all.
+    """Returns the seed of a module's call; None if it drops nothing or ranks draw one for all.
 
     Args:
         dropout_p: Probability on the weights.
@@ -148,7 +148,7 @@ class AttendingBy:
 
 
 def _refuse_recomputation(module: nn.Module, args: Any) -> None:
-    """A checkpoint that is computed again after its context would attend to a rank's own tokens."""
+    """Refuses a checkpoint that is computed again after its context, over its own tokens alone."""
     if getattr(module, _MARK, None) is not False or "_ikattn_local_again" in vars(module):
         return
     if torch._C._current_graph_task_id() == -1:  # a call of its own, not one within a backward pass

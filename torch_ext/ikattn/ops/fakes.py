@@ -63,7 +63,7 @@ def _attention(
 def _gradients(
     tokens: Sequence[Tensor], others: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Gradients laid out as the tokens, contiguous for the others, an empty tensor if unwanted."""
+    """Makes gradients like the tokens, contiguous for the others, empty if unwanted."""
     first = next(tensor for tensor in (*tokens, *others) if tensor is not None)
     results = [torch.empty_like(tensor) for tensor in tokens]
     results += [first if tensor is None else tensor.new_empty(tensor.shape) for tensor in others]

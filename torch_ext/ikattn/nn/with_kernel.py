@@ -1,25 +1,36 @@
-"""What attention modules with a choice of kernel have in common: options, state, checkpoints."""
+"""The base of attention modules with a choice of kernel: options, state, checkpoints."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from ikattn.nn._kernels import Kernel
 from ikattn.nn.functional import check_kernel
+from ikattn.nn.kernels import Kernel
 from ikattn.ops.magnitude import LearnedOrder
-from ikattn.spectral import Spectral, make_spectral
 from ikattn.spectral.direct import checked_size
-from ikattn.spectral.factory import check_spectral
+from ikattn.spectral.factory import Spectral, check_spectral, make_spectral
 from ikattn.spectral.regularized import Regularized
 
 _logger = logging.getLogger("ikattn")
 
 
+class ModuleOptions(TypedDict, total=False):
+    """The options of a module's kernel, which ``ikattn.MultiheadAttention`` documents."""
+
+    p: float | Literal["learned"] | None
+    num_frequencies: int
+    spectral: Spectral
+    stationary: bool
+    seed: int | None
+
+
 class WithKernel(Regularized):
     """A base of attention modules whose kernel can be chosen and changed."""
+
+    default_frequencies = 64
 
     kernel: Kernel
     p: float | None  # None where it is learned
@@ -28,15 +39,15 @@ class WithKernel(Regularized):
     def _choose_kernel(
         self,
         kernel: Kernel,
-        p: float | Literal["learned"] | None,
         *,
         num_heads: int,
         head_dim: int,
         like: Tensor,
-        num_frequencies: int,
-        spectral: Spectral,
-        stationary: bool,
-        seed: int | None,
+        p: float | Literal["learned"] | None = 2.0,
+        num_frequencies: int | None = None,
+        spectral: Spectral = "direct",
+        stationary: bool = False,
+        seed: int | None = None,
     ) -> None:
         """Takes the options of ``MultiheadAttention``, with new frequencies for "implicit".
 
@@ -53,7 +64,10 @@ class WithKernel(Regularized):
                 magnitude.train(self.training)
         check_kernel(kernel, p)
         check_spectral(spectral, seed)
-        num_frequencies = checked_size("num_frequencies", num_frequencies)
+        num_frequencies = checked_size(
+            "num_frequencies",
+            self.default_frequencies if num_frequencies is None else num_frequencies,
+        )
         source = None
         if kernel == "implicit":
             given: Any = spectral

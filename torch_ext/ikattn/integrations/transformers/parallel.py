@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ikattn._heads import HeadShare
-from ikattn.integrations.transformers._kernels import (
+from ikattn.integrations.transformers.kernels import (
     IMPLICIT,
     KERNELS,
     GeneratedKernel,
@@ -25,7 +25,14 @@ from ikattn.spectral.shared import check_shareable, shard_frequencies
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["add_to_plans", "check_heads", "register_style", "share_kernel", "share_kernels"]
+__all__ = [
+    "add_to_plans",
+    "check_heads",
+    "register_style",
+    "remove_from_plans",
+    "share_kernel",
+    "share_kernels",
+]
 
 _STYLE = "ikattn_heads"  # in transformers' plans
 
@@ -69,6 +76,15 @@ def add_to_plans(model: nn.Module) -> None:
                 plan[f"{generic}.spectral"] = _STYLE
 
 
+def remove_from_plans(model: nn.Module) -> None:
+    """Takes what ``add_to_plans`` wrote out again."""
+    for owner in model.modules():
+        plan = vars(owner).get("_tp_plan")
+        if isinstance(plan, dict):
+            for name in [name for name, style in plan.items() if style == _STYLE]:
+                del plan[name]
+
+
 def share_kernels(model: nn.Module) -> None:
     """Shares out the kernels of a model whose projections transformers has shared out before."""
     plan = getattr(model, "_tp_plan", None) or {}
@@ -89,7 +105,7 @@ def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> N
     share = getattr(kernel, "head_share", None)
     heads = getattr(_source_of(kernel), "num_heads", None) if share is None else share.own_heads
     if heads is not None and query.size(1) != heads:
-        help_ = "; use_implicit_attention(model, sizes=...) takes the number of heads"
+        help_ = "; ikattn.convert(model, sizes=...) takes the number of heads"
         if any(hasattr(w, "device_mesh") for w in module.parameters()):
             help_ = (
                 ": tensor parallelism shares out both or none. Load with ikattn.integrations."
@@ -112,7 +128,7 @@ def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> N
 
 
 def _generic(name: str) -> str:
-    """The name of a module as plans have it, with stars for the numbers of layers."""
+    """Returns the name of a module as plans have it, with stars for the numbers of layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

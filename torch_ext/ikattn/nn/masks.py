@@ -19,7 +19,7 @@ _NEVER = -1000.0
 
 
 class Masks(NamedTuple):
-    """What hides which key from which query, each part bool or float as the caller gave it."""
+    """The masks of a call, each bool or float as the caller gave it."""
 
     padding: Tensor | None  # [N, S]
     attention: Tensor | None  # [L, S] or [N * H, L, S]; after four_axes [1, 1, L, S], [N, H, L, S]
@@ -148,7 +148,7 @@ def _for_logits_of(queries: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _in_words_of_torch(x: Tensor) -> str:
-    """The type of a tensor as torch's own errors print it, from C++."""
+    """Names the type of a tensor as torch's own errors print it, from C++."""
     names = {
         torch.float16: "c10::Half",
         torch.bfloat16: "c10::BFloat16",

@@ -41,7 +41,7 @@ _on_purpose: set[int] = set()  # ids of configs
 
 
 class Given(NamedTuple):
-    """What an attention module passed to its attention function."""
+    """The arguments that an attention module passed to its attention function."""
 
     query: Tensor  # [B, H, L, d]
     key: Tensor  # [B, G, S, d]
@@ -65,7 +65,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Every config in the model that names an attention implementation, once."""
+    """Returns every config in the model that names an attention implementation, once."""
     found = {
         id(module.config): module.config for module in model.modules() if uses_interface(module)
     }
@@ -74,7 +74,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def softmax_in_place(model: nn.Module) -> Iterator[None]:
-    """For the time of the block, every config of the model names softmax attention."""
+    """Opens a context in which every config of the model names softmax attention."""
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     for config, _ in before:
         config._attn_implementation_internal = "eager"
@@ -93,7 +93,7 @@ def is_softmax_on_purpose(config: Any) -> bool:
 
 
 def import_transformers() -> Any:
-    """The library.
+    """Imports the library.
 
     Raises:
         ModuleNotFoundError: It is not installed; the message says how to install it.
@@ -114,7 +114,7 @@ def register_attention(name: str, attend: Callable[..., Any], *, masks_of: str) 
 
 
 def attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """What the module would call under the implementation of that name.
+    """Returns what the module would call under the implementation of that name.
 
     "eager" stands for a function of the file that the module's class comes from.
     """
@@ -131,7 +131,7 @@ def attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def mask_of(module: nn.Module, given: Given) -> Tensor | None:
-    """The mask of a call with its position bias, as ``AttentionCall.attn_mask``."""
+    """Returns the mask of a call with its position bias, as ``AttentionCall.attn_mask``."""
     mask, bias = given.attention_mask, given.options.get("position_bias")
     if mask is not None and mask.dim() != 4:
         raise NotImplementedError(

@@ -11,27 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.integrations.transformers._cache import layer_of
-from ikattn.integrations.transformers._interface import (
-    Given,
-    import_transformers,
-    is_causal,
-    mask_of,
-    register_attention,
-)
-from ikattn.integrations.transformers._kernels import IMPLICIT, SAVED, kernel_of
+from ikattn.integrations.transformers._cache import feature_layer_of, state_layer_of
 from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
 from ikattn.integrations.transformers._padding import (
     one_row_for_all,
     padding_of_causal,
     shown_keys,
 )
-from ikattn.integrations.transformers._parallel import check_heads, register_style
-from ikattn.integrations.transformers._state_cache import state_layer_of
 from ikattn.integrations.transformers._switches import watch_configs
-from ikattn.nn._masks import Masks, padded
-from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
-from ikattn.nn._softmax import refuse_context_parallel, softmax_attention
+from ikattn.integrations.transformers.interface import (
+    Given,
+    import_transformers,
+    is_causal,
+    mask_of,
+    register_attention,
+)
+from ikattn.integrations.transformers.kernels import IMPLICIT, SAVED, kernel_of
+from ikattn.integrations.transformers.parallel import check_heads, register_style
+from ikattn.nn.masks import Masks, padded
+from ikattn.nn.over_ranks import attention_function, dropout_seed_for, is_over_ranks
+from ikattn.nn.softmax import refuse_context_parallel, softmax_attention
 from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.packed import implicit_kernel_attention_varlen
@@ -53,7 +52,7 @@ def register_implicit() -> None:
 
 
 def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
-    """The query [B, H, L, d] whose dot product with a key is to be divided by sqrt(d)."""
+    """Returns the query [B, H, L, d] whose dot product with a key is to be divided by sqrt(d)."""
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     return query if abs(factor - 1.0) < 1e-6 else query * factor
 
@@ -69,7 +68,7 @@ def _implicit_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Implicit-kernel attention as transformers calls its attention functions.
+    """Computes implicit-kernel attention as transformers calls its attention functions.
 
     Args:
         module: The attention module, with its kernel.
@@ -77,7 +76,7 @@ def _implicit_attention(
         key, value: [B, G, S, d] and [B, G, S, d_v].
         attention_mask: Broadcastable to [B, H, L, S]; bool, True = may attend, or floating point.
         dropout: Probability on the weights; 0 outside training.
-        scaling: Of query . key; see ``use_implicit_attention``.
+        scaling: Of query . key; see ``ikattn.convert``.
         options: position_bias, added to the logits; is_causal; output_attentions.
 
     Returns:
@@ -99,7 +98,7 @@ def _implicit_attention(
     given = Given(query, key, value, attention_mask, IMPLICIT, options)
     visibility = _visibility(module, kernel, given)
     if is_over_ranks():
-        passed = options.get("is_causal")  # of one token a rank, too
+        passed = options.get("is_causal")  # one token a rank is causal, too
         causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
         visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
     split = _split_of(kernel)
@@ -146,7 +145,7 @@ def _from_state(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The output [B, H, L, d_v] of the tokens that a layer of a ``state_cache`` handed on."""
+    """Returns the output [B, H, L, d_v] of the tokens that a layer with a state handed on."""
     w1, w2 = kernel(*tokens[:2], None)
     reasons = {
         "output_attentions": options.get("output_attentions"),
@@ -162,8 +161,8 @@ def _from_state(
     wrong = [name for name, holds in reasons.items() if holds]
     if wrong:
         raise NotImplementedError(
-            f"{IMPLICIT}: a state_cache decodes causally, in eval mode, under torch.no_grad(), and "
-            f"makes no weights; {type(module).__name__} has {', '.join(wrong)}"
+            f"{IMPLICIT}: a cache of states decodes causally, in eval mode, under torch.no_grad(), "
+            f"and makes no weights; {type(module).__name__} has {', '.join(wrong)}"
         )
     return layer.attend(module, (kernel.p, w1, w2), tokens, mask)  # type: ignore[no-any-return]
 
@@ -178,14 +177,14 @@ def _from_kept_features(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor | None:
-    """The output [B, H, L, d_v] where a ``feature_cache`` has the keys; None: make their features.
+    """Returns the output [B, H, L, d_v] where a cache has the features of keys, else None.
 
-    Features are those of frequencies that stay as they are, the same for the batch. Many queries,
-    as those of a prompt, are worth making them in the operator, which keeps no weights.
+    Kept features are those of frequencies that stay as they are, the same for the batch. Many
+    queries, as those of a prompt, are worth making them in the operator, which keeps no weights.
     """
     if torch.compiler.is_compiling() or query.size(2) > _FEW_QUERIES or torch.is_grad_enabled():
         return None
-    layer = layer_of(key)
+    layer = feature_layer_of(key)
     is_top_left = arguments.get("is_causal", False) and query.size(2) != key.size(2)
     if layer is None or w1.dim() != 3 or is_top_left:
         return None
@@ -208,7 +207,7 @@ def _sequences(
     visibility: dict[str, Any],
     options: dict[str, Any],
 ) -> Sequences | None:
-    """The sequences of a packed batch; None: it is none, or the mask serves better.
+    """Returns the sequences of a packed batch; None: it is none, or the mask serves better.
 
     Raises:
         ValueError, NotImplementedError: The call's options say of sequences what cannot be done.
@@ -252,7 +251,7 @@ def _begin_alike(seen: Sequences, begins: tuple[Tensor, Tensor]) -> bool:
 def _padding_over_ranks(
     module: nn.Module, key: Tensor, mask: Tensor | None, causal: bool
 ) -> dict[str, Any]:
-    """A rank's mask as a bias of its keys, which every rank has, with or without padding.
+    """Returns a rank's mask as a bias of its keys, which every rank has, with or without padding.
 
     Raises:
         NotImplementedError: The mask says more than padding, and causality.
@@ -282,7 +281,7 @@ def _packed_attention(
     p: float | None,
     dropout: float,
 ) -> Tensor:
-    """The output [B, L, H, d_v] of sequences that are packed in rows, one or more of them."""
+    """Computes the output [B, L, H, d_v] of sequences that are packed in rows."""
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     output = implicit_kernel_attention_varlen(
         q,
@@ -300,7 +299,7 @@ def _packed_attention(
 
 
 def _split_of(kernel: Any) -> Split | None:
-    """Which heads compute softmax; of what has been put in the kernel's place, too."""
+    """Splits heads by what they compute, also where a wrapper is in the place of the kernel."""
     split_heads = getattr(kernel, "split_heads", None)  # PEFT's wrapper hands it on
     return None if split_heads is None else split_heads()
 
@@ -330,7 +329,7 @@ def _hybrid_attention(
     dropout: float,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output [B, H, L, d_v] where some heads compute softmax, and weights where wanted."""
+    """Computes the output [B, H, L, d_v], and weights, where some heads compute softmax."""
     query, key, value = tokens
     groups = query.size(1) // key.size(1)
     mask, causal = visibility.get("attn_mask"), visibility.get("is_causal", False)
@@ -377,7 +376,7 @@ def _hybrid_attention(
 
 
 def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:
-    """Which key a query sees, as arguments of the operators."""
+    """Returns which key a query sees, as arguments of the operators."""
     mask, has_bias = given.attention_mask, given.options.get("position_bias") is not None
     if mask is None and not has_bias:
         return {"is_causal": is_causal(module, given)}
@@ -391,7 +390,7 @@ def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:
 
 
 def _padding(kernel: nn.Module, key: Tensor, visibility: dict[str, Any]) -> Tensor | None:
-    """Which keys no query sees, bool [B, S], for kernels that depend on their input."""
+    """Returns which keys no query sees, bool [B, S], for kernels that depend on their input."""
     if not isinstance(getattr(kernel, "spectral", None), Mikan):  # PEFT may have wrapped the kernel
         return None
     if visibility.get("is_causal"):
@@ -430,7 +429,7 @@ def _refuse_over_ranks(
         "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
         "position_bias": options.get("position_bias") is not None,
         "sliding_window": options.get("sliding_window") is not None,
-        "a cache": layer_of(key) is not None
+        "a cache": feature_layer_of(key) is not None
         or state_layer_of(key) is not None
         or (getattr(module, "is_causal", False) and query.size(2) != key.size(2)),
     }

@@ -1,4 +1,4 @@
-"""From the module's inputs to heads and back, with nn.MultiheadAttention's checks and messages.
+"""Projections to heads and back, with nn.MultiheadAttention's checks and messages.
 
 Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size.
 """
@@ -92,7 +92,7 @@ def project(
                     f"use_separate_proj_weight is True but {name}_proj_weight is None"
                 )
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        if source.is_part:  # which upstream's function refuses: its weights are not square
+        if source.is_part:  # upstream's function refuses it: its weights are not square
             inputs = zip((query, key, value), source.weights, biases, strict=True)
             projected = [
                 linear(x, weight, offset) for x, weight, offset in inputs if weight is not None

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ikattn._heads import HeadShare
-from ikattn.nn._masks import Masks, as_bias, as_visible, hidden, padded
-from ikattn.nn._over_ranks import attention_function, dropout_seed_for, is_over_ranks
-from ikattn.nn._softmax import rbf_key_bias, select_away, softmax_attention
+from ikattn.nn.masks import Masks, as_bias, as_visible, hidden, padded
+from ikattn.nn.over_ranks import attention_function, dropout_seed_for, is_over_ranks
+from ikattn.nn.softmax import rbf_key_bias, select_away, softmax_attention
 from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.magnitude import LearnedOrder
@@ -32,16 +32,16 @@ Frequencies: TypeAlias = Callable[
 
 
 class KernelOptions(NamedTuple):
-    """Which kernel, and what it needs."""
+    """The name of a kernel, and its parameters."""
 
     name: Kernel
     p: float | None
-    frequencies: Frequencies | None  # of "implicit" alone
+    frequencies: Frequencies | None  # None but for "implicit"
     magnitude: LearnedOrder | None = None  # in place of p
     pools: bool = False  # whether frequencies depend on averages over queries
     query_padding: Tensor | None = None  # bool [N, L], for these averages
     head_share: HeadShare | None = None  # whose heads these are, where ranks share them out
-    split: Split | None = None  # of heads, where some compute softmax in spite of the name
+    split: Split | None = None  # the heads, where some compute softmax in spite of the name
 
 
 class Wanted(NamedTuple):
@@ -112,7 +112,7 @@ def _softmax(
 def _of_tokens(
     query: Tensor, key: Tensor, kernel: KernelOptions, padding: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
-    """The frequencies of an implicit kernel, and its keys' magnitudes where these are its own."""
+    """Returns an implicit kernel's frequencies, and its keys' magnitudes where it makes them."""
     assert kernel.frequencies is not None
     of_keys = None if padding is None else padded(padding)
     frequencies = kernel.frequencies(query, key, of_keys, kernel.query_padding)
@@ -176,7 +176,7 @@ def _hybrid(
     dropout_p: float,
     mask_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Some heads with softmax, the others with the implicit kernel."""
+    """Attends with softmax in some heads, and with the implicit kernel in the others."""
     assert kernel.split is not None
     if is_over_ranks() or kernel.head_share is not None:
         raise NotImplementedError(

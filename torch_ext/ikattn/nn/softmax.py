@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ikattn.nn._masks import Masks, as_bias, hidden
-from ikattn.nn._mean_weights import attend_by_parts, goes_by_parts
-from ikattn.nn._softmax_weights import empty_rows, softmax_weights, total
+from ikattn.nn.masks import Masks, as_bias, hidden
 from ikattn.ops.magnitude import LearnedOrder
 
 
@@ -33,9 +32,7 @@ def softmax_attention(
     """Computes softmax(q.k / sqrt(d) + bias) v; a query that sees no key gets zeros.
 
     With ``need_weights`` it forms the weights and draws dropout as nn.MultiheadAttention does;
-    without, it leaves both to F.scaled_dot_product_attention, as that does. Mean weights of long
-    sequences are made part by part, so that [N, H, L, S] is never held; their dropout is drawn part
-    by part, too, and is then not the one that nn.MultiheadAttention draws from the same state.
+    without, it leaves both to F.scaled_dot_product_attention, as that does.
 
     Args:
         query: [N, H, L, d].
@@ -51,20 +48,17 @@ def softmax_attention(
     Returns:
         Output [N, H, L, d], and the weights after dropout, [N, H, L, S] or [N, L, S], or None.
     """
-    biases = _biases(masks, key_bias, mask_dtype)
-    if need_weights and average and goes_by_parts(query, key):
-        return attend_by_parts(query, key, value, dropout_p, biases)
-    bias = total(biases)
+    bias = _total(_biases(masks, key_bias, mask_dtype))
     if need_weights:
-        weights = softmax_weights(query, key, bias)
+        weights = _softmax_weights(query, key, bias)
         if dropout_p > 0.0:
             weights = F.dropout(weights, dropout_p)
         return weights @ value, weights.mean(dim=1) if average else weights
     empty = None
     if bias is not None:
-        empty = empty_rows(bias)
+        empty = _empty_rows(bias)
         bias = bias.masked_fill(empty, 0.0)
-    # as an attribute of its module: what replaces it, such as context parallelism, is called
+    # looked up in its module, where context parallelism replaces it
     output = F.scaled_dot_product_attention(query, key, value, bias, dropout_p, masks.is_causal)
     return output if empty is None else output.masked_fill(empty, 0.0), None
 
@@ -127,3 +121,31 @@ def _biases(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> list[T
     padding = None if masks.padding is None else as_bias(masks.padding, dtype)[:, None, None, :]
     attention = None if masks.attention is None else as_bias(masks.attention, dtype)
     return [part for part in (key_bias, padding, attention) if part is not None]
+
+
+def _total(biases: Sequence[Tensor]) -> Tensor | None:
+    """Returns the sum of what is added to the logits; None: nothing."""
+    return sum(biases[1:], biases[0]) if biases else None
+
+
+def _empty_rows(bias: Tensor) -> Tensor:
+    """Returns where a query sees no key, [.., L, 1]."""
+    return hidden(bias).all(dim=-1, keepdim=True)
+
+
+def _softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns softmax(q.k / sqrt(d) + bias), [.., L, S], with zeros for a query that sees no key.
+
+    They are of the type of q.k, whatever that of the bias.
+
+    Args:
+        query: [.., L, d].
+        key: [.., S, d].
+        bias: Broadcastable to [.., L, S].
+    """
+    logits = (query * math.sqrt(1.0 / query.size(-1))) @ key.transpose(-2, -1)
+    if bias is None:
+        return F.softmax(logits, dim=-1)
+    empty = _empty_rows(bias)
+    weights = F.softmax(logits + bias.masked_fill(empty, 0.0), dim=-1)
+    return weights.masked_fill(empty, 0.0).to(logits.dtype)
