@@ -6,7 +6,6 @@
 
 #include "contributions/operators.h"
 #include "contributions/reference.h"
-#include "support/dispatch.h"
 #include "support/memory.h"
 
 namespace ikattn {
@@ -161,21 +160,20 @@ ContributionMaps public_maps(const ContributionCall& call) {
 MapTensors call_contribution_maps(const ContributionCall& call) {
   const WeightsSource& source = call.source;
   if (source.attn_weights.defined()) {
-    static const auto op = find_operator<ContributionMapsSignature>("ikattn::contribution_maps");
-    return tensors_of(op.call(source.attn_weights, call.value, call.out_proj_weight,
-                              IKATTN_BLOCK_FIELDS(call.block)));
+    constexpr Operator<"contribution_maps", ContributionMapsSignature> op;
+    return tensors_of(
+        op(source.attn_weights, call.value, call.out_proj_weight, IKATTN_BLOCK_FIELDS(call.block)));
   }
-  static const auto op = find_operator<StreamedMapsSignature>("ikattn::streamed_contribution_maps");
-  return tensors_of(op.call(source.query, source.key, call.value, call.out_proj_weight,
-                            or_none(source.w1), or_none(source.w2),
-                            IKATTN_OPTION_FIELDS(source.options), source.scale,
-                            IKATTN_BLOCK_FIELDS(call.block)));
+  constexpr Operator<"streamed_contribution_maps", StreamedMapsSignature> op;
+  return tensors_of(op(source.query, source.key, call.value, call.out_proj_weight,
+                       or_none(source.w1), or_none(source.w2), source.options, source.scale,
+                       IKATTN_BLOCK_FIELDS(call.block)));
 }
 
 std::array<at::Tensor, kContributionInputs> call_contribution_maps_backward(
     const MapTensors& grad_maps, const ContributionCall& given,
     std::array<bool, kContributionInputs> wanted) {
-  static const auto op = find_operator<MapsBackwardSignature>("ikattn::contribution_maps_backward");
+  constexpr Operator<"contribution_maps_backward", MapsBackwardSignature> op;
   ContributionCall call = given;
   std::vector<at::Tensor> inputs;
   for (const at::Tensor* input : differentiable_inputs(call)) inputs.push_back(*input);
@@ -184,9 +182,9 @@ std::array<at::Tensor, kContributionInputs> call_contribution_maps_backward(
   inputs.push_back(block.key_padding);
   const AttentionOptions& options = call.source.options;
   const std::vector<at::Tensor> found =
-      op.call(list_of(grad_maps), list_of(inputs), options.p, options.is_causal, options.enable_gqa,
-              options.eps, options.magnitude_scale, call.source.scale, block.centered[0],
-              block.centered[1], block.diagonal, block.maps, wanted);
+      op(list_of(grad_maps), list_of(inputs), options.p, options.is_causal, options.enable_gqa,
+         options.eps, options.magnitude_scale, call.source.scale, block.centered[0],
+         block.centered[1], block.diagonal, block.maps, wanted);
   std::array<at::Tensor, kContributionInputs> gradients;
   for (size_t i = 0; i < kContributionInputs; ++i) {
     if (wanted[i]) gradients[i] = found[i];

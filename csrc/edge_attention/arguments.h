@@ -71,15 +71,9 @@ void check_edge_query_gradients(const EdgeFeatures& call, const EdgeResults& res
 void check_edges(const char* function, const at::Tensor& rowptr, const at::Tensor& col,
                  int64_t N_k);
 
-EdgeResults call_from_edge_features(const EdgeFeatures& call);
-
 // The backward pass has two steps. By target: the gradient of query_features, and of every edge,
 // [E, 3, H], the gradient of its logit, that of the product x.y, and its weight after dropout.
 using EdgeQueryGradients = std::tuple<at::Tensor, at::Tensor>;
-EdgeQueryGradients call_edge_query_gradients(const EdgeFeatures& call, const at::Tensor& output,
-                                             const at::Tensor& log_normalizer,
-                                             const at::Tensor& grad_output,
-                                             const at::Tensor& grad_weights);
 
 // By source: from what edges give, the gradients of key_features, value and key_logits.
 struct EdgeKeyGradientCall {
@@ -90,7 +84,6 @@ struct EdgeKeyGradientCall {
   c10::SymInt N_k;
 };
 using EdgeKeyGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-EdgeKeyGradients call_edge_key_gradients(const EdgeKeyGradientCall& call);
 void check_edge_key_gradients(const EdgeKeyGradientCall& call);
 
 }  // namespace ikattn

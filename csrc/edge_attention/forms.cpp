@@ -313,29 +313,27 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
 // --- Typed access
 
 Result call_implicit_kernel(const EdgeAttentionCall& call) {
-  static const auto op =
-      find_operator<decltype(implicit_kernel_op)>("ikattn::implicit_kernel_edge_attention");
+  constexpr Operator<"implicit_kernel_edge_attention", decltype(implicit_kernel_op)> op;
   const EdgeAttentionOptions& options = call.options;
-  return op.call(call.query, call.key, call.value, call.rowptr, call.col, *call.w1, call.w2,
-                 options.p, options.key_bias, options.edge_bias, options.dropout_p, options.eps,
-                 options.magnitude_scale, options.dropout_seed);
+  return op(call.query, call.key, call.value, call.rowptr, call.col, *call.w1, call.w2, options.p,
+            options.key_bias, options.edge_bias, options.dropout_p, options.eps,
+            options.magnitude_scale, options.dropout_seed);
 }
 
 Result call_softmax(const EdgeAttentionCall& call) {
-  static const auto op = find_operator<decltype(softmax_op)>("ikattn::softmax_edge_attention");
+  constexpr Operator<"softmax_edge_attention", decltype(softmax_op)> op;
   const EdgeAttentionOptions& options = call.options;
-  return op.call(call.query, call.key, call.value, call.rowptr, call.col, options.p,
-                 options.key_bias, options.edge_bias, options.dropout_p, options.magnitude_scale,
-                 options.dropout_seed, options.negative_slope);
+  return op(call.query, call.key, call.value, call.rowptr, call.col, options.p, options.key_bias,
+            options.edge_bias, options.dropout_p, options.magnitude_scale, options.dropout_seed,
+            options.negative_slope);
 }
 
 Result call_gat(const GatAttentionCall& call) {
-  static const auto op = find_operator<decltype(gat_op)>("ikattn::gat_edge_attention");
+  constexpr Operator<"gat_edge_attention", decltype(gat_op)> op;
   const EdgeAttentionOptions& options = call.options;
-  return op.call(call.vector, call.target, call.source, call.value, call.rowptr, call.col, call.w1,
-                 call.w2, options.p, options.key_bias, options.edge_bias, options.dropout_p,
-                 options.eps, options.magnitude_scale, options.dropout_seed,
-                 options.negative_slope);
+  return op(call.vector, call.target, call.source, call.value, call.rowptr, call.col, call.w1,
+            call.w2, options.p, options.key_bias, options.edge_bias, options.dropout_p, options.eps,
+            options.magnitude_scale, options.dropout_seed, options.negative_slope);
 }
 
 // --- Autocast: nodes in the lower precision; frequencies and biases as they are
@@ -386,12 +384,6 @@ void register_autocast(torch::Library& m) {
 TORCH_LIBRARY_IMPL(ikattn, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
 TORCH_LIBRARY_IMPL(ikattn, Autocast, m) { register_autocast<c10::DeviceType::CUDA>(m); }
 
-void draw_seed_if_needed(EdgeAttentionOptions& options, at::Device device) {
-  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
-    options.dropout_seed = draw_dropout_seed(device);
-  }
-}
-
 }  // namespace
 
 Result implicit_kernel_edge_attention(const at::Tensor& query, const at::Tensor& key,
@@ -400,17 +392,15 @@ Result implicit_kernel_edge_attention(const at::Tensor& query, const at::Tensor&
                                       const std::optional<at::Tensor>& w2,
                                       const EdgeAttentionOptions& options) {
   check_negative_slope("implicit_kernel_edge_attention", /*has_frequencies=*/true, options);
-  EdgeAttentionCall call{query, key, value, rowptr, col, w1, w2, options};
-  draw_seed_if_needed(call.options, query.device());
-  return call_implicit_kernel(call);
+  return call_implicit_kernel(
+      {query, key, value, rowptr, col, w1, w2, with_dropout_seed(options, query.device())});
 }
 
 Result softmax_edge_attention(const at::Tensor& query, const at::Tensor& key,
                               const at::Tensor& value, const at::Tensor& rowptr,
                               const at::Tensor& col, const EdgeAttentionOptions& options) {
-  EdgeAttentionCall call{query, key, value, rowptr, col, {}, {}, options};
-  draw_seed_if_needed(call.options, query.device());
-  return call_softmax(call);
+  return call_softmax(
+      {query, key, value, rowptr, col, {}, {}, with_dropout_seed(options, query.device())});
 }
 
 Result gat_edge_attention(const at::Tensor& vector, const at::Tensor& target,
@@ -418,9 +408,8 @@ Result gat_edge_attention(const at::Tensor& vector, const at::Tensor& target,
                           const at::Tensor& rowptr, const at::Tensor& col,
                           const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
                           const EdgeAttentionOptions& options) {
-  GatAttentionCall call{vector, target, source, value, rowptr, col, w1, w2, options};
-  draw_seed_if_needed(call.options, target.device());
-  return call_gat(call);
+  return call_gat({vector, target, source, value, rowptr, col, w1, w2,
+                   with_dropout_seed(options, target.device())});
 }
 
 }  // namespace ikattn

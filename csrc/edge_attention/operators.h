@@ -3,6 +3,7 @@
 
 #include "edge_attention/arguments.h"
 #include "support/checks.h"
+#include "support/dispatch.h"
 
 // The arguments of edge_attention_from_features, which edge_query_gradients takes, too.
 #define IKATTN_EDGE_FEATURES_SCHEMA                                                  \
@@ -42,6 +43,19 @@ constexpr const char* kEdgeKeyGradients = "edge_key_gradients";
 using FromEdgeFeaturesSignature = EdgeResults(IKATTN_EDGE_FEATURES_PARAMETERS);
 using EdgeQueryGradientsSignature = EdgeQueryGradients(IKATTN_EDGE_QUERY_GRADIENTS_PARAMETERS);
 using EdgeKeyGradientsSignature = EdgeKeyGradients(IKATTN_EDGE_KEY_GRADIENTS_PARAMETERS);
+
+inline auto spelled_out(const EdgeFeatures& call) {
+  return std::make_tuple(call.query_features, call.key_features, call.value, call.key_logits,
+                         or_none(call.edge_logits), or_none(call.keep), call.rowptr, call.col,
+                         call.eps, call.rescale, call.negative_slope);
+}
+
+// The operators as functions, the first two with EdgeFeatures in the place of its fields.
+inline constexpr Operator<"edge_attention_from_features", FromEdgeFeaturesSignature>
+    call_from_edge_features;
+inline constexpr Operator<"edge_query_gradients", EdgeQueryGradientsSignature>
+    call_edge_query_gradients;
+inline constexpr Operator<"edge_key_gradients", EdgeKeyGradientsSignature> call_edge_key_gradients;
 
 // A dispatcher function from one that takes the call as a whole.
 template <EdgeResults (*kResultsOf)(const EdgeFeatures&)>

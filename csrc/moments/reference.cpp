@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +11,7 @@
 #include "support/autograd.h"
 #include "support/checks.h"
 #include "support/exact_arithmetic.h"
+#include "support/memory.h"
 
 namespace ikattn {
 namespace {
@@ -343,7 +345,9 @@ TwoTensors reference_merged(const at::Tensor& moments, const at::Tensor& referen
   return {rescaled(moments, reference) + rescaled(other_moments, other_reference), largest};
 }
 
-// --- The operators: in blocks, without a graph
+// --- The operators on devices without kernels: in blocks, without a graph
+
+namespace {
 
 TwoTensors composed_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                                 const at::Tensor& value) {
@@ -351,6 +355,16 @@ TwoTensors composed_key_moments(const at::Tensor& key_features, const at::Tensor
   const KeyMomentsSizes sizes = check_key_moments(key_features, logits, value);
   const at::Tensor like = key_features.new_empty({0}, compute_type(key_features.scalar_type()));
   return moments_of(products_of(like, sizes.B * sizes.K, sizes.F), key_features, logits, value);
+}
+
+void composed_add_key_moments(at::Tensor& moments, at::Tensor& reference,
+                              const at::Tensor& key_features, const at::Tensor& logits,
+                              const at::Tensor& value) {
+  check_add_key_moments(moments, reference, key_features, logits, value);
+  const auto [own, own_reference] = composed_key_moments(key_features, logits, value);
+  const auto [sums, largest] = reference_merged(moments, reference, own, own_reference);
+  moments.copy_(sums);
+  reference.copy_(largest);
 }
 
 ThreeTensors composed_key_moments_backward(const at::Tensor& grad_moments,
@@ -511,4 +525,15 @@ FiveTensors composed_causal_backward(const at::Tensor& grad_output,
           wanted[4] ? or_zero(grad, is_empty).contiguous() : nothing_like(moments)};
 }
 
+TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
+  implement<"key_moments", composed_key_moments>(m);
+  implement<"add_key_moments_", composed_add_key_moments>(m);
+  implement<"key_moments_backward", composed_key_moments_backward>(m);
+  implement<"attention_from_moments", composed_from_moments>(m);
+  implement<"attention_from_moments_backward", composed_from_moments_backward>(m);
+  implement<"causal_attention_from_moments", composed_causal>(m);
+  implement<"causal_attention_from_moments_backward", composed_causal_backward>(m);
+}
+
+}  // namespace
 }  // namespace ikattn

@@ -177,16 +177,9 @@ std::optional<at::Tensor> frequencies_of(const std::optional<at::Tensor>& w, con
 }
 
 AttentionOptions options_of(const PackedCall& call, const Group& group, const GroupRows& rows) {
-  const PackedAttentionOptions& given = call.options;
-  AttentionOptions options{.p = given.p,
-                           .key_bias = std::nullopt,
-                           .attn_mask = std::nullopt,
-                           .dropout_p = given.dropout_p,
-                           .is_causal = given.is_causal && group.L == group.S,
-                           .enable_gqa = given.enable_gqa,
-                           .eps = given.eps,
-                           .magnitude_scale = given.magnitude_scale,
-                           .dropout_seed = given.dropout_seed};
+  const AttentionOptions& given = call.options;
+  AttentionOptions options = given;
+  options.is_causal = given.is_causal && group.L == group.S;
   if (is_present(given.key_bias)) {
     options.key_bias = rows.keys.take(bias_by_token(*given.key_bias, call.key.size(0))).squeeze(-1);
   }

@@ -4,8 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <utility>
+
+#include "support/dispatch.h"
 
 namespace ikattn {
 
@@ -44,13 +45,6 @@ at::Tensor in_large_pages(at::Tensor tensor);
 constexpr const char* kWorkingMemory =
     " of its working memory, which is for features, sums or vectors of tokens, never for pairs: "
     "fewer sequences, heads or tokens in a call need less. ";
-
-// A name as an argument of a template.
-template <size_t kSize>
-struct Name {
-  char text[kSize];
-  constexpr Name(const char (&given)[kSize]) { std::copy_n(given, kSize, text); }
-};
 
 // The kernel kKernel of an operator, which names it where memory is missing for what torch's own
 // operators make within.
