@@ -1,5 +1,5 @@
-// What the kernels of moments see of a call: pointers, sizes, strides. No torch header.
-// Letters as in include/ikattn/moments.h.
+// The parameters that the kernels of moments read: pointers, sizes, strides. No torch header. The
+// letters are those of include/ikattn/moments.h.
 #pragma once
 
 #include "support/array.h"

@@ -1,4 +1,4 @@
-// The table through which glue.cpp reaches the kernels of one instruction set.
+// The table of kernels of one instruction set, which glue.cpp calls.
 #pragma once
 
 #include "edge_attention/params.h"
@@ -18,7 +18,7 @@ struct EdgeAttentionKernels {
   EdgeAttentionKernelsOf<double> of_double;
 };
 
-// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
+// Tables of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
 namespace baseline {
 extern const EdgeAttentionKernels edge_attention_kernels;
 }
