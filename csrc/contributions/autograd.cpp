@@ -15,7 +15,7 @@ namespace {
 
 class Maps : public torch::autograd::Function<Maps> {
  public:
-  // `present`: the differentiable inputs that are there, for autograd to find; all are in `call`.
+  // `present` has the differentiable inputs that are defined, for autograd; all are in `call`.
   static variable_list forward(AutogradContext* ctx, at::TensorList /*present*/,
                                const ContributionCall& call) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -57,7 +57,7 @@ class Maps : public torch::autograd::Function<Maps> {
     for (size_t i = 0; i < kContributionInputs; ++i) inputs[i] = *addresses[i];
     const auto wanted = wanted_gradients<kContributionInputs>(ctx, inputs);
     std::array<at::Tensor, kContributionInputs> gradients;
-    // vmap has no loop for an operator that takes a list of tensors.
+    // vmap cannot loop over an operator that takes a list of tensors.
     const bool batched = std::any_of(grads.begin(), grads.end(), is_batched);
     const bool creates_graph = at::GradMode::is_enabled();
     if (creates_graph || batched) {

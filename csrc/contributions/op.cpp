@@ -41,8 +41,8 @@ namespace {
 #define IKATTN_STREAMED_ARGUMENTS                                                          \
   "(Tensor query, Tensor key, Tensor value, Tensor out_proj_weight, " IKATTN_SOURCE_SCHEMA \
       IKATTN_BLOCK_SCHEMA
-// inputs: those of a ContributionCall in the order of its gradients, then query_padding and
-// key_padding; gradients that are not wanted are empty
+// The argument `inputs` has the inputs of a ContributionCall in the order of its gradients, then
+// query_padding and key_padding; gradients that are not wanted are empty.
 #define IKATTN_BACKWARD_ARGUMENTS                                                       \
   "(Tensor?[] grad_maps, Tensor?[] inputs, float? p, bool is_causal, bool enable_gqa, " \
   "float eps, float? magnitude_scale, float? scale, bool norm_centered, "               \
@@ -63,7 +63,7 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("streamed_contribution_maps_reference" IKATTN_STREAMED_ARGUMENTS, tags);
 }
 
-// The reference as operators: no kernel of their own, so that every transformation sees through.
+// The reference as operators without kernels, so that every transformation sees through them.
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"contribution_maps_reference", MapsOperator<checked_reference_maps>::given>(m);
   implement<"streamed_contribution_maps_reference", MapsOperator<checked_reference_maps>::streamed>(

@@ -101,7 +101,8 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
   implement<"edge_key_gradients", key_gradients>(m);
 }
 
-// As an operator, which every transformation sees through: what an exported program decomposes to.
+// The reference as an operator, through which every transformation sees; exported programs
+// decompose to it.
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"edge_attention_from_features_reference", from_edge_features<checked_reference>>(m);
 }

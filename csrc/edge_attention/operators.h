@@ -1,11 +1,11 @@
-// What the registrations of the operators share.
+// The schemas and signatures of the operators.
 #pragma once
 
 #include "edge_attention/arguments.h"
 #include "support/checks.h"
 #include "support/dispatch.h"
 
-// The arguments of edge_attention_from_features, which edge_query_gradients takes, too.
+// The arguments of edge_attention_from_features, shared with edge_query_gradients.
 #define IKATTN_EDGE_FEATURES_SCHEMA                                                  \
   "Tensor query_features, Tensor key_features, Tensor value, Tensor key_logits, "    \
   "Tensor? edge_logits, Tensor? keep, Tensor rowptr, Tensor col, float? eps=1e-05, " \
@@ -57,7 +57,7 @@ inline constexpr Operator<"edge_query_gradients", EdgeQueryGradientsSignature>
     call_edge_query_gradients;
 inline constexpr Operator<"edge_key_gradients", EdgeKeyGradientsSignature> call_edge_key_gradients;
 
-// A dispatcher function from one that takes the call as a whole.
+// Makes a dispatcher function from one that takes the call as a struct.
 template <EdgeResults (*kResultsOf)(const EdgeFeatures&)>
 EdgeResults from_edge_features(IKATTN_EDGE_FEATURES_PARAMETERS) {
   return kResultsOf({IKATTN_EDGE_FEATURES_VALUES});

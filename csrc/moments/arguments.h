@@ -10,7 +10,7 @@
 #include "ikattn/moments.h"
 #include "support/dispatch.h"
 
-// The arguments of each operator, which the one that only checks them takes, too.
+// The schema of each operator, shared with the operator that only checks its arguments.
 #define IKATTN_KEY_MOMENTS_SCHEMA "(Tensor key_features, Tensor logits, Tensor value)"
 #define IKATTN_ADD_KEY_MOMENTS_SCHEMA                                               \
   "(Tensor(a!) moments, Tensor(b!) reference, Tensor key_features, Tensor logits, " \
@@ -93,8 +93,8 @@ struct CausalSizes {
   KeyMomentsSizes keys;
 };
 
-// Throw, naming the argument, what was expected and what came. Of a call whose sizes are symbols of
-// torch.compile the functions *_call look at layouts and devices only.
+// Check a call. Errors name the argument, what was expected and what was given. Where sizes are
+// symbols of torch.compile the functions *_call check layouts and devices only.
 KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                                   const at::Tensor& value, const char* function = "key_moments");
 void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& logits,

@@ -1,5 +1,5 @@
-// Schemas of the operators of moments, the operators where no kernel is, typed access, the public
-// C++ functions, autocast.
+// Schemas of the operators of moments, their references, vmap, autocast, and the public C++
+// functions.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>

@@ -37,8 +37,8 @@ struct FromMomentsParams {
 };
 
 // Causal attention of tokens to themselves and to the keys before, whose moments `queries` has.
-// `keys` are the tokens', with the moments of those before and theirs; in the backward with the
-// gradient of these, which may be absent.
+// `keys` has the keys of the tokens, and the moments of all keys; in the backward the gradient of
+// these, which may be absent.
 struct CausalParams {
   FromMomentsParams queries{};
   KeyMomentsParams keys{};

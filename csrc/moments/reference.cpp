@@ -31,7 +31,7 @@ at::Tensor sum_heads(const at::Tensor& tensor, int64_t K) {
   return tensor.unflatten(1, {K, static_size(tensor, 1) / K}).sum(2);
 }
 
-// Query heads of a group as more queries of one head: [B, H, L, ..] becomes [B, K, H / K L, ..].
+// Joins query heads of a group as more queries of one head: [B, H, L, ..] to [B, K, H / K L, ..].
 at::Tensor by_key_head(const at::Tensor& tensor, int64_t K) {
   return tensor.unflatten(1, {K, static_size(tensor, 1) / K}).flatten(2, 3);
 }
@@ -68,7 +68,8 @@ struct Products {
   at::Tensor
       counts;  // [E], how often a query counts an entry, times (2 F)^-2; of the last one: eps
 
-  // units: heads whose products exist at a time; 0: those of all tokens, as a graph needs them.
+  // units is the number of heads whose products exist at a time; 0: all tokens at once, as a graph
+  // needs them.
   Products(const at::Tensor& like, int64_t units, double eps = 0) : F(static_size(like, -1)) {
     const auto index = like.options().dtype(at::kLong);
     const int64_t M = F / 2, count = F * M + M;
@@ -454,8 +455,9 @@ FourTensors composed_causal(const at::Tensor& query_features, const at::Tensor& 
   return {output, log_normalizer, all, all_reference};
 }
 
-// Goes from the first block to the last for the gradients of queries and pairs, and back for those
-// that keys have from later queries through moments; no more than one table is held.
+// Computes the gradients of queries and of pairs from the first block to the last, and the
+// gradients of keys by later queries, through moments, from the last to the first. It holds one
+// table.
 FiveTensors composed_causal_backward(const at::Tensor& grad_output,
                                      const std::optional<at::Tensor>& grad_all_moments,
                                      const at::Tensor& query_features,

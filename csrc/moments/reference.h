@@ -1,6 +1,6 @@
-// The mathematics of moments in ATen: references, differentiable and at once, for second
-// derivatives and torch.func; and the operators composed of it, in blocks of tokens, where there
-// are no kernels.
+// The operators of moments in differentiable ATen, for second derivatives and torch.func.
+// reference.cpp composes the operators of devices without kernels of the same functions, in blocks
+// of tokens.
 #pragma once
 
 #include "moments/arguments.h"

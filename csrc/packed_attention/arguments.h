@@ -60,7 +60,7 @@ struct PackedCall {
   AttentionOptions options;  // without attn_mask
 };
 
-// (output [T_q, H, d_v], log_normalizer float64 [H, T_q])
+// Output [T_q, H, d_v], and log_normalizer, float64 [H, T_q].
 using PackedResults = std::tuple<at::Tensor, at::Tensor>;
 
 using PackedSignature = PackedResults(IKATTN_PACKED_PARAMETERS);
@@ -83,13 +83,13 @@ inline constexpr Operator<"implicit_kernel_attention_varlen", PackedSignature>
 inline constexpr Operator<"implicit_kernel_attention_varlen_backward", PackedBackwardSignature>
     call_packed_attention_backward;
 
-// Throws, naming the argument, what was expected and what came. Where sizes are symbols of
-// torch.compile only layouts and devices are looked at.
+// Check a call. Errors name the argument, what was expected and what was given. Where sizes are
+// symbols of torch.compile only layouts and devices are checked.
 void check_packed_attention(const char* function, const PackedCall& call);
 void check_packed_attention_backward(const at::Tensor& grad_output, const PackedResults& results,
                                      const PackedCall& call);
 
-// Where the sequences of a checked call begin, [N + 1] each, on the host.
+// The begins of the sequences of a checked call, [N + 1] each, on the host.
 struct Boundaries {
   std::vector<int64_t> queries, keys;
 
@@ -98,7 +98,8 @@ struct Boundaries {
   int64_t key_count(int64_t sequence) const { return keys[sequence + 1] - keys[sequence]; }
 };
 
-// Throws where they do not ascend from 0 to the number of tokens, or a sequence is too long.
+// Returns the boundaries of a call. Throws where they do not ascend from 0 to the number of tokens,
+// or a sequence is too long.
 Boundaries boundaries_of(const char* function, const PackedCall& call);
 
 }  // namespace ikattn

@@ -27,7 +27,7 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
 // --- Every device: calls of dense attention
 
 Grouping grouping_of(const PackedCall& call) {
-  // Padded groups are not of neighbours, whose dropout one seed tells.
+  // Dropout needs runs of neighbours, for which one seed gives the mask.
   return call.query.is_cpu() || call.options.dropout_p > 0 ? Grouping::kRuns : Grouping::kPadded;
 }
 
@@ -92,7 +92,7 @@ class PackedAttention : public torch::autograd::Function<PackedAttention> {
     variable_list result(kPackedGradients + 1);  // the inputs, then the call
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
-    // The longest lengths were looked at in the forward.
+    // The forward has checked the longest lengths.
     const PackedCall call{saved[0],          saved[1],
                           saved[2],          saved[3],
                           or_none(saved[4]), saved[6],

@@ -16,15 +16,6 @@ struct ContributionKernels {
   void (*distances[2])(const DistanceParams&, const Executor&);
 };
 
-// Tables of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern const ContributionKernels contribution_kernels;
-}
-namespace avx2 {
-extern const ContributionKernels contribution_kernels;
-}
-namespace avx512 {
-extern const ContributionKernels contribution_kernels;
-}
+IKATTN_DECLARE_KERNELS(ContributionKernels, contribution_kernels)
 
 }  // namespace ikattn

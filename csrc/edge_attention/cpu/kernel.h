@@ -18,15 +18,6 @@ struct EdgeAttentionKernels {
   EdgeAttentionKernelsOf<double> of_double;
 };
 
-// Tables of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern const EdgeAttentionKernels edge_attention_kernels;
-}
-namespace avx2 {
-extern const EdgeAttentionKernels edge_attention_kernels;
-}
-namespace avx512 {
-extern const EdgeAttentionKernels edge_attention_kernels;
-}
+IKATTN_DECLARE_KERNELS(EdgeAttentionKernels, edge_attention_kernels)
 
 }  // namespace ikattn

@@ -1,5 +1,5 @@
-// Implicit-kernel attention within each of many sequences that lie one after the other, without
-// padding: the public C++ function. Letters as in ikattn/attention.h, and
+// Implicit-kernel attention within each of many sequences that follow each other in memory, without
+// padding: the public C++ function. The letters are those of ikattn/attention.h, and
 //
 //   N sequences, T_q queries and T_k keys of all sequences together
 #pragma once
@@ -13,9 +13,9 @@
 
 namespace ikattn {
 
-// Where sequences begin, as FlashAttention has it: int32 or int64 [N + 1], from 0 to T_q and T_k,
-// on the CPU or on query's device. On a GPU the call waits until it can read them; numbers on the
-// CPU cost no wait.
+// The begins of sequences, like FlashAttention's: int32 or int64 [N + 1], from 0 to T_q and T_k, on
+// the CPU or on query's device. On a GPU the call waits until it can read them; numbers on the CPU
+// cost no wait.
 struct PackedSequences {
   at::Tensor cu_seqlens_q;
   at::Tensor cu_seqlens_k;

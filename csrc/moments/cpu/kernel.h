@@ -16,15 +16,6 @@ struct MomentsKernels {
   void (*causal_backward[2])(const CausalParams&, const Executor&);
 };
 
-// Tables of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern const MomentsKernels moments_kernels;
-}
-namespace avx2 {
-extern const MomentsKernels moments_kernels;
-}
-namespace avx512 {
-extern const MomentsKernels moments_kernels;
-}
+IKATTN_DECLARE_KERNELS(MomentsKernels, moments_kernels)
 
 }  // namespace ikattn
