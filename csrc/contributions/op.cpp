@@ -31,11 +31,8 @@ namespace {
   "Tensor? query_padding=None, Tensor? key_padding=None, int diagonal=0, bool[6] maps) -> " \
   "(Tensor value_norms, Tensor summed, Tensor with_residual, Tensor with_norm, "            \
   "Tensor encoder, Tensor mixing_ratios)"
-#define IKATTN_SOURCE_SCHEMA                                                                   \
-  "Tensor? w1=None, Tensor? w2=None, *, float? p=2.0, Tensor? key_bias=None, "                 \
-  "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, bool enable_gqa=False, " \
-  "float eps=1e-05, float? magnitude_scale=None, Tensor? dropout_seed=None, "                  \
-  "float? scale=None, "
+#define IKATTN_SOURCE_SCHEMA \
+  "Tensor? w1=None, Tensor? w2=None, " IKATTN_OPTION_SCHEMA ", float? scale=None, "
 #define IKATTN_GIVEN_ARGUMENTS \
   "(Tensor attn_weights, Tensor value, Tensor out_proj_weight, *, " IKATTN_BLOCK_SCHEMA
 #define IKATTN_STREAMED_ARGUMENTS                                                          \

@@ -1,4 +1,4 @@
-// The calls that tensor cores take, and those that take linear time on the CPU.
+// Which calls the tensor cores take, and which take linear time on the CPU.
 #include <gtest/gtest.h>
 
 #include <string>
