@@ -3,12 +3,12 @@
 #include <array>
 #include <string>
 
+#include "attention/calls/determinism.h"
+#include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
-#include "attention/determinism.h"
-#include "attention/tensor_core_calls.h"
 #include "support/cuda/families.h"
 
 namespace ikattn::cuda {

@@ -1,5 +1,5 @@
 // CUDA's answer to which_kernels. Built where torch has CUDA.
-#include "attention/which_kernels.h"
+#include "attention/operator/which_kernels.h"
 
 #include <c10/cuda/CUDAGuard.h>
 

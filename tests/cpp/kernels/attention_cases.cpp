@@ -5,6 +5,7 @@
 #include <random>
 #include <stdexcept>
 
+#include "attention/calls/linear_time.h"
 #include "support/cuda/float16.h"
 #include "tier.h"
 
@@ -217,6 +218,11 @@ cuda::DeviceExecutor device_executor(Memory& memory) {
   return executor;
 }
 
+// The route in float64, which products of 16 bits never take.
+Route cpu_route(const AttentionParams& params, bool backward) {
+  return {.is_linear = takes_linear_time(params, backward)};
+}
+
 Results truth_of(Call& call, const Case& c) {
   Results r = room(call.memory, c, ElementType::kFloat64);
   AttentionBackwardParams params;
@@ -224,9 +230,9 @@ Results truth_of(Call& call, const Case& c) {
   params.output = r.output.array;
   params.log_normalizer = r.log_normalizer.array;
   const auto& kernels = truth::attention_kernels;
-  kernels.forward[1](params, cpu_executor(call.memory));
+  kernels.forward[1](params, cpu_route(params, false), cpu_executor(call.memory));
   set_gradients(params, c, r, call.grad_output);
-  kernels.backward[1](params, cpu_executor(call.memory));
+  kernels.backward[1](params, cpu_route(params, true), cpu_executor(call.memory));
   WeightsParams weights;
   call.set(weights);
   weights.value = Array();
@@ -274,12 +280,14 @@ Results weights_gradients(Call& call, const Case& c, ElementType type, const Run
 }  // namespace
 
 Results truth_of_weights_gradients(Call& call, const Case& c) {
-  return weights_gradients(call, c, ElementType::kFloat64,
-                           [&](bool forward, const AttentionBackwardParams& params) {
-                             const auto& kernels = truth::attention_kernels;
-                             forward ? kernels.forward[1](params, cpu_executor(call.memory))
-                                     : kernels.backward[1](params, cpu_executor(call.memory));
-                           });
+  return weights_gradients(
+      call, c, ElementType::kFloat64, [&](bool forward, const AttentionBackwardParams& params) {
+        const auto& kernels = truth::attention_kernels;
+        const auto run = [&](const auto& kernel) {
+          kernel(params, cpu_route(params, !forward), cpu_executor(call.memory));
+        };
+        forward ? run(kernels.forward[1]) : run(kernels.backward[1]);
+      });
 }
 
 Results device_weights_gradients(Call& call, const Case& c) {

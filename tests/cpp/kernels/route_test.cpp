@@ -8,7 +8,7 @@
 #include <fstream>
 #include <string>
 
-#include "attention/determinism.h"
+#include "attention/calls/determinism.h"
 #include "kernels/families.h"
 #include "support/cuda/families.h"
 #include "support/interpreter/interpreter.h"

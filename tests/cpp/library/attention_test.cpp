@@ -81,7 +81,8 @@ INSTANTIATE_TEST_SUITE_P(TileEdges, AttentionSizes,
                                            std::pair{127, 129}, std::pair{193, 193},
                                            std::pair{0, 3}, std::pair{3, 0}));
 
-// Long enough to take linear time (attention/linear_time.h); three query heads share a key head.
+// Long enough to take linear time (attention/calls/linear_time.h); three query heads share a key
+// head.
 class LongAttention : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
 
 TEST_P(LongAttention, ValuesAndGradientsEqualTheReference) {

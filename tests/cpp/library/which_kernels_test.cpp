@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "attention/linear_time.h"
-#include "attention/tensor_core_calls.h"
+#include "attention/calls/linear_time.h"
+#include "attention/calls/tensor_core_calls.h"
 
 namespace ikattn {
 namespace {

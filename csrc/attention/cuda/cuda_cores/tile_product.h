@@ -8,8 +8,8 @@
 // 16, so that one Philox call serves its sixteen pairs.
 #pragma once
 
+#include "attention/calls/offsets.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/offsets.h"
 #include "support/cuda/warps.h"
 #include "support/philox.h"
 

@@ -2,8 +2,8 @@
 // of.
 #pragma once
 
+#include "attention/calls/params.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/params.h"
 #include "support/cuda/executor.h"
 
 namespace ikattn::cuda {

@@ -1,8 +1,8 @@
 // Rows in memory, which lanes read in pieces of 16 bytes.
 #pragma once
 
+#include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/tensor_core_calls.h"
 
 namespace ikattn::cuda {
 namespace {

@@ -1,9 +1,9 @@
 // The logits of keys, and the norms of their values.
 #pragma once
 
+#include "attention/calls/offsets.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/operands.h"
-#include "attention/offsets.h"
 
 namespace ikattn::cuda {
 

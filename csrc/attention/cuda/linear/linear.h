@@ -1,5 +1,5 @@
 // Attention in linear time on tensor cores, of calls without mask and dropout
-// (attention/linear_time.h has the sums and when they pay).
+// (attention/calls/linear_time.h has the sums and when they pay).
 //
 // Features are taken 16 at a time, a chunk. An entry is the product of two of them, a and b, of
 // chunks A <= B. Where A < B it stands for (b, a), too, and its moments count twice; where A = B
@@ -20,8 +20,8 @@
 // what queries take of the keys before their chunk, and keys of the queries after theirs.
 #pragma once
 
+#include "attention/calls/linear_time.h"
 #include "attention/cuda/operands/operands.h"
-#include "attention/linear_time.h"
 
 namespace ikattn::cuda {
 

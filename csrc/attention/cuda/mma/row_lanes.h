@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
+#include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/tensor_core_calls.h"
 #include "support/cuda/warps.h"
 
 namespace ikattn::cuda {

@@ -13,9 +13,9 @@
 
 #include <type_traits>
 
+#include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/operands/route.h"
 #include "attention/cuda/operands/tokens.h"
-#include "attention/tensor_core_calls.h"
 #include "support/cuda/float16.h"
 #include "support/cuda/warps.h"
 

@@ -4,14 +4,14 @@
 
 #include <vector>
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/proven.h"
 
 namespace ikattn::cuda {
 
 enum class Pass { kForward, kBackward };
 
-// Time proportional to L S, or to L + S (attention/linear_time.h).
+// Time proportional to L S, or to L + S (attention/calls/linear_time.h).
 enum class Algorithm { kQuadratic, kLinear };
 
 // CUDA cores in float32 or float64; tensor cores by mma.sync; pairs by Hopper's own wgmma.

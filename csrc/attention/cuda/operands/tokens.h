@@ -1,7 +1,7 @@
 // Tokens as the pair kernels read them, and who makes them so.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/cuda/executor.h"
 
 namespace ikattn::cuda {

@@ -3,8 +3,8 @@
 // tiles of 8.
 #pragma once
 
+#include "attention/calls/offsets.h"
 #include "attention/cuda/tensor_cores/blocks.h"
-#include "attention/offsets.h"
 #include "support/philox.h"
 
 namespace ikattn::cuda {

@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "attention/reference.h"
+#include "attention/operator/reference.h"
 #include "contributions/cuda/streamed/streamed.h"
 #include "contributions/maps.h"
 #include "support/cuda/glue.h"

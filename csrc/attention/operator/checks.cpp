@@ -1,12 +1,12 @@
 // Argument checks of the attention operators: every message names the argument, what was expected
-// and what came.
+// and what was given.
 #include "support/checks.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 #include "support/philox.h"
 
 namespace ikattn {
@@ -50,7 +50,7 @@ void check_eps(const char* function, double eps) {
                     ": eps must be finite and positive, got ", eps);
 }
 
-// Gradients are asked for only of inputs that are there.
+// Checks that gradients are asked for only of inputs that are present.
 template <size_t kCount>
 void check_wanted(const char* function, const std::array<bool, kCount>& wanted,
                   const std::array<bool, kCount>& present) {

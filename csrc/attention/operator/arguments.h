@@ -10,9 +10,10 @@
 
 #include "ikattn/attention.h"
 #include "support/checks.h"
+#include "support/dispatch.h"
 
-// Dispatcher functions take every argument by itself. These are the ones AttentionOptions bundles,
-// in the order of the schema.
+// AttentionOptions, spelled out for the dispatcher, whose functions take every option as an
+// argument. A new option is added to the struct and to these four lists, in the same order.
 #define IKATTN_OPTION_SCHEMA                                                                    \
   "*, float? p=2.0, Tensor? key_bias=None, Tensor? attn_mask=None, float dropout_p=0.0, "       \
   "bool is_causal=False, bool enable_gqa=False, float eps=1e-05, float? magnitude_scale=None, " \
@@ -28,7 +29,7 @@
   (options).p, (options).key_bias, (options).attn_mask, (options).dropout_p, (options).is_causal, \
       (options).enable_gqa, (options).eps, (options).magnitude_scale, (options).dropout_seed
 
-// The arguments of each operator, which the one that only checks them takes, too.
+// The schema of each operator, shared with the operator that only checks its arguments.
 #define IKATTN_ATTENTION_SCHEMA \
   "(Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? w2=None, " IKATTN_OPTION_SCHEMA ")"
 #define IKATTN_ATTENTION_BACKWARD_SCHEMA                                                 \
@@ -53,7 +54,7 @@ namespace ikattn {
 
 // Gradients of attention: query, key, value, w1, w2, key_bias, attn_mask.
 constexpr int kAttentionGradients = 7;
-// Gradients of the weights: the same without value.
+// Gradients of the weights: those of attention without value.
 constexpr int kWeightsGradients = 6;
 
 using AttentionGradients =
@@ -91,34 +92,32 @@ using DropoutKeepMaskSignature = at::Tensor(const at::Tensor& dropout_seed, c10:
                                             c10::SymInt H, c10::SymInt L, c10::SymInt S,
                                             double dropout_p);
 
-// Typed access to the operators through the dispatcher.
-std::tuple<at::Tensor, at::Tensor> call_attention(const at::Tensor& query, const at::Tensor& key,
-                                                  const at::Tensor& value, const at::Tensor& w1,
-                                                  const std::optional<at::Tensor>& w2,
-                                                  const AttentionOptions& options);
-AttentionGradients call_attention_backward(
-    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
-    const at::Tensor& output, const at::Tensor& log_normalizer, const AttentionOptions& options,
-    std::array<bool, kAttentionGradients> wanted);
-at::Tensor call_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
-                        const std::optional<at::Tensor>& w2, const AttentionOptions& options,
-                        bool average_heads);
-WeightsGradients call_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
-                                       const at::Tensor& key, const at::Tensor& w1,
-                                       const std::optional<at::Tensor>& w2,
-                                       const AttentionOptions& options, bool average_heads,
-                                       std::array<bool, kWeightsGradients> wanted);
-at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
-                         const std::optional<at::Tensor>& w2, bool tokens_first = false);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
-    const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
-    const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);
-at::Tensor call_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
-                              const at::Tensor& logits, const at::Tensor& value, double eps);
-at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::SymInt& B,
-                                  const c10::SymInt& H, const c10::SymInt& L, const c10::SymInt& S,
-                                  double dropout_p);
+inline auto spelled_out(const AttentionOptions& options) {
+  return std::forward_as_tuple(IKATTN_OPTION_FIELDS(options));
+}
+
+// The operators as functions, which take AttentionOptions in the place of the options.
+inline constexpr Operator<"implicit_kernel_attention", AttentionSignature> call_attention;
+inline constexpr Operator<"implicit_kernel_attention_backward", AttentionBackwardSignature>
+    call_attention_backward;
+inline constexpr Operator<"implicit_kernel_weights", WeightsSignature> call_weights;
+inline constexpr Operator<"implicit_kernel_weights_backward", WeightsBackwardSignature>
+    call_weights_backward;
+inline constexpr Operator<"spectral_features", FeaturesSignature> call_features;
+inline constexpr Operator<"spectral_features_backward", FeaturesBackwardSignature>
+    call_features_backward;
+inline constexpr Operator<"attention_from_features", FromFeaturesSignature> call_from_features;
+inline constexpr Operator<"dropout_keep_mask", DropoutKeepMaskSignature> call_dropout_keep_mask;
+
+// Returns the options with a dropout seed, drawn on the device where one is needed and none is
+// given.
+template <typename Options>
+Options with_dropout_seed(Options options, const at::Device& device) {
+  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
+    options.dropout_seed = draw_dropout_seed(device);
+  }
+  return options;
+}
 
 // Sizes of a checked call, letters as in ikattn/attention.h.
 struct AttentionSizes {
@@ -126,14 +125,15 @@ struct AttentionSizes {
   int64_t frequency_heads, frequency_batches;
 };
 
-// Throws, naming the argument, what was expected and what came. value is undefined for the weights.
+// Checks a call, whose value is undefined for the weights. Errors name the argument, what was
+// expected and what was given.
 AttentionSizes check_attention(const char* function, const at::Tensor& query, const at::Tensor& key,
                                const at::Tensor& value, const at::Tensor& w1,
                                const std::optional<at::Tensor>& w2,
                                const AttentionOptions& options);
 
-// Of a call whose sizes may be symbols of torch.compile: then layouts and devices only. For the
-// operators, by whether there is a value.
+// Checks a call of attention, or without a value of the weights. Where sizes are symbols of
+// torch.compile it checks layouts and devices only.
 void check_attention_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const at::Tensor& w1, const std::optional<at::Tensor>& w2,
                           const AttentionOptions& options);
@@ -155,7 +155,7 @@ struct FeatureSizes {
 FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2);
 
-// Of a call whose sizes may be symbols, as check_attention_call.
+// Checks a call of features likewise.
 void check_features_call(const at::Tensor& x, const at::Tensor& w1,
                          const std::optional<at::Tensor>& w2);
 FeatureSizes check_features_backward(const at::Tensor& grad_features, const at::Tensor& x,
@@ -171,11 +171,11 @@ FromFeaturesSizes check_from_features(const at::Tensor& query_features,
 void check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
                                    const at::Tensor& logits, const at::Tensor& value);
 
-// Side inputs may be in the type `wanted`, that of the tensor named `of`, or in float32.
+// Checks a side input, which may have the type `wanted` of the tensor named `of`, or float32.
 void check_side_type(const char* function, const char* name, const at::Tensor& tensor,
                      const char* of, at::ScalarType wanted);
 
-// `of` is the name of the tensor whose tokens the frequencies meet: query, or x.
+// Checks the frequencies; `of` names the tensor that they multiply: query, or x.
 void check_frequencies(const char* function, const char* of, const at::Tensor& w1,
                        const std::optional<at::Tensor>& w2, at::ScalarType type, int64_t B,
                        int64_t H, int64_t G, int64_t d);
@@ -186,7 +186,7 @@ void check_numbers(const char* function, const std::optional<double>& p, double 
 void check_dropout(const char* function, double dropout_p,
                    const std::optional<at::Tensor>& dropout_seed);
 
-// Layout and device of every tensor of a call; see support/checks.h.
+// Checks the layout and the device of every tensor of a call; see support/checks.h.
 void check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const at::Tensor& w1,
                      const std::optional<at::Tensor>& w2, const AttentionOptions& options);

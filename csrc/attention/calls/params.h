@@ -1,5 +1,5 @@
-// What a kernel sees of a call: pointers, sizes, strides. No tensor, no torch header.
-// Letters as in include/ikattn/attention.h.
+// The parameters that a kernel reads: pointers, sizes, strides. No tensor, no torch header. The
+// letters are those of include/ikattn/attention.h.
 #pragma once
 
 #include "support/array.h"
@@ -7,7 +7,7 @@
 
 namespace ikattn {
 
-// Whether sums over pairs may be replaced (linear_time.h): where it is faster, or wherever it can.
+// The setting for linear time (linear_time.h): where it is faster, never, or wherever possible.
 enum class LinearTime { kAuto, kNever, kAlways };
 
 struct AttentionParams {
@@ -28,9 +28,9 @@ struct AttentionParams {
   Array output;          // [B, H, L, d_v]
   Array log_normalizer;  // [B, H, L]
 
-  // The backward of weights: their gradient, [B, H, L, S], and how much of it each head gets. The
-  // forward, with d_v = 1, takes it for values that every query has of its own; the backward, with
-  // d_v = 0, takes it for dO V^T, and that output for O . dO.
+  // The gradient of the weights in their backward, [B, H, L, S], and the share of it that each head
+  // gets. The forward, with d_v = 1, reads it as values that differ between queries; the backward,
+  // with d_v = 0, reads it as dO V^T, and the output as O . dO.
   Array grad_weights;
   double weights_share = 1;
 
@@ -41,7 +41,7 @@ struct AttentionParams {
   bool allow_tf32 = false;      // on a GPU: float32 may be rounded to the 11 bits of TF32
   bool allow_bfloat16 = false;  // on the CPU: value, dO and weights, to one bfloat16
   LinearTime linear_time = LinearTime::kAuto;
-  // Whether a row's bits follow from itself and the keys that it sees, and nothing else
+  // Batch invariance: a row's bits follow from nothing but the row and the keys that it sees
   // (determinism.h).
   bool batch_invariant = false;
 
@@ -49,17 +49,18 @@ struct AttentionParams {
   DropoutState dropout;
 
   bool stationary() const { return !w2; }
-  // Whether products over pairs may be of 16 bits on the CPU: what they are off by is averaged over
-  // some queries and frequencies, and small against eps where all scores of a row are. Calls that
-  // leave this are small, or rare: the backward of weights among them. A row must not tell by its
-  // bits how many share its call where calls are batch-invariant.
+  // Tells whether products over pairs may be of 16 bits on the CPU. Their error averages out over
+  // some queries and frequencies, and is small against eps where all scores of a row are. Excluded
+  // calls are small or rare, such as the backward of weights. In batch-invariant calls a row's bits
+  // must not depend on the number of rows.
   bool takes_16_bits() const {
     return (query.type == ElementType::kBFloat16 || allow_bfloat16) && L >= 32 && M >= 8 &&
            eps >= 5e-6 && !grad_weights && !batch_invariant;
   }
 };
 
-// Backward reads output and log_normalizer of the forward call. An absent gradient is not computed.
+// The backward also reads output and log_normalizer of the forward. Absent gradients are not
+// computed.
 struct AttentionBackwardParams : AttentionParams {
   Array grad_output;    // [B, H, L, d_v]
   Array grad_query;     // [B, H, L, d]
@@ -68,18 +69,19 @@ struct AttentionBackwardParams : AttentionParams {
   Array grad_w1;        // [frequency_batches, frequency_heads, d, M], contiguous, compute type
   Array grad_w2;        // likewise
   Array grad_key_bias;  // [B, key_heads, S]
-  // As mask, zero at the start; stride 0 where it is summed. float64 where it is summed over
-  // tokens, otherwise of the compute type.
+  // The gradient of the mask, zero at the start; stride 0 where it is summed. It is float64 where
+  // it is summed over tokens, otherwise of the compute type.
   Array grad_mask;
 };
 
-// Weights in place of output: [B, H, L, S], or with average_heads [B, (none), L, S].
+// The operator of weights writes [B, H, L, S], or with average_heads [B, (none), L, S], and no
+// output.
 struct WeightsParams : AttentionParams {
   Array weights;
   bool average_heads = false;
 };
 
-// phi(x), not scaled; x [B, H, N, d] is `query`, frequencies as above with G = H.
+// The operator of features phi(x), not scaled.
 struct FeaturesParams {
   int64_t B = 0, H = 0, N = 0, d = 0, M = 0;
   int64_t frequency_batches = 1;
@@ -93,7 +95,7 @@ struct FeaturesParams {
   bool stationary() const { return !w2; }
 };
 
-// Attention from features that were made before.
+// Attention from features that were computed before.
 struct FromFeaturesParams {
   int64_t B = 0, H = 0, L = 0, S = 0, F = 0, d_v = 0;
   int64_t key_heads = 0, value_heads = 0;  // divide H

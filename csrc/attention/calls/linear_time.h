@@ -1,31 +1,32 @@
-// Which calls take time linear in their length.
+// The choice of calls that take time linear in their length.
 //
 // A score is a sum over F = 2M features, so its square is one over products of two of them, and
 //   sum_j s_ij^2 v_j = sum_e c_e psi_e(q_i) (sum_j psi_e(k_j) v_j),   e = 1 .. E = F (F/2 + 1).
 // The sums in brackets are made once for all queries, and each query reads them once: (L + S) E
 // numbers are multiplied with a row of values where pairs would be L S scores of F. In a causal
-// call they grow from chunk to chunk. Exact, but not for every query (cpu/linear/linear_time.h);
-// dropout is about pairs, and so are masks but for key masks (key_offsets.h). The costs are of the
-// CPU; those of CUDA are in cuda/route.cu.
+// call they grow from chunk to chunk. The result is exact, but not for every query
+// (cpu/linear/linear_time.h). Dropout and masks concern pairs, so that calls with them cannot take
+// linear time; key masks can (key_offsets.h). The costs here are measured on the CPU; cuda/route.cu
+// has those of a GPU.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 
 namespace ikattn {
 
-constexpr int64_t kCausalChunk = 128;  // tokens, whose pairs among themselves stay pairs
+constexpr int64_t kCausalChunk = 128;  // tokens; their pairs among themselves are computed as pairs
 
 struct LinearTimeCost {
-  double quadratic, linear;  // multiply-adds, or what takes as long
+  double quadratic, linear;  // in multiply-adds
 
-  // Measured, in multiply-adds. kEntry: what an entry e costs beside its products with values:
-  // forming it, and in the backward the way back from its gradient to features. kToken: what a
-  // token costs beside its entries.
+  // Measured costs in multiply-adds. kEntry is the cost of an entry e beside its products with
+  // values: forming it, and in the backward the way from its gradient to features. kToken is the
+  // cost of a token beside its entries.
   static constexpr double kEntry[] = {12, 30}, kToken[] = {1700, 4500};  // forward, backward
 
   LinearTimeCost(const AttentionParams& params, bool backward) {
     const double F = 2.0 * static_cast<double>(params.M), entries = F * (F / 2 + 1);
-    // Of a narrow row pairs multiply whole vectors, or half ones with the weights: in lanes of
+    // Pairs multiply whole vectors of a narrow row, or half ones with the weights: lanes of
     // AVX-512, where it was measured. Linear time fills its vectors with entries and tokens.
     const double features = F < 16 ? 16.0 : F, d_v = static_cast<double>(params.d_v);
     const double values = d_v <= 8 ? 8.0 : d_v < 16 ? 16.0 : d_v;
@@ -45,21 +46,21 @@ struct LinearTimeCost {
   }
 };
 
-// nullptr, or why a call cannot take linear time.
+// Returns nullptr, or why a call cannot take linear time.
 inline const char* why_no_linear_time(const AttentionParams& params) {
   if (params.mask) return "linear time takes no attn_mask that differs between queries";
   if (params.dropout_threshold != 0) return "linear time takes no dropout";
   return params.grad_weights ? "weights are about pairs" : nullptr;
 }
 
-// Whether a call is faster in linear time, where it can take it, or is to take it wherever it can.
-// rate_of_pairs: of the products over pairs, beside those that take their place.
+// Tells whether a call is faster in linear time, or is asked to take it wherever it can.
+// rate_of_pairs is the speed of products over pairs relative to those that replace them.
 inline bool wants_linear_time(const AttentionParams& params, bool backward,
                               double rate_of_pairs = 1) {
   if (params.d_v == 0) return false;
-  // Whatever the length, which padding may change.
+  // Padding may change the length, which therefore must not decide.
   if (params.batch_invariant) return params.linear_time == LinearTime::kAlways;
-  const bool has_few = params.L < 8 || params.S < 8;  // whose sums are small differences
+  const bool has_few = params.L < 8 || params.S < 8;  // their sums are small differences
   const bool is_one_chunk = params.is_causal && params.L <= kCausalChunk;
   if (has_few || is_one_chunk) return false;
   if (params.linear_time != LinearTime::kAuto) return params.linear_time == LinearTime::kAlways;

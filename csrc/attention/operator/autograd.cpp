@@ -8,33 +8,13 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
-#include "attention/reference.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/reference.h"
+#include "attention/operator/saved_options.h"
 #include "support/memory.h"
 
 namespace ikattn {
 namespace {
-
-// What of AttentionOptions is not a tensor, under one key: every further one costs a string.
-void save_numbers(AutogradContext* ctx, const AttentionOptions& options) {
-  ctx->saved_data["numbers"] =
-      c10::ivalue::Tuple::create(options.p, options.dropout_p, options.is_causal,
-                                 options.enable_gqa, options.eps, options.magnitude_scale);
-}
-
-AttentionOptions saved_options(AutogradContext* ctx, const at::Tensor& key_bias,
-                               const at::Tensor& attn_mask, const at::Tensor& dropout_seed) {
-  const std::vector<at::IValue> numbers = ctx->saved_data["numbers"].toTupleRef().elements().vec();
-  return {.p = numbers[0].toOptional<double>(),
-          .key_bias = or_none(key_bias),
-          .attn_mask = or_none(attn_mask),
-          .dropout_p = numbers[1].toDouble(),
-          .is_causal = numbers[2].toBool(),
-          .enable_gqa = numbers[3].toBool(),
-          .eps = numbers[4].toDouble(),
-          .magnitude_scale = numbers[5].toOptional<double>(),
-          .dropout_seed = or_none(dropout_seed)};
-}
 
 class Attention : public torch::autograd::Function<Attention> {
  public:
@@ -207,7 +187,7 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
   return Features::apply(x, w1, w2, tokens_first);
 }
 
-// Recorded, it is the composition: decoding has no gradient to be fast for.
+// Takes the reference where a gradient is recorded, for decoding needs none.
 at::Tensor from_features_autograd(const at::Tensor& query_features, const at::Tensor& key_features,
                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
   check_from_features_placement(query_features, key_features, logits, value);

@@ -1,4 +1,4 @@
-#include "attention/determinism.h"
+#include "attention/calls/determinism.h"
 
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -11,7 +11,8 @@
 namespace ikattn {
 namespace {
 
-// One for all threads: those of autograd run the backward of calls of others.
+// Returns the setting, one for all threads, for autograd runs a backward in another thread than the
+// forward.
 std::atomic<bool>& batch_invariance() {
   static std::atomic<bool> setting =
       choice_of("IKATTN_DETERMINISTIC", "run", {"run", "batch"}) == "batch";

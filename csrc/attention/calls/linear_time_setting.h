@@ -1,7 +1,7 @@
-// Whether calls may take linear time, as the environment has it.
+// The setting of the environment for linear time.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/settings.h"
 
 namespace ikattn {

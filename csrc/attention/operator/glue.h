@@ -1,14 +1,17 @@
-// Tensors to params and back, the same for every device: the operators over a Device that has
-//   forward(params, query, work), backward(...), weights(...), features(params, backward, x, work)
+// The operators as functions of tensors, from a Device that computes params:
+//   forward(params, query, work), backward(...), weights(...), features(params, backward, x, work),
+//   from_features(params, query_features, work), keep_mask(params, keep)
 // where `work` is the number of multiply-adds.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
-#include "attention/key_offsets.h"
-#include "attention/params.h"
+#include "attention/calls/determinism.h"
+#include "attention/calls/linear_time_setting.h"
+#include "attention/calls/params.h"
+#include "attention/operator/arguments.h"
+#include "attention/operator/key_offsets.h"
 #include "support/glue.h"
 #include "support/memory.h"
 #include "support/philox.h"
@@ -16,8 +19,8 @@
 namespace ikattn {
 namespace {
 
-// How torch may round the float32 operands of its own products of matrices. By the newer of its two
-// settings, which the older one sets, too; to ask for the older raises an error where only the
+// Tells how torch may round the float32 operands of matrix products. It reads the newer of torch's
+// two settings, which the older one sets, too; reading the older raises an error where only the
 // newer was used.
 inline bool torch_allows(at::Float32Backend backend, at::Float32Precision precision) {
   return at::globalContext().float32Precision(backend, at::Float32Op::MATMUL) == precision;
@@ -25,7 +28,7 @@ inline bool torch_allows(at::Float32Backend backend, at::Float32Precision precis
 inline bool torch_allows_tf32() {
   return torch_allows(at::Float32Backend::CUDA, at::Float32Precision::TF32);
 }
-// On the CPU; torch.set_float32_matmul_precision("medium").
+// Tells whether torch.set_float32_matmul_precision("medium") allows bfloat16 on the CPU.
 inline bool torch_allows_bfloat16() {
   return torch_allows(at::Float32Backend::MKLDNN, at::Float32Precision::BF16);
 }
@@ -54,7 +57,8 @@ inline void set_sizes(AttentionParams& params, const AttentionSizes& sizes) {
   params.frequency_batches = sizes.frequency_batches;
 }
 
-// seed is contiguous, and outlives the state. Where it is on a GPU its numbers are not looked at.
+// Returns the state of a seed, which is contiguous and outlives it. Numbers on a GPU are not
+// checked.
 inline DropoutState dropout_state(const at::Tensor& seed, int64_t H) {
   const int64_t* numbers = seed.const_data_ptr<int64_t>();
   const bool is_placed = seed.numel() == kPlacedDropoutNumbers;
@@ -72,18 +76,18 @@ inline DropoutState dropout_state(const at::Tensor& seed, int64_t H) {
   return {numbers, is_placed, static_cast<uint32_t>(H)};
 }
 
-// What a call's params point to beside its arguments.
-struct Kept {
+// The tensors that a call's params point to beside its arguments.
+struct HeldTensors {
   at::Tensor bias, dropout_seed, log_normalizer;
 };
 
-// Everything but value, output and gradients.
+// Sets everything but value, output and gradients.
 inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
                        const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
                        const std::optional<at::Tensor>& w2, const AttentionOptions& options,
-                       Kept& kept) {
+                       HeldTensors& held) {
   set_sizes(params, sizes);
-  set_offsets(params, sizes, options, kept.bias);
+  set_offsets(params, sizes, options, held.bias);
   params.query = array_of(query);
   params.key = array_of(key);
   params.w1 = frequencies(w1, sizes);
@@ -92,19 +96,24 @@ inline void set_common(AttentionParams& params, const AttentionSizes& sizes,
   params.magnitude_scale = magnitude_scale_or_default(options.magnitude_scale, sizes.d);
   params.eps = options.eps;
   params.is_causal = options.is_causal;
+  const at::ScalarType type = query.scalar_type();
+  params.allow_tf32 = torch_allows_tf32();
+  params.allow_bfloat16 = (type == at::kFloat || type == at::kBFloat16) && torch_allows_bfloat16();
+  params.linear_time = linear_time_setting();
+  params.batch_invariant = is_batch_invariant();
   if (options.dropout_p > 0) {
     params.dropout_threshold = dropout_threshold(options.dropout_p);
-    kept.dropout_seed = options.dropout_seed->contiguous();
-    params.dropout = dropout_state(kept.dropout_seed, sizes.H);
+    held.dropout_seed = options.dropout_seed->contiguous();
+    params.dropout = dropout_state(held.dropout_seed, sizes.H);
   }
 }
 
-// Of a causal call: keys after the last query count for nothing.
+// Leaves out the keys after the last query of a causal call, which no query sees.
 inline void leave_out_unseen_keys(AttentionParams& params) {
   if (params.is_causal) params.S = std::min(params.S, params.L);
 }
 
-// [B, H, L, d_v] laid out as [B, L, H, d_v], which is how the projection after it reads it.
+// Returns [B, H, L, d_v] laid out as [B, L, H, d_v], as the projection after it reads it.
 inline at::Tensor empty_output(const at::Tensor& query, const AttentionSizes& sizes) {
   const int64_t head = std::max<int64_t>(sizes.d_v, 1), token = sizes.H * head;
   return at::empty_strided({sizes.B, sizes.H, sizes.L, sizes.d_v},
@@ -121,7 +130,8 @@ inline at::Tensor sum_groups(const at::Tensor& gradient, int64_t heads) {
   return gradient.unflatten(1, {heads, -1}).sum(2);
 }
 
-// Where the kernel writes the gradient of key or value: in place, or per query head to be summed.
+// Returns the tensor where a kernel writes the gradient of key or value: the result, or one with a
+// gradient per query head, to be summed.
 inline at::Tensor key_side_gradient(const at::Tensor& tensor, int64_t key_heads) {
   if (tensor.size(1) == key_heads) return at::empty_like(tensor);
   return at::empty({tensor.size(0), key_heads, tensor.size(2), tensor.size(3)},
@@ -133,14 +143,14 @@ inline at::Tensor finish_key_side(const at::Tensor& gradient, const at::Tensor& 
   return at::empty_like(like).copy_(sum_groups(gradient, like.size(1)));
 }
 
-// Contiguous, in the shape and type of the argument that was broadcast.
+// Sums a gradient to the shape and type of the argument that was broadcast.
 inline at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argument) {
   return at::sum_to(gradient, argument.sizes()).to(argument.scalar_type()).contiguous();
 }
 
-// The mask gradient is summed over broadcast axes by the kernel, except that one value per row also
-// keeps its heads and rows apart: several threads may add to the same row. Sums over tokens are of
-// so many terms that they are in float64.
+// Returns zeros for the gradient of a mask, which the kernel sums over broadcast axes. A mask with
+// one value per row has a gradient for each head and row, for several threads may add to the same
+// row. Sums over tokens have so many terms that they are in float64.
 inline at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& sizes,
                                 at::ScalarType type) {
   at::Tensor shape = mask;
@@ -152,16 +162,6 @@ inline at::Tensor mask_gradient(const at::Tensor& mask, const AttentionSizes& si
     axes[2] = sizes.L;
   }
   return at::zeros(axes, mask.options().dtype(type));
-}
-
-// dropout_keep_mask's result where nothing is dropped.
-inline at::Tensor whole_keep_mask(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
-                                  int64_t S) {
-  TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
-              "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ", S);
-  return with_memory_for("dropout_keep_mask", "the mask", [&] {
-    return at::ones({B, H, L, S}, dropout_seed.options().dtype(at::kBool));
-  });
 }
 
 inline FeaturesParams features_params(const FeatureSizes& sizes, const at::Tensor& x,
@@ -197,7 +197,7 @@ struct AttentionOperators {
     const AttentionOptions options{IKATTN_OPTION_VALUES};
     const AttentionSizes sizes =
         check_attention("implicit_kernel_attention", query, key, value, w1, w2, options);
-    // The normalizer in float64: it stands in the backward's exponents, where float32 would cost
+    // The normalizer is float64: it stands in the backward's exponents, where float32 would cost
     // |log Z| 6e-8 of every weight.
     const auto [output, log_normalizer] =
         with_memory_for("implicit_kernel_attention", "the output and its normalizer", [&] {
@@ -206,8 +206,8 @@ struct AttentionOperators {
               at::empty({sizes.B, sizes.H, sizes.L}, query.options().dtype(at::kDouble))};
         });
     AttentionParams params;
-    Kept kept;
-    set_common(params, sizes, query, key, w1, w2, options, kept);
+    HeldTensors held;
+    set_common(params, sizes, query, key, w1, w2, options, held);
     leave_out_unseen_keys(params);
     params.value = array_of(value);
     params.output = array_of(output);
@@ -226,19 +226,19 @@ struct AttentionOperators {
     const AttentionSizes sizes = check_attention_backward(grad_output, query, key, value, w1, w2,
                                                           output, log_normalizer, options, wanted);
     AttentionBackwardParams params;
-    Kept kept;
-    set_common(params, sizes, query, key, w1, w2, options, kept);
+    HeldTensors held;
+    set_common(params, sizes, query, key, w1, w2, options, held);
     leave_out_unseen_keys(params);
     params.value = array_of(value);
     params.output = array_of(output);
-    kept.log_normalizer = log_normalizer.contiguous();
-    params.log_normalizer = array_of(kept.log_normalizer);
+    held.log_normalizer = log_normalizer.contiguous();
+    params.log_normalizer = array_of(held.log_normalizer);
     params.grad_output = array_of(grad_output);
     return run_backward(function, params, sizes, query, key, value, w1, options, wanted);
   }
 
-  // The gradients of a call whose params are set but for them. That of a key mask is that of the
-  // keys' logits, as that of key_bias is.
+  // Computes the gradients of a call whose other params are set. The gradient of a key mask is that
+  // of the keys' logits, like the gradient of key_bias.
   static AttentionGradients run_backward(const char* function, AttentionBackwardParams& params,
                                          const AttentionSizes& sizes, const at::Tensor& query,
                                          const at::Tensor& key, const at::Tensor& value,
@@ -304,8 +304,8 @@ struct AttentionOperators {
     const AttentionSizes sizes =
         check_attention("implicit_kernel_weights", query, key, at::Tensor(), w1, w2, options);
     WeightsParams params;
-    Kept kept;
-    set_common(params, sizes, query, key, w1, w2, options, kept);
+    HeldTensors held;
+    set_common(params, sizes, query, key, w1, w2, options, held);
     params.average_heads = average_heads;
     const at::Tensor weights = with_memory_for("implicit_kernel_weights", "the weights", [&] {
       return average_heads ? at::empty({sizes.B, sizes.L, sizes.S}, query.options())
@@ -331,8 +331,8 @@ struct AttentionOperators {
                        at::empty({sizes.B, sizes.H, sizes.L}, compute.dtype(at::kDouble))};
     });
     AttentionBackwardParams params;
-    Kept kept;
-    set_common(params, sizes, query, key, w1, w2, options, kept);
+    HeldTensors held;
+    set_common(params, sizes, query, key, w1, w2, options, held);
     leave_out_unseen_keys(params);
     params.grad_weights = array_of(average_heads ? grad_weights.unsqueeze(1) : grad_weights,
                                    {sizes.B, sizes.H, sizes.L, sizes.S});
@@ -410,7 +410,30 @@ struct AttentionOperators {
     return output.transpose(1, 2);
   }
 
+  static at::Tensor keep_mask(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
+                              int64_t S, double dropout_p) {
+    check_dropout("dropout_keep_mask", dropout_p, dropout_seed);
+    TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
+                "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ",
+                S);
+    const at::Tensor keep = with_memory_for("dropout_keep_mask", "the mask", [&] {
+      return at::ones({B, H, L, S}, dropout_seed.options().dtype(at::kBool));
+    });
+    if (dropout_p == 0) return keep;
+    const at::Tensor seed = dropout_seed.contiguous();
+    AttentionParams params;
+    params.B = B;
+    params.H = H;
+    params.L = L;
+    params.S = S;
+    params.dropout_threshold = dropout_threshold(dropout_p);
+    params.dropout = dropout_state(seed, H);
+    Device::keep_mask(params, keep);
+    return keep;
+  }
+
   static void register_in(torch::Library& m) {
+    implement<"dropout_keep_mask", keep_mask>(m);
     implement<"implicit_kernel_attention", attention>(m);
     implement<"implicit_kernel_attention_backward", attention_backward>(m);
     implement<"implicit_kernel_weights", weights>(m);

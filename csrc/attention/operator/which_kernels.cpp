@@ -1,46 +1,37 @@
-// why_not_fast and which_kernels: what a call would run on, asked beforehand.
-#include "attention/which_kernels.h"
+// which_kernels: tells what a call would run on, beforehand.
+#include "attention/operator/which_kernels.h"
 
-#include "attention/determinism.h"
-#include "attention/glue.h"
-#include "attention/linear_time_setting.h"
+#include "attention/calls/linear_time_setting.h"
+#include "attention/operator/glue.h"
 #include "support/devices.h"
-#include "support/instruction_set.h"
 
 namespace ikattn {
 namespace {
 
-// A call that is asked about: it need not lie where it would run.
+// The call in question, whose tensors need not be on the device where it would run.
 struct Asked {
   AttentionParams params;
-  Kept kept;
+  HeldTensors held;
   c10::Device where;
   at::ScalarType type;
-  bool wants_mask_gradient;  // of pairs
+  bool wants_mask_gradient;  // the mask differs between queries
 
   Asked(const char* function, const at::Tensor& query, const at::Tensor& key,
         const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
         const AttentionOptions& options, const std::string& device)
       : where(device.empty() ? query.device() : c10::Device(device)), type(query.scalar_type()) {
     const AttentionSizes sizes = check_attention(function, query, key, value, w1, w2, options);
-    set_common(params, sizes, query, key, w1, w2, options, kept);
+    set_common(params, sizes, query, key, w1, w2, options, held);
     wants_mask_gradient = params.mask && options.attn_mask->requires_grad();
     leave_out_unseen_keys(params);
     params.value = array_of(value);
-    params.allow_tf32 = torch_allows_tf32();
-    params.linear_time = linear_time_setting();
-    params.batch_invariant = is_batch_invariant();
   }
 };
 
 constexpr const char* kMaskGradient = "the gradient of attn_mask is computed on CUDA cores";
 
 KernelChoice kernels_of(const Asked& asked, bool backward) {
-  if (asked.where.is_cpu()) {
-    KernelChoice choice = cpu_kernels(asked.params, asked.type, backward);
-    choice.proven = "the CPU";
-    return choice;
-  }
+  if (asked.where.is_cpu()) return cpu_kernels(asked.params, backward);
   if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) {
     return {"none", "none", reason, ""};
   }
@@ -55,20 +46,8 @@ KernelChoice kernels_of(const Asked& asked, bool backward) {
 #endif
 }
 
-std::string why_not_fast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const at::Tensor& w1, const std::optional<at::Tensor>& w2,
-                         IKATTN_OPTION_PARAMETERS, const std::string& device) {
-  const AttentionOptions options{IKATTN_OPTION_VALUES};
-  const Asked asked("why_not_fast", query, key, value, w1, w2, options, device);
-  if (asked.where.is_cpu()) return why_no_vectors();
-  if (const std::string reason = why_no_kernels(asked.where); !reason.empty()) return reason;
-  const KernelChoice choice = kernels_of(asked, false);
-  if (choice.unit == "cuda_cores") return "not on tensor cores: " + choice.reason;
-  return asked.wants_mask_gradient ? kMaskGradient : "";
-}
-
-// Algorithm, unit, reason and scores of the forward, then of the backward; then what has proven
-// both.
+// Returns algorithm, unit, reason and scores of the forward, then of the backward; then the proofs
+// of both.
 std::vector<std::string> which_kernels(const at::Tensor& query, const at::Tensor& key,
                                        const at::Tensor& value, const at::Tensor& w1,
                                        const std::optional<at::Tensor>& w2,
@@ -81,10 +60,6 @@ std::vector<std::string> which_kernels(const at::Tensor& query, const at::Tensor
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
-  m.def(
-      "why_not_fast(Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? "
-      "w2=None, " IKATTN_OPTION_SCHEMA ", str device=\"\") -> str",
-      why_not_fast);
   m.def(
       "which_kernels(Tensor query, Tensor key, Tensor value, Tensor w1, Tensor? "
       "w2=None, " IKATTN_OPTION_SCHEMA ", str device=\"\") -> str[]",

@@ -1,4 +1,4 @@
-// How far equal numbers give equal bits, as the process has it.
+// The setting of the process for how far equal numbers give equal bits.
 //
 //   "run"    in every run, and on the CPU for every number of threads
 //   "batch"  and a row's whatever else is in its batch: batch-invariant calls, whose kernels, forms
@@ -7,10 +7,11 @@
 
 namespace ikattn {
 
-// Set by IKATTN_DETERMINISTIC, and by the operator set_deterministic.
+// Returns whether calls are batch-invariant, which IKATTN_DETERMINISTIC and the operator
+// set_deterministic set.
 bool is_batch_invariant();
 
-// Why a call does not take faster kernels.
+// The reason of calls that do not take faster kernels.
 inline constexpr const char* kBatchInvariantReason =
     "deterministic = \"batch\" keeps a row's bits from depending on its batch";
 

@@ -1,4 +1,4 @@
-// What a float mask, or a key bias, adds to logits, on every device.
+// The bound of float masks and key biases, on every device.
 #pragma once
 
 #include "support/host_device.h"
@@ -6,9 +6,9 @@
 namespace ikattn {
 namespace {  // compiled once for each instruction set
 
-// Finite offsets end at 2^33. Beyond, as the lowest number of a type that stands for "hidden",
-// log Z of a row that sees nothing else would have lost the logarithm of its sum, and with it the
-// gradients: in float64 it keeps 1e-6 of it here.
+// Clamps finite offsets to 2^33. A larger one, such as the lowest number of a type, which stands
+// for "hidden", would round off the logarithm of the sum in log Z of a row that sees nothing else,
+// and with it the gradients. At 2^33 float64 keeps 1e-6 of it.
 template <typename T>
 IKATTN_HOST_DEVICE inline T bounded_offset(T offset) {
   constexpr T kFarthest = 8589934592;

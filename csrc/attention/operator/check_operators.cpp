@@ -1,10 +1,10 @@
-// Operators that only check the arguments of others: what every fake kernel begins with, so that
-// torch.compile, torch.export and the meta device refuse what the kernels would, in their words.
-// Where sizes are symbols only layouts and devices are checked.
+// Operators that only check the arguments of others. Every fake kernel starts with one, so that
+// torch.compile, torch.export and the meta device refuse the calls that the kernels refuse, in the
+// same words. Where sizes are symbols only layouts and devices are checked.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 
 namespace ikattn {
 namespace {
