@@ -238,7 +238,7 @@ inline float __frcp_rn(float x) { return 1.0f / x; }
 // --- Launch
 // -----------------------------------------------------------------------------------------
 
-struct CUstream_st;  // as in CUDA's headers
+struct CUstream_st;  // declared in CUDA's headers, too
 
 namespace ikattn {
 

@@ -35,7 +35,7 @@ class Fiber {
   char* stack_;
   void (*entry_)(void*) = nullptr;
   void* context_ = nullptr;
-  bool running_ = false;  // from start() until `entry` has returned
+  bool running_ = false;  // true from start() until `entry` has returned
   // Numbers that AddressSanitizer keeps for a stack that is not running.
   void* fake_stack_ = nullptr;
   const void* resumer_stack_ = nullptr;

@@ -24,7 +24,7 @@ bool Interpreter::is_ordered(uint32_t clock, uint16_t by, uint16_t thread) const
 uint32_t Interpreter::known_to(int thread, int of) const {
   if (thread == of) return clock_;
   const uint32_t of_warp = thread / kWarp == of / kWarp ? warp_synced_[of / kWarp] : 0;
-  const uint32_t synced = std::max(block_synced_, of_warp);  // what is before it
+  const uint32_t synced = std::max(block_synced_, of_warp);  // accesses before it are ordered
   return std::max(synced - 1, pool_[thread]->known[static_cast<size_t>(of)]);
 }
 

@@ -12,7 +12,7 @@ namespace ikattn::interpreter {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kRowBytes = 32;  // of an operand, along the inner axis
+constexpr int kRowBytes = 32;  // bytes of an operand's row, along the inner axis
 
 // Numbers along the inner axis.
 int inner_of(const Product& product) { return product.type == ProductType::kInt8 ? 32 : 16; }
@@ -30,7 +30,7 @@ struct Begun {
 struct Warp {
   std::vector<Begun> begun;  // not committed
   std::deque<std::vector<Begun>> groups;
-  std::map<const void*, std::weak_ptr<Sums>> under_way;  // by the first lane's registers
+  std::map<const void*, std::weak_ptr<Sums>> under_way;  // keyed by the first lane's registers
 };
 std::map<int, Warp> warps;
 
@@ -38,7 +38,7 @@ std::map<int, Warp> warps;
 struct Operand {
   uint64_t descriptor;
   int rows, bytes;
-  int first_row = 0;  // of those that are read
+  int first_row = 0;  // the first row that is read
 };
 
 // Where a byte lies: the 16-byte chunk of an address is transposed by its row of 128 bytes.

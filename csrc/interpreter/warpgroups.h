@@ -17,7 +17,7 @@ constexpr ProductType kProductType =
 // Product as one lane begins it.
 struct Product {
   void* sums;         // float; of kInt8 int32_t
-  int count;          // of them; the product has twice as many columns
+  int count;          // registers; the product has twice as many columns
   const uint32_t* a;  // nullptr: at shared_a
   uint64_t shared_a, b;
   bool accumulate, b_by_rows;

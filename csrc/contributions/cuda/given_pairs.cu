@@ -249,7 +249,7 @@ __device__ __forceinline__ void make_norms(const PairParams& params, const Given
                                                          : variant == 1 ? params.fragments[1]
                                                                         : params.fragments[2]);
     const float* units = units_of(fragments, params.B * params.S, params.H);
-    float own[2] = {};  // of the lane's key, first + t
+    float own[2] = {};  // sums of the lane's key, first + t
 #pragma unroll
     for (int c = 0; c < kWarpKeys; ++c) {
       const uint32_t largest[2] = {weights.largest(0, c), weights.largest(1, c)};

@@ -174,7 +174,7 @@ struct HeadVectors {
     const int lane = unknown_to_compiler(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      float halves[2][2];  // of the inverse scales of the dimensions 2t and 2t + 1
+      float halves[2][2];  // halves of the inverse scales of the dimensions 2t and 2t + 1
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         RowScale own;

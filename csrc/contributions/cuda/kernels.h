@@ -20,7 +20,7 @@ struct TokenGramParams {
   double* parts = nullptr;        // scratch [gram_parts(D), B, tokens, triangle(H)]
   int64_t parts_of_block = 1;     // parts that a block makes; set behind the entry point
   float* factors = nullptr;       // [B, blocks, triangle(H), 64]; nullptr: not wanted
-  uint32_t* fragments = nullptr;  // the same as PairParams have it; nullptr: not wanted
+  uint32_t* fragments = nullptr;  // fragments as PairParams has them; nullptr: not wanted
   float* value_norms = nullptr;   // [B, H, S]; nullptr: not wanted
 };
 

@@ -23,7 +23,7 @@ __host__ __device__ int64_t factor_elements(const PairGradientParams& params) {
 // Key of a lane, and the rows of its warp's share.
 struct Lane {
   int64_t b, j, share, first, end;
-  int64_t place;  // of the key, in factors and outer products
+  int64_t place;  // index of the key, in factors and outer products
   bool exists;
 };
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ void make_directions(const PairGradientParams& params
                                                 const double (&largest)[kRows],
                                                 Shared<double> directions, bool (&lives)[kRows],
                                                 double (&gradient)[kRows], double (&slope)[kRows]) {
-  constexpr double kSmallest = 2.3e-308;  // what still has an inverse
+  constexpr double kSmallest = 2.3e-308;  // the smallest number that has an inverse
   const int64_t* stride = params.norms[variant].stride;
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {

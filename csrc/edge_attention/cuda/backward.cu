@@ -90,7 +90,7 @@ struct QueryGradients {
     if (p.exponential) grad_logit *= slope_at(p, bias + s);
     const T slope = p.exponential ? T(1) : s / ((s * s + p.eps) * static_cast<T>(p.F));
     T grad_product = grad_logit * slope;
-    if (bias == -INFINITY) grad_logit = grad_product = 0;  // what is hidden may be NaN
+    if (bias == -INFINITY) grad_logit = grad_product = 0;  // hidden keys may hold NaN
     T* of_edge = p.of_edges + 3 * e * H + h;
     of_edge[0] = grad_logit;
     of_edge[H] = grad_product;

@@ -18,7 +18,7 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kRowWarps = 4;
-constexpr int kRowBlocks = 7;  // of a multiprocessor, at least
+constexpr int kRowBlocks = 7;  // blocks of a multiprocessor, at least
 // A row of more edges is cut at the multiples of this, in the order of all edges.
 constexpr int64_t kPieceEdges = 1024;
 
@@ -38,7 +38,7 @@ struct Piece {
 
 // Between two cuts lie at most two long rows: that of the first edge, and that of the last.
 struct Pieces {
-  int64_t first;  // of the cuts within or before the row
+  int64_t first;  // index of the cut within or before the row
   int64_t count;
 };
 

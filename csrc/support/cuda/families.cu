@@ -47,7 +47,7 @@ std::map<std::string, std::string> proofs_of(const std::string& key) {
 }
 
 std::mutex proofs_mutex;
-std::map<int, std::map<std::string, std::string>> proofs;  // by device, each read once
+std::map<int, std::map<std::string, std::string>> proofs;  // [device], each read once
 
 }  // namespace
 

@@ -161,7 +161,7 @@ inline const char* why_not_here(void (*kernel)(Parameters...)) {
 // asked once.
 inline cudaError_t allow_dynamic_shared(const void* kernel, int bytes) {
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, int> allowed;  // by kernel and device
+  static std::map<std::pair<const void*, int>, int> allowed;  // [kernel, device]
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;

@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t own_heads = over_h ? 1 : params.H;
   const int64_t head = index % own_heads, batch = index / own_heads;
 
-  double total[kPerThread][kPerThread] = {};  // of many terms
+  double total[kPerThread][kPerThread] = {};  // a sum of many terms
   for (int64_t b = over_b ? 0 : batch; b < (over_b ? params.B : batch + 1); ++b) {
     for (int64_t h = over_h ? 0 : head; h < (over_h ? params.H : head + 1); ++h) {
       for (int64_t y = over_i ? 0 : row_block; y < (over_i ? row_blocks : row_block + 1); ++y) {

@@ -56,7 +56,8 @@ class RowReference {
   __device__ __forceinline__ void raise_low(const TwoParts<T> (&logits)[kPerThread],
                                             const bool (&visible)[kPerThread], bool rose,
                                             bool any_large) {
-    any_large = max_of_lanes<kRowLanes>(static_cast<int>(any_large)) != 0;  // of the row
+    any_large =
+        max_of_lanes<kRowLanes>(static_cast<int>(any_large)) != 0;  // now whether the row has one
     T most = minus_infinity<T>();
 #pragma unroll
     for (int c = 0; c < kPerThread; ++c) {
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
 
   T output[kPerThread][kPerThread] = {};
-  T incoming[kPerThread] = {};  // of weights: the sums of what comes in
+  T incoming[kPerThread] = {};  // gradients of weights: the sums of incoming ones
   RowReference<T> references[kPerThread];
   T sum[kPerThread] = {};
   const int64_t end = visible_keys(params, i0);

@@ -20,8 +20,8 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kThreads = 256;
 constexpr int kPerThread = 4;
-constexpr int kDepth = 16;         // of the products, at a time
-constexpr int kPitch = kTile + 1;  // of tiles in shared memory
+constexpr int kDepth = 16;         // inner columns of the products, at a time
+constexpr int kPitch = kTile + 1;  // row pitch of tiles in shared memory
 constexpr int kRowLanes = 16;      // threads of a row, neighbours
 
 // The place of a thread in its tile.

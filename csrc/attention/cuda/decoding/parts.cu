@@ -11,13 +11,13 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kWarpKeys = kPartKeys / kWarps;
-constexpr int kLanes = 8;  // of a row, a piece each
+constexpr int kLanes = 8;  // lanes of a row, with a piece each
 constexpr int kSideBySide = 32 / kLanes;
 
 // Rows of the result that read the same keys and values.
 struct SharedReads {
-  int64_t heads;       // of queries, one after the other
-  int64_t row_blocks;  // of `heads` times L rows
+  int64_t heads;       // heads of queries, one after the other
+  int64_t row_blocks;  // blocks of `heads` times L rows
 };
 
 // Part of the result that a block computes.
@@ -56,7 +56,7 @@ struct Layout {
   static constexpr int kRowLanes = kRows < kSideBySide ? kRows : kSideBySide;
   static constexpr int kKeyLanes = kSideBySide / kRowLanes;
   static constexpr int kLaneRows = kRows / kRowLanes;
-  static constexpr int kColumns = kLanes * Piece<S>::kColumns;  // of the value, at a time
+  static constexpr int kColumns = kLanes * Piece<S>::kColumns;  // columns of the value, at a time
   static constexpr int kSlots = kWarps * kKeyLanes;
   static constexpr int kLogitPitch = kPartKeys + 1, kSlotPitch = kColumns + 1;
 
@@ -67,7 +67,7 @@ struct Layout {
   Shared<T> slots;
   Shared<T> weights;  // [kPartKeys][kRows]  scores first; -1: hidden
   Shared<T> maxima;   // [kRows]
-  int width;          // of a query's features, with zeros up to whole pieces for all lanes
+  int width;          // width of a query's features, with zeros up to whole pieces for all lanes
 
   __device__ explicit Layout(int64_t F) : width(width_of(F)) {
     queries = slots = dynamic_shared<T>();

@@ -120,7 +120,7 @@ template <typename T>
 struct AngleRows {
   const T* x;
   const float* w;
-  int64_t x_stride;  // of tokens
+  int64_t x_stride;  // stride of tokens
 
   __device__ AngleRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
                        int64_t b, int64_t head)
@@ -151,7 +151,7 @@ struct TokenTile {
   int64_t bh, first;  // the head among all batches', the first token
   int64_t b, head;
   AngleRows<T> rows;
-  Slice<float> w;  // of w1, then of w2
+  Slice<float> w;  // frequencies of w1, then of w2
   Slice<T> x;
 
   __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared,

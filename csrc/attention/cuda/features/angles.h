@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kTokens = 16;  // of one thread
+constexpr int kTokens = 16;  // tokens of one thread
 constexpr int kTokenThreads = 128;
 
 __device__ __forceinline__ void sincos_cycles(float angles, float& sine, float& cosine) {

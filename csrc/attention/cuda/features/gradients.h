@@ -55,7 +55,7 @@ __device__ __forceinline__ T angle_gradient(T units, T sine, T cosine, T grad_si
 
 // x^exponent for x >= 0; of float32 to a relative error of some |exponent log2 x| 1e-7.
 __device__ __forceinline__ float power(float x, double exponent) {
-  if (exponent == 0) return 1;  // of x = 0, too
+  if (exponent == 0) return 1;  // also for x = 0
   return exp2f(static_cast<float>(exponent) * log2f(x));
 }
 __device__ __forceinline__ double power(double x, double exponent) { return pow(x, exponent); }

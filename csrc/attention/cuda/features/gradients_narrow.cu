@@ -8,13 +8,13 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kNarrowTokens = 8;  // of a thread, at a time
+constexpr int kNarrowTokens = 8;  // tokens of a thread, at a time
 
 // Places in a block's shared memory, of `columns` threads of one token: tokens, both frequencies
 // and gradients of both angles. Rows of an odd pitch lie in different banks.
 template <typename T, int kD>
 struct NarrowLayout {
-  int columns, tokens;  // of a tile
+  int columns, tokens;  // size of a tile
 
   __host__ __device__ explicit NarrowLayout(int64_t M)
       : columns(M <= 16   ? 16

@@ -25,7 +25,7 @@ constexpr int kBlocksAtOnce = 2;
 template <typename T, int kSets, int kPieces, int kSlices>
 struct OnePassLayout {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kTokens = 16 * kWarps;  // of a tile
+  static constexpr int kTokens = 16 * kWarps;  // tokens of a tile
   static constexpr int kFrequencies = kPieces * kAngleFrequencies;
   static constexpr uint32_t kRowBytes = kSliceColumns * 2;
   // Cosines, then sines, of a token; these become what w1 and w2 are multiplied with.
@@ -50,7 +50,7 @@ struct OnePassLayout {
   static constexpr int kRows = kSets * kFrequencies;
   static constexpr int kRowTiles = kRows >= 64 ? 2 : 1;
   static constexpr int kRowGroups = kRows / (16 * kRowTiles), kColumnGroups = kWarps / kRowGroups;
-  static constexpr int kColumns = kSliceColumns / kColumnGroups;  // of a warp
+  static constexpr int kColumns = kSliceColumns / kColumnGroups;  // columns of a warp
 };
 
 // Gradients that a call asks for.
@@ -440,9 +440,10 @@ class OnePassBlock {
   Shared<unsigned char> shared_;
   uint32_t base_;
   int own_slice_;
-  uint32_t first_four_;  // of the thread's first four frequencies, in the first of its two rows
+  uint32_t
+      first_four_;  // mask of the thread's first four frequencies, in the first of its two rows
   float frequency_sums_[L::kRowTiles][L::kColumns / 16][2][4] = {};
-  float sum_unit_ = 0;  // of Half: theirs, the largest scale of a row so far
+  float sum_unit_ = 0;  // unit of the sums in Half: the largest scale of a row so far
 };
 
 template <typename T, int kSets, int kPieces, int kSlices>

@@ -10,7 +10,7 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kSplitThreads = 256;
-constexpr int kSplitTokens = kSplitThreads;  // of a block's tile, 32 of each warp
+constexpr int kSplitTokens = kSplitThreads;  // tokens of a block's tile, 32 for each warp
 
 // How many of all tiles a block passes by. Frequencies are copied once for all tiles of a block,
 // and the next tile's tokens while one is multiplied; a multiprocessor should have two times the
@@ -90,7 +90,7 @@ class SplitTile {
       const int frequencies = piece * slices + slice, tokens = index * slices + slice;
       const bool is_even = frequencies % 2 == 0;
       const uint32_t w = base_ + (is_even ? 0 : kFrequencyBytes);
-      if (frequencies != (is_even ? held_even_ : held_odd_)) {  // of all warps alike
+      if (frequencies != (is_even ? held_even_ : held_odd_)) {  // all warps agree
         __syncthreads();                                        // nobody reads what was there
         begin_frequencies(w, frequencies);
         cp_async_commit();
@@ -177,7 +177,7 @@ class SplitTile {
 
   const FeatureSource& source_;
   const SplitFrequencies& frequencies_;
-  unsigned head_;  // of all batches'
+  unsigned head_;  // head among all batches'
   float unit_;
   int end_;
   uint32_t base_;

@@ -60,7 +60,7 @@ template <int kSets, bool kIsSplit, int kWidth, FeatureForm kForm>
 class WarpFeatures {
   static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
   static_assert(!kInt8 || kIsSplit);
-  static constexpr int kRows = 4;  // of a thread
+  static constexpr int kRows = 4;  // rows of a thread
 
  public:
   // Takes the tokens from `first` on of the head `bh`, of N.
@@ -188,7 +188,7 @@ class WarpFeatures {
   const FeatureRows& rows_;
   int64_t first_row_;
   int tokens_;
-  Half* phi_;  // of the thread's first row, where it begins
+  Half* phi_;  // features of the thread's first row, where it begins
   int8_t* int8_ = nullptr;
   float scales_[kRows];
   float not_finite_[kRows] = {};  // 0, or NaN

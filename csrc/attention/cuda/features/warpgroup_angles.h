@@ -9,8 +9,8 @@
 namespace ikattn::cuda {
 
 constexpr int kGroupRows = 64;      // tokens of a warpgroup at a time
-constexpr int kBoxDimensions = 64;  // of a slice: rows of 128 bytes
-constexpr uint32_t kSliceBytes = kGroupRows * kBoxDimensions * 2;  // of these tokens
+constexpr int kBoxDimensions = 64;  // dimensions of a slice: rows of 128 bytes
+constexpr uint32_t kSliceBytes = kGroupRows * kBoxDimensions * 2;  // a slice of these tokens
 
 namespace {
 
@@ -56,7 +56,7 @@ class WarpTokens {
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int lane = thread % 32, chunk = lane % 8;
     const int row = first + static_cast<int>(thread / 32 % 4 * 16) + lane / 8;
-    const int rows = static_cast<int>(source.N) - row;  // from this one on
+    const int rows = static_cast<int>(source.N) - row;  // rows that are left, with this one
     const int64_t step_size = 4 * source.x.stride[2];
     uint32_t to = place_of(thread) + swizzled(lane / 8, chunk, 128);
 #pragma unroll 1

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 3. Tile by tile: scores, weights, output += weights x values.
     float s[kKeys / 2];
-    uint32_t weights[kKeys / 16][4];  // of the tile before
+    uint32_t weights[kKeys / 16][4];  // weights of the tile before
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
     Roundings roundings;

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     int32_t scores[kKeys / 2];
     uint32_t rounded[kKeys / 16][4], weights[kKeys / 16][4];
     float output[V / kBoxColumns][32] = {};
-    float sums[4] = {};  // of the weights of the thread's rows, in [0] and [2]
+    float sums[4] = {};  // sums of weights of the thread's rows, in [0] and [2]
     const auto begin_scores = [&] {
       const uint32_t place = stage.index * L::Tiles::kStage;
       barriers.wait(stage);

@@ -19,7 +19,8 @@ constexpr bool kHoldsValues = V <= 64;
 
 template <int F, int V, bool kInt8>
 struct KeyLayout {
-  static constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;  // of 16 bits
+  static constexpr int kScoreColumns =
+      kInt8 ? Int8Features::kColumns / 2 : F;  // columns of 16 bits
   using ScoreQueries = Boxes<kStep, kScoreColumns>;
   using Queries = Boxes<kStep, F>;
   using Gradients = Boxes<kStep, V>;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
                                            Shared<int> numbers, uint32_t base) {
   constexpr uint32_t kRowBytes = kStep * 4;
   constexpr bool is_causal = kPairs == Pairs::kCausal;
-  int bh = 0, first = 0, i0 = 0;  // of the item's tiles
+  int bh = 0, first = 0, i0 = 0;  // place of the item's tiles
   copy_items(
       barriers, items, numbers, L::kOwn, L::kStage + L::kRowNumbers * 4,
       [&](int index) {

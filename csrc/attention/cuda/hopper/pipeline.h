@@ -21,7 +21,7 @@ namespace {
 constexpr int kWarpgroups = 2;  // that multiply
 constexpr int kProductThreads = kWarpgroups * 128;
 constexpr int kWarpgroupThreads = kProductThreads + 128;
-constexpr int kWarpgroupRows = kWarpgroups * 64;  // of a block
+constexpr int kWarpgroupRows = kWarpgroups * 64;  // rows of a block
 // One is read by products that go on while the next is waited for, and one is copied.
 constexpr int kTilesInFlight = 3;
 constexpr int kBoxColumns = 64;
@@ -79,7 +79,7 @@ using TileStage = TileStageOf<kTilesInFlight>;
 
 // The items of a kernel.
 struct Items {
-  unsigned* counter;  // of them, beyond the first of each block; 0 at first
+  unsigned* counter;  // counts items beyond the first of each block; 0 at first
   int count;
 
   Items(unsigned* counter, int64_t items) : counter(counter), count(static_cast<int>(items)) {}

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
     float s[kStep / 2], x[kStep / 2];
-    uint32_t products[kStep / 16][4];  // of the tile before
+    uint32_t products[kStep / 16][4];  // products of the tile before
     float sums[F / kBoxColumns][32] = {};
     const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * Tiles::kStage;

@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
                                                  Shared<int> numbers, uint32_t base, uint32_t bytes,
                                                  uint32_t number_bytes, const CopyRows& copy_rows,
                                                  const CopyNumbers& copy_numbers) {
-  int bk = 0, batch = 0, value_head = 0;  // of the item
+  int bk = 0, batch = 0, value_head = 0;  // place of the item
   copy_items(
       barriers, items, numbers, bytes, L::Tiles::kStage + number_bytes,
       [&](int index) { return tokens.forms.state[QueryBlock(params, kWarpgroupRows, index).bk]; },

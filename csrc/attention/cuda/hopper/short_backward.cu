@@ -77,7 +77,8 @@ struct ShortBackward {
   using L = ShortBackwardLayout<T, F, V>;
   using Factors = ShortFactors<T, kCausal, L::kWeights - L::kScoreGradients>;
   using Sums = float[F / kBoxColumns][32];
-  static constexpr int kBlocks = kChunkRows / 64 / kWarpgroups;  // of 64 queries, of a warpgroup
+  static constexpr int kBlocks =
+      kChunkRows / 64 / kWarpgroups;  // blocks of 64 queries in a warpgroup
   Shared<unsigned char> shared;
   uint32_t base;
   int group;

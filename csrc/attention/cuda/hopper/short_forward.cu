@@ -19,8 +19,8 @@ namespace {
 template <int V>
 struct ShortRows {
   float output[V / kBoxColumns][32] = {};  // sum of w V
-  float sums[2] = {};                      // of weights
-  Roundings roundings;                     // of these, where they are not the rounded ones
+  float sums[2] = {};                      // sums of weights
+  Roundings roundings;  // errors of the weights, where these are not the rounded ones
 };
 
 // The keys of a head in shared memory, and how 64 queries of a warpgroup meet them.
@@ -55,7 +55,7 @@ struct ShortKeys {
   __device__ __forceinline__ void pass(const uint32_t (&phi_q)[kSteps][4], int tiles, int row0,
                                        uint32_t state, uint32_t eps, Values& values,
                                        ShortRows<V>& rows) const {
-    float sums[4] = {};  // of integers' weights, of the thread's rows, in [0] and [2]
+    float sums[4] = {};  // sums of integers' weights of the thread's rows, in [0] and [2]
     uint32_t weights[kKeys / 16][4];
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {

@@ -41,7 +41,8 @@ struct ShortBackwardLayout {
   // Barriers: the factors of a tile are there; they are read.
   static constexpr uint32_t kFactorsThere = kBarriers + Barriers::kBytes;
   static constexpr uint32_t kFactorsRead = kFactorsThere + 8;
-  static constexpr uint32_t kUnit = kFactorsRead + 8;  // of those that multiply
+  static constexpr uint32_t kUnit =
+      kFactorsRead + 8;  // barrier where the multiplying warpgroups end a unit
 };
 
 namespace {
@@ -49,8 +50,9 @@ namespace {
 // A unit of a key head: 256 queries of one of the heads that share it, one after the other. Whoever
 // copies tells the others by shared memory: no register holds it over the tiles.
 struct ShortUnit {
-  int i0, blocks;     // the first query, and how many 64 of them there are
-  int tiles, before;  // of kStep keys: that it passes, and that those before have passed
+  int i0, blocks;  // the first query, and how many 64 of them there are
+  int tiles,
+      before;  // tiles of kStep keys: that the unit passes, and that those before have passed
   int is_last;
   int bh;  // the head, of all batches'
 
@@ -152,7 +154,7 @@ struct ShortFactors {
   // The tile's last key that the first of the queries sees, of those from the thread's first on.
   int last;
   Shared<unsigned char> to;  // where the queries' factors of the keys' gradients stand, as rows
-  int row;                   // of the first of the queries
+  int row;                   // row of the first of the queries
 
   // Makes A of grad_phi_q, factors in shared memory, and parts of the logits' gradients, for 8
   // keys.

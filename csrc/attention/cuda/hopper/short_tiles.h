@@ -100,7 +100,7 @@ __device__ __forceinline__ void make_features(const float (&angles)[F / 2], int 
                                               uint32_t (&phi)[F / (kInt8 ? 32 : 16)][4],
                                               float (&not_finite)[2]) {
 #pragma unroll
-  for (int m = 0; m < F / 32; ++m) {  // of 16 frequencies
+  for (int m = 0; m < F / 32; ++m) {  // 16 frequencies each
     const int remaining = M - 16 * m - static_cast<int>(threadIdx.x) % 4 * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -284,7 +284,7 @@ class ShortValues {
   const RowMap& map_;
   int step_, end_;
   bool is_unclean_;
-  int item_, tile_ = 0, tiles_ = 0;  // of the copies
+  int item_, tile_ = 0, tiles_ = 0;  // state of the copies
   int index_ = 0, released_ = 0;
   uint32_t parity_ = 0, released_parity_ = 0, cleaned_parity_ = 0;
 };

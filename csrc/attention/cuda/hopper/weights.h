@@ -9,7 +9,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kKeys = 128;  // of a tile
+constexpr int kKeys = 128;  // keys of a tile
 
 // Predicates that tell which pairs a thread's rows see, c of tile n of 8 keys.
 struct AllPairs {

@@ -5,7 +5,7 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kStageRows = 64;  // entries in a stage: those of four a's
-constexpr int kPairStages = 4;  // of a pair of chunks; and as many are in flight
+constexpr int kPairStages = 4;  // stages of a pair of chunks; as many are in flight
 static_assert(kStageRows * kPairStages == kPairEntries);
 constexpr uint32_t kEntryStage = kStageRows * kMomentBytes;
 

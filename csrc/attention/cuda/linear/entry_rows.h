@@ -6,7 +6,7 @@
 
 namespace ikattn::cuda {
 
-constexpr uint32_t kMomentBytes = 2 * kMomentColumns;  // of a row
+constexpr uint32_t kMomentBytes = 2 * kMomentColumns;  // bytes of a row
 
 namespace {
 

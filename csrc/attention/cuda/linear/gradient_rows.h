@@ -9,7 +9,7 @@ namespace ikattn::cuda {
 
 namespace {
 
-constexpr uint32_t kSquareBytes = 2 * kMomentColumns;  // of a row of moments
+constexpr uint32_t kSquareBytes = 2 * kMomentColumns;  // bytes of a row of moments
 constexpr int kDotPitch = kChunk + 1, kMostChunks = 8;
 // Bytes of a warp's 32 tokens: sums for a chunk, and the factors by which each chunk fits Half.
 constexpr uint32_t kDotBytes = 32 * kDotPitch * 4, kFitBytes = 32 * kMostChunks * 4;

@@ -26,9 +26,9 @@
 namespace ikattn::cuda {
 
 constexpr int kChunk = 16;          // features
-constexpr int kPairEntries = 256;   // of two chunks
-constexpr int kMomentColumns = 64;  // of the value, in a row of moments
-constexpr int kEntryThreads = 256;  // of kernels whose warps have 32 tokens each
+constexpr int kPairEntries = 256;   // entries of two chunks
+constexpr int kMomentColumns = 64;  // columns of the value, in a row of moments
+constexpr int kEntryThreads = 256;  // threads of kernels whose warps have 32 tokens each
 constexpr int kEntryWarps = kEntryThreads / 32;
 constexpr int kEntryTokens = kEntryWarps * 32;
 
@@ -69,7 +69,7 @@ inline uint32_t twice_half(float x) {
 // or from the end: over the queries after each chunk, the last such chunk first. Else over all.
 struct Prefixes {
   int count = 1;
-  int tokens = 0;         // of a chunk, a multiple of kEntryTokens; 0: not causal
+  int tokens = 0;         // length of a chunk, a multiple of kEntryTokens; 0: not causal
   int group = 1;          // heads whose tokens of a chunk are added up, one head after the other
   bool from_end = false;  // over queries
 
@@ -87,7 +87,7 @@ Prefixes prefixes_of(const AttentionParams& params, Pass pass);
 // Tokens that are added up: keys with their values, or queries with their gradients.
 struct LinearTokens {
   const Half* phi;   // [B, heads, N, padded F]
-  int64_t N, heads;  // of a batch
+  int64_t N, heads;  // tokens and heads of a batch
   int group;         // heads that share a key head: of queries, but where they are added up
   Array rows;        // [B, row_heads, N, row_columns]  Half, rows aligned to 16 bytes
   int64_t row_heads;
@@ -106,7 +106,7 @@ struct LinearTokens {
   uint32_t left_out;
   // [B, key_heads]  of keys, how many chunks, the first ones, go by pairs; nullptr: none
   const uint32_t* chunks_by_pairs;
-  float entry_scale;  // of products of two features, which makes the largest 2^15
+  float entry_scale;  // scale of products of two features, which makes the largest 2^15
   Prefixes prefixes;
 };
 
@@ -132,12 +132,12 @@ struct TableMemory {
 
 // Numbers of a key head beside its sums; see LinearSums.
 struct LinearHead {
-  float terms;  // their sum
-  float
-      squares;  // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear/linear_time.h)
-  float gram_unit;    // of the numbers that stand for gram
-  float moment_unit;  // of moments, in the units of scaled rows
-  float row_unit;     // of scaled rows, and of centers
+  float terms;        // their sum
+  float squares;      // sum over keys: sum_j |phi_k'|^2, times 1 + 32 / n
+                      // (attention/cpu/linear/linear_time.h)
+  float gram_unit;    // unit of the stored gram
+  float moment_unit;  // unit of moments, beside the units of scaled rows
+  float row_unit;     // unit of scaled rows, and of centers
 };
 
 // P: prefixes.

@@ -8,7 +8,7 @@ namespace ikattn::cuda {
 
 constexpr int kMomentWarps = 8;
 constexpr int kEntryRows = 4;                                       // a's of a warp
-constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // of chunks, in a block
+constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // pairs of chunks in a block
 
 namespace {
 

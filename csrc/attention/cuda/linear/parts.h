@@ -10,7 +10,7 @@ constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |
 // How the tokens of a head are shared out, in the order in which prefixes add them up.
 struct Shares {
   int count;
-  int64_t tokens;         // of a share, a multiple of kStep
+  int64_t tokens;         // tokens of a share, a multiple of kStep
   int of_first;           // shares that the first prefix has
   int of_prefix;          // that each has more than the one before it
   int64_t begin = 0;      // the first token

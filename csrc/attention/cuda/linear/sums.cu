@@ -18,7 +18,7 @@ constexpr int kSumTokens = 512;
 // Sums over kSumTokens tokens of a head; a warp takes one at a time.
 __global__ void __launch_bounds__(kMomentThreads, 2)
     token_sum_kernel(LinearTokens tokens, int width, TokenParts parts) {
-  constexpr int kMostColumns = 128;  // of rows, and of features
+  constexpr int kMostColumns = 128;  // columns of rows, and of features, at most
   constexpr int kNumbers = kMomentWarps * (kTokenSums + kMostColumns);
   IKATTN_SHARED(float, shared, kNumbers);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = parts.sum_columns();

@@ -23,7 +23,7 @@ struct RowPlace {
   unsigned bh, b, head;  // bh: the head, of all batches'
   // May be N and more. Others of a thread's rows are kRowsOfBlock further on each.
   int64_t row;
-  int lane;  // of eight
+  int lane;  // one of eight
 
   __device__ RowPlace(int64_t heads, int64_t N, int each = 1) {
     const int64_t rows = int64_t{each} * kRowsOfBlock;

@@ -25,7 +25,7 @@ struct RowCopy {
 
   int64_t stride;  // elements from row to row
   uint32_t place;
-  int row, column;  // of the thread
+  int row, column;  // place of the thread
   bool inside;      // false: beyond the columns that there are; zeros
 
   __device__ __forceinline__ RowCopy(int64_t row_stride, int columns)

@@ -12,7 +12,7 @@ template <typename T>
 struct SplitLogits {
   T* high;
   T* low;
-  T* norms = nullptr;            // of keys: |k|_p, where its gradient needs it
+  T* norms = nullptr;            // norms |k|_p of keys, where their gradient needs them
   float* value_norms = nullptr;  // |v|_2, where they are asked for; not finite where v is not
 };
 

@@ -26,8 +26,9 @@ template <int F, int V>
 struct KeyTiles {
   using L = KeyTileLayout<F, V>;
   const SplitTokens& tokens;
-  int64_t S, first_key, first_value, padded_key, padded_value;  // of the heads
-  int count;                                                    // of tiles that the queries see
+  int64_t S, first_key, first_value, padded_key,
+      padded_value;  // length and first rows of the heads
+  int count;         // number of tiles that the queries see
 
   __device__ __forceinline__ KeyTiles(const AttentionParams& params, const SplitTokens& which,
                                       const QueryBlock& at)
@@ -96,7 +97,7 @@ struct HeldQueries {
 // A warp's 16 rows as left operands where they lie in shared memory.
 struct SharedRows {
   SplitAddresses places;
-  uint32_t distance;  // of the low parts
+  uint32_t distance;  // distance of the low parts
 
   // kWidth columns of the block's rows, which begin at `base`.
   template <int kWidth>

@@ -59,7 +59,7 @@ const char* split_rows(const DeviceExecutor& executor, const Array& from, int64_
 struct TokenNumbers {
   const float* from[3];  // [heads, N]
   float* to[3];          // [heads, padded N]
-  float beyond[3];       // what the padding holds
+  float beyond[3];       // numbers that the padding holds
   int64_t N;
 };
 __global__ void __launch_bounds__(256, 2) pad_kernel(TokenNumbers numbers, int64_t count) {

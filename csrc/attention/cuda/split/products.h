@@ -176,7 +176,7 @@ class RowFits {
     ratio *= power;
   }
 
-  float fits_[2] = {0x1p126f, 0x1p126f};  // what is smaller than all that fits is small enough
+  float fits_[2] = {0x1p126f, 0x1p126f};  // the largest power: smaller numbers need no digits
 };
 
 // InitialSums to copy kRows rows, of kWidth columns, of both parts; zeros from the `count`-th on. A

@@ -33,7 +33,7 @@ struct QueryBlock {
 struct KeyBlock {
   int bk, j0, b, key_head, value_head;
   int group;              // heads that share the keys
-  int first_tile, tiles;  // of kStep queries, of each of these heads
+  int first_tile, tiles;  // tiles of kStep queries, for each of these heads
   int steps;              // tiles of all of them
 
   __device__ __forceinline__ KeyBlock(const AttentionParams& params, int rows, bool is_causal,

@@ -7,7 +7,7 @@ namespace ikattn::cuda {
 
 // Where queries are few, blocks share their keys: what each found of its keys, to be combined.
 struct Parts {
-  int count = 1;                // of parts; 1: a block finishes its rows
+  int count = 1;                // number of parts; 1: a block finishes its rows
   float* output = nullptr;      // [part][B, H, L, padded d_v]  sum of w V
   float* sums = nullptr;        // [part][B, H, L]              sum of w
   float* roundings = nullptr;   // [part][B, H, L]            ForwardRows::roundings

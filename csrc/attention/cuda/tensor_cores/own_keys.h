@@ -13,7 +13,7 @@ namespace {
 template <int kQueries>
 struct QueryTiles {
   int first_head, heads;
-  int first, count;  // of each head
+  int first, count;  // first tile and number of tiles of each head
 
   __device__ __forceinline__ QueryTiles(const AttentionParams& params, const KeyBlock& at)
       : first_head(at.key_head * at.group),

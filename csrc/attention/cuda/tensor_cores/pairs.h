@@ -20,7 +20,7 @@ struct TileVisibility {
   int diagonal;  // the key that query 0 sees last
   int rows, columns;
   const Array& mask;
-  int64_t base;  // of the tile in the mask
+  int64_t base;  // begin of the tile in the mask
 
   __device__ __forceinline__ TileVisibility(const AttentionParams& params, int64_t b, int64_t h,
                                             int64_t i0, int64_t j0)
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_columns(Shared<const float> numbers, int ch
 template <Pairs kPairs, bool kTransposed = false>
 struct FragmentPairs {
   const TileVisibility<kPairs>& visible;
-  int row, column;  // of the first pair's query and key, from the tile's first on
+  int row, column;  // place of the first pair's query and key, counted from the tile's first ones
   FragmentDropout dropout;
 
   // Takes the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and

@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams&
     const double log_normalizer =
         static_cast<const double*>(params.log_normalizer.data)[at.bh * params.L + i];
     const float limit = 0.5f / sqrtf(static_cast<float>(params.eps));
-    float by_query = limit, by_key = limit;  // what bounds the score's factor
+    float by_query = limit, by_key = limit;  // bounds of the score's factor
     if (log_normalizer != minus_infinity<double>()) {
       if (!sums.finite) {
         normalizer = NAN;

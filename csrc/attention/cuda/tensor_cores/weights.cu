@@ -7,7 +7,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kChunks = kStep / 16;  // of 16 keys, of a tile
+constexpr int kChunks = kStep / 16;  // chunks of 16 keys in a tile
 constexpr int64_t kZeros = 8;        // columns of the value, which is nothing but zeros
 
 // A lane's 16 bytes of a row of features, zeros of a row that is not there.
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 bool has_weights_on_tensor_cores(const WeightsParams& params) {
   AttentionParams call = params;
-  call.value = params.query;  // of its type
+  call.value = params.query;  // any tensor of the same type
   call.d_v = kZeros;
   call.batch_invariant = true;
   const ElementType type = params.query.type;

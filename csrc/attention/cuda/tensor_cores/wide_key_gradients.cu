@@ -16,11 +16,11 @@ struct WideKeyCopy {
   const FoldedRows& rows;
   const KeyBlock& at;
   QueryTiles<kStep> tiles;
-  uint32_t base;  // of shared memory
+  uint32_t base;  // begin of shared memory
   int own_slice;
   // Columns of rows of features and of grad_output, and slices of these.
   int width, features, columns, of_values;
-  const Half* phi_k;  // of the block's keys
+  const Half* phi_k;  // features of the block's keys
   const T* values;
 
   __device__ __forceinline__ WideKeyCopy(const AttentionBackwardParams& params,

@@ -21,7 +21,8 @@ __host__ __device__ constexpr int slices_of(int64_t columns) {
 // In shared memory: stages of a slice of the block's rows and one of the tile's, and for two tiles
 // up to three numbers of each of their rows.
 struct WideLayout {
-  static constexpr uint32_t kRight = kStep * 2 * kSlice;  // of the tile; behind the block's
+  static constexpr uint32_t kRight =
+      kStep * 2 * kSlice;  // features of the tile; they lie behind the block's
   static constexpr uint32_t kStage = 2 * kRight;
   static constexpr uint32_t kNumbers = kStages * kStage, kNumbersOfTile = 3 * kStep * 4;
   static constexpr int64_t kBytes = kNumbers + 2 * int64_t{kNumbersOfTile};

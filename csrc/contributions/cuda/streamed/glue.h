@@ -224,7 +224,7 @@ class StreamedPairs {
   StreamedParams params_;
   at::Tensor rows_;            // [B, H, L, kRowNumbers]
   at::Tensor queries_, keys_;  // [B, H, L, *], [B, G, S, *], what scores are products of
-  double scale_ = 1;           // of scores
+  double scale_ = 1;           // scale of scores
 
  private:
   void set_operands(const WeightsSource& source) {

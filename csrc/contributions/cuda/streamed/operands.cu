@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(Fragment
   for (int n = 0; n < 2 * tiles; ++n) {
     const int first = params.is_reversed ? 0 : n / 2, end = params.is_reversed ? n / 2 + 1 : tiles;
     for (int k = first; k < end; ++k, ++tile) {
-      uint2 own[4];  // of a lane and its right neighbour
+      uint2 own[4];  // registers of a lane and its right neighbour
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         own[i] =

@@ -165,7 +165,7 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
                   weights + Tile::of_part(Tile::place(key, head, 2 * m + lane / 16), p));
     }
   }
-  float slopes[2][2];  // of queries 2 t + c + 8 half, from the lanes that have them
+  float slopes[2][2];  // slopes of queries 2 t + c + 8 half, from the lanes that have them
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll

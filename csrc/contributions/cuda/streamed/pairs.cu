@@ -17,7 +17,7 @@ struct Tile {
   static constexpr int kQueries = 64 / kSplits / (kHeadTiles > 2 ? 2 : 1), kChunks = kQueries / 8;
   static constexpr int kHeads = 16 * kHeadTiles;
   static constexpr int kPartBytes = kStreamedKeys * kHeads * kQueries * 2;
-  static constexpr int kPitch = kStreamedKeys + 1;  // of norms, [variant][query][key]
+  static constexpr int kPitch = kStreamedKeys + 1;  // pitch of norms, [variant][query][key]
   static constexpr int kFragments = static_cast<int>(fragment_tiles(kHeadTiles));
   static constexpr int64_t shared_bytes(int variants) {
     return kSplits * kPartBytes + int64_t{variants} * kQueries * kPitch * 4;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kQueries = 8 * kTiles, kKeys = kStreamedKeys * kWarps, kColumns = 64;
-constexpr int kPitch = kQueries + 4;             // of weights, [key][query]
+constexpr int kPitch = kQueries + 4;             // pitch of weights, [key][query]
 constexpr int kRows = 4, kLanes = kColumns / 4;  // a thread's queries; threads that share them
 
 struct PlaceOfSums {

@@ -12,7 +12,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr float kWeightScale = 0x1p15f;  // of weights in Half
+constexpr float kWeightScale = 0x1p15f;  // scale of weights in Half
 
 // The place of a block's tile.
 struct PlaceOfTile {
