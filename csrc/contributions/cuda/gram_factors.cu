@@ -46,7 +46,7 @@ struct GramBlock {
     k0 = h0 + pair * kHeadGroup;
   }
   __device__ __forceinline__ bool is_diagonal() const { return h0 == k0; }
-  // Heads from h0 on, and behind the first group those from k0 on.
+  // Returns how many heads there are: from h0 on, and behind the first group from k0 on.
   __device__ __forceinline__ int heads() const {
     const int last = min(kHeadGroup, static_cast<int>(params.H) - k0);
     return is_diagonal() ? last : kHeadGroup + last;
@@ -54,7 +54,7 @@ struct GramBlock {
   __device__ __forceinline__ int head(int slot) const {
     return slot < kHeadGroup ? h0 + slot : k0 + slot - kHeadGroup;
   }
-  // Beyond the last token there is nothing to read.
+  // Returns how many tokens there are to read.
   __device__ __forceinline__ int tokens() const {
     return min(kTokens, static_cast<int>(params.tokens) - first);
   }
@@ -65,13 +65,13 @@ struct GramBlock {
     return static_cast<const float*>(params.value.data) + b * stride[0] + g * stride[1] +
            j * stride[2];
   }
-  // nullptr: there is no such dimension
+  // Returns a row of the projection; nullptr: there is no such dimension
   __device__ __forceinline__ const float* projection(int h, int c) const {
     return c < params.D ? params.projection + (int64_t{c} * params.H + h) * params.width : nullptr;
   }
 };
 
-// Four elements of a row from r on.
+// Loads four elements of a row from r on.
 __device__ __forceinline__ float4 load_four(const float* row, int r) {
   return row != nullptr ? load_vector<float4>(row + r) : make_float4(0, 0, 0, 0);
 }
@@ -369,8 +369,8 @@ __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams
   }
 }
 
-// Blocks of several parts read values once for all of them. As many as take no longer, where a
-// multiprocessor has one block at a time.
+// Returns how many parts a block has: it reads values once for all of them. They are as many as
+// take no longer, where a multiprocessor has one block at a time.
 //   blocks: of one part
 int64_t parts_of_block(int64_t blocks, int64_t parts) {
   const int64_t room = std::max<int64_t>(1, multiprocessors());

@@ -79,7 +79,8 @@ struct QueryGradients {
     });
   }
 
-  // s: the product of its features; gradient: that of its weight, but for grad_weights.
+  // Stores an edge's gradients. s: the product of its features; gradient: of its weight, but for
+  // grad_weights.
   __device__ __forceinline__ void store_edge(int64_t e, int64_t h, T s, T gradient,
                                              double normalizer, T of_head) const {
     const int64_t at = e * H + h;
@@ -140,8 +141,7 @@ struct KeyGradients {
   }
   __device__ __forceinline__ Values<T> values_at(T* memory) const { return {memory, memory + p.F}; }
 
-  // The sum over the edges of what they give, which is number `which` of three, times rows of
-  // targets.
+  // Adds up, over the edges, their number `which` of three times rows of targets.
   __device__ __forceinline__ void spread(const Piece& piece, int which, const T* of_targets,
                                          int64_t width, T* to, int lane) const {
     const int64_t h = piece.h;

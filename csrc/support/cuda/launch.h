@@ -62,8 +62,8 @@ using Stream = cudaStream_t;
 template <typename T>
 using Shared = T*;
 
-// Aligned to 1024 bytes, what a TMA box with 128-byte swizzle needs. A kernel that has static
-// arrays, too, pays for it with up to 1 KiB.
+// Returns dynamic shared memory, aligned to 1024 bytes, as a TMA box with 128-byte swizzle needs. A
+// kernel that has static arrays, too, pays for it with up to 1 KiB.
 template <typename T>
 __device__ __forceinline__ Shared<T> dynamic_shared(uint32_t offset_bytes = 0) {
   extern __shared__ __align__(1024) unsigned char ikattn_dynamic_shared[];
@@ -96,7 +96,7 @@ inline int multiprocessors() {
   return count;
 }
 
-// Bytes of shared memory that a block of the current device may have.
+// Returns how many bytes of shared memory a block of the current device may have.
 inline int64_t most_shared_memory() {
   int device = 0, bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -108,7 +108,7 @@ inline int64_t most_shared_memory() {
   return bytes;
 }
 
-// The current device; 0 where it cannot be told.
+// Returns the current device; 0 where nobody tells.
 inline int current_device() {
   int device = 0;
   if (cudaGetDevice(&device) == cudaSuccess) return device;
@@ -116,7 +116,7 @@ inline int current_device() {
   return 0;
 }
 
-// The name of the current device and the version of its driver, apart by a tab.
+// Returns the name of the current device and the version of its driver, apart by a tab.
 inline std::string gpu_and_driver() {
   cudaDeviceProp properties;
   int driver = 0;
@@ -145,7 +145,8 @@ inline bool has_warpgroups() {
 #endif
 }
 
-// nullptr, or why the current device does not run `kernel`: it has no code for its architecture.
+// Returns nullptr, or why the current device does not run `kernel`: it has no code for its
+// architecture.
 template <typename... Parameters>
 inline const char* why_not_here(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes;

@@ -21,8 +21,8 @@ constexpr int64_t forward_shared() {
 template <typename T>
 class RowReference {
  public:
-  // A thread's logits come in, those visible; returns the factor of what has been summed before.
-  // All lanes of a warp must come.
+  // Takes a thread's visible logits into account; returns the factor of what has been summed
+  // before. All lanes of a warp must come.
   __device__ __forceinline__ T raise(const TwoParts<T> (&logits)[kPerThread],
                                      const bool (&visible)[kPerThread]) {
     const T before = largest_, before_low = low_;
@@ -94,9 +94,9 @@ struct RowLogits {
   }
 };
 
-// The results of query i, and log Z, from a thread's parts: of the sum of weights, of what comes in
-// for them, and of the columns of the output; output_scale: the rescale of dropout. All lanes of a
-// row must come.
+// Stores the results of query i, and log Z, from a thread's parts of the sum of weights, of their
+// incoming gradients, and of the columns of the output; output_scale: the rescale of dropout. All
+// lanes of a row must come.
 template <typename T, bool kOfWeights>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const ThreadTile& at,
                                           const Tokens& out, int64_t bh, int64_t i, int64_t column0,

@@ -41,11 +41,12 @@ struct Place {
     rows = static_cast<int>(min(int64_t{kRows}, reads.heads * params.L - first_row));
     keys = static_cast<int>(min(int64_t{kPartKeys}, params.S - first_key));
   }
-  // A grid has no 2^32 blocks, so there are no more rows; and a division in 64 bits is slow.
+  // Returns a row's index. A grid has no 2^32 blocks, so there are no more rows; and a division in
+  // 64 bits is slow.
   __device__ unsigned own(int row) const { return static_cast<unsigned>(first_row) + row; }
   __device__ int64_t head(int row) const { return first_head + own(row) / L; }
   __device__ int64_t query(int row) const { return own(row) % L; }
-  // Among the rows [B, H, L].
+  // Returns the index among the rows [B, H, L].
   __device__ int64_t index(int row) const { return (b * H + head(row)) * L + query(row); }
 };
 
@@ -90,9 +91,9 @@ struct Layout {
   }
 };
 
-// Queries' features, divided by 2 F, logits, and the largest logit of each row, which a NaN never
-// becomes, to shared memory; rows and keys that are not there are zeros, and hidden. Returns
-// whether the thread has seen a key that is not hidden.
+// Loads queries' features, divided by 2 F, logits, and the largest logit of each row, which a NaN
+// never becomes, into shared memory; rows and keys that are not there are zeros, and hidden.
+// Returns whether the thread has seen a key that is not hidden.
 template <typename T, typename S, int kRows>
 __device__ bool load_rows(const FromFeaturesParams& params, const Place<kRows>& at,
                           const Layout<T, S, kRows>& shared) {
@@ -122,8 +123,8 @@ __device__ bool load_rows(const FromFeaturesParams& params, const Place<kRows>& 
   return any;
 }
 
-// Scores of a warp's own keys and all rows, in the place of their weights. A lane adds up pieces of
-// four keys, and the eight of a key are added up.
+// Computes the scores of a warp's own keys and all rows, in the place of their weights. A lane adds
+// up pieces of four keys, and the eight of a key are added up.
 template <typename T, typename S, int kRows>
 __device__ __forceinline__ void score_keys(const FromFeaturesParams& params, const Place<kRows>& at,
                                            const Layout<T, S, kRows>& shared) {
@@ -162,7 +163,7 @@ __device__ __forceinline__ void score_keys(const FromFeaturesParams& params, con
   }
 }
 
-// Scores of a warp's own keys become weights, relative to the largest.
+// Makes weights of the scores of a warp's own keys, relative to the largest.
 template <typename T, typename S, int kRows>
 __device__ void weigh_keys(T eps, const Layout<T, S, kRows>& shared) {
   const int first_key = threadIdx.x / 32 * kWarpKeys;
@@ -228,7 +229,7 @@ struct WeightedValues {
   }
 };
 
-// The slots' sums, in their order, to what the part leaves.
+// Adds the slots' sums, in their order, to the part's results.
 template <typename T, typename S, int kRows>
 __device__ void add_slots(const Place<kRows>& at, int64_t column0, int64_t d_v,
                           const Layout<T, S, kRows>& shared, const PartialRows<T>& partial) {

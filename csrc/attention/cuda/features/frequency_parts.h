@@ -85,7 +85,7 @@ struct FrequencyBlock {
     size = source.d * source.M;
     part = parts.sums + int64_t{index} * 2 * size;
   }
-  // The batch and the head of the share's unit-th head.
+  // Return the batch and the head of the share's unit-th head.
   __device__ int64_t batch(int64_t unit) const {
     return frequency_batch + static_cast<unsigned>(unit) / group;
   }

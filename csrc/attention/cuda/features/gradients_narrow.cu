@@ -96,8 +96,8 @@ __device__ __forceinline__ void store_narrow_frequencies(const FeatureSource& so
   }
 }
 
-// x [count][kD] = tokens from `first` on, zeros from `end` on and beyond the last dimension. All
-// threads of the block call it, and it synchronises them.
+// Loads tokens from `first` on into x [count][kD], zeros from `end` on and beyond the last
+// dimension. All threads of the block call it, and it synchronises them.
 template <typename T, int kD>
 __device__ __forceinline__ void load_narrow_tokens(const FeatureSource& source,
                                                    const Tokens& tokens, int64_t first, int64_t end,
@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_narrow_tokens(const FeatureSource& source,
   __syncthreads();
 }
 
-// Both frequencies of all the share's heads, zeros beyond the last.
+// Loads both frequencies of all the share's heads, zeros beyond the last.
 //   w [2][kD][pitch]
 template <typename T, int kD>
 __device__ __forceinline__ void load_narrow_frequencies(const FeatureSource& source,
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const int own = static_cast<int>(threadIdx.x) / columns * kNarrowTokens;
   const bool is_stationary = source.stationary();
   const T units = static_cast<T>(angle_units(is_stationary));
-  // 1. Both frequencies of all the share's heads, zeros beyond the last.
+  // 1. Loads both frequencies of all the share's heads, zeros beyond the last.
   load_narrow_frequencies<T, kD>(source, block, columns, pitch, w);
   T sums1[kD] = {}, sums2[kD] = {};
 #pragma unroll 1

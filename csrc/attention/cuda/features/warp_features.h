@@ -150,7 +150,7 @@ class WarpFeatures {
     __syncwarp();  // lanes of no token come to the next product with the others
   }
 
-  // After all frequencies, of queries: what is not finite.
+  // Marks queries that are not finite, after all frequencies.
   __device__ __forceinline__ void finish() {
     if (rows_.logits != nullptr) return;
     __syncwarp();  // rows are stored

@@ -26,7 +26,7 @@ struct ForwardLayout {
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 
-// Scores of the thread's two rows, the first of them row0, become weights.
+// Makes weights of the scores of the thread's two rows, the first of them row0.
 //   terms: of the tile's keys; state: of the head
 //   sums, roundings: as in ForwardRows
 template <typename T, Pairs kPairs>

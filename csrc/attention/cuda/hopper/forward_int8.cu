@@ -46,7 +46,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   fence_async();
 }
 
-// sums += the weights of each row, four times, by a product with ones at `ones`.
+// Adds the weights of each row to its four sums, by a product with ones at `ones`.
 [[maybe_unused]] __device__ __forceinline__ void begin_row_sums(
     float (&sums)[4], const uint32_t (&weights)[kKeys / 16][4], uint32_t ones) {
   const uint64_t right = wgmma_operand(ones);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   }
 }
 
-// Scores, which are then free, to bfloat16 in the order of A.
+// Rounds scores, which are then free, to bfloat16 in the order of A.
 [[maybe_unused]] __device__ __forceinline__ void round_scores(int32_t (&scores)[kKeys / 2],
                                                               uint32_t (&rounded)[kKeys / 16][4]) {
   sums_are_there(scores);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   }
 }
 
-// Rounded scores become weights, as A.
+// Makes weights of rounded scores, as A.
 //   magnitudes: of the tile's keys, by pairs
 //   diagonal: of a tile that crosses it, how many keys a row sees less the thread's first row and
 //     one

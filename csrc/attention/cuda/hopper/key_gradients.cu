@@ -91,7 +91,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
       });
 }
 
-// InitialSums a tile's scores, of integers where kInt8, and x = V dO^T.
+// Begins a tile's scores, of integers where kInt8, and x = V dO^T.
 //   own_keys, own_values: those of the thread's warpgroup; held_values: where registers hold them
 template <typename T, int V, typename L, bool kInt8>
 __device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
@@ -114,7 +114,7 @@ __device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&sco
   wgmma_commit();
 }
 
-// Rows of the results, of keys at `at`; own: what they bring to their pairs.
+// Stores rows of the results, of keys at `at`; own: their numbers.
 template <typename T, int F, int V>
 __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,

@@ -88,7 +88,7 @@ struct ShortUnit {
     numbers[4] = is_last;
     numbers[5] = bh;
   }
-  // The first 64 queries that meet a tile of keys.
+  // Returns the first 64 queries that see a tile of keys.
   template <bool kCausal>
   __device__ __forceinline__ int first_block(int tile) const {
     return kCausal ? min(blocks, max(0, tile - i0 / 64)) : 0;
@@ -118,7 +118,7 @@ struct ShortKeyHead {
 struct ShortRows {
   float inverse[2], delta[2], fit[2];
 
-  // row: the first of both, of the unit's
+  // Loads the numbers. row: the first of both, of the unit's
   template <typename T>
   __device__ __forceinline__ static ShortRows load(Shared<const float> numbers, int row) {
     ShortRows rows;

@@ -17,7 +17,8 @@ __device__ __forceinline__ float max_of_block(float x, Shared<float> maxima) {
   return max_of_lanes(other);
 }
 
-// A prefix's center and numbers, from its sums, kTokenSums and those of rows; by all threads.
+// Makes a prefix's center and numbers from its sums, kTokenSums and sums of rows; all threads of
+// the block call it.
 __device__ __forceinline__ void finish_prefix(const AttentionParams& params,
                                               const LinearTokens& tokens, int64_t bk, int64_t at,
                                               int rows, Shared<const float> totals,

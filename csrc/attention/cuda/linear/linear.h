@@ -44,11 +44,11 @@ struct FeatureChunks {
     return chunk < of_cosines ? chunk * kChunk : width / 2 + (chunk - of_cosines) * kChunk;
   }
   __host__ __device__ __forceinline__ int pairs() const { return count * (count + 1) / 2; }
-  // Columns that these are in shared memory, one after the other.
+  // Returns how many columns the chunks have in shared memory, one after the other.
   int columns() const { return count <= 4 ? 64 : 128; }
 };
 
-// Slices of 64 columns that the value has.
+// Returns how many slices of 64 columns the value has.
 inline int moment_slices(const AttentionParams& params) {
   return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
 }
@@ -73,7 +73,7 @@ struct Prefixes {
   int group = 1;          // heads whose tokens of a chunk are added up, one head after the other
   bool from_end = false;  // over queries
 
-  // The one that tokens of the other side take, from the i-th on; -1: none.
+  // Returns the prefix that tokens of the other side take, from the i-th on; -1: none.
   __device__ __forceinline__ int of(int i) const {
     if (tokens == 0) return 0;
     const int chunk = min(i / tokens, count);
@@ -216,7 +216,7 @@ __device__ __forceinline__ float row_scale_of(const AttentionParams& params,
   const int64_t b = bk / params.key_heads, head = bk % params.key_heads;
   return tokens.row_scales[b * tokens.scale_heads + head * tokens.scale_heads / params.key_heads];
 }
-// The rows of a head of all batches'; `rows` lie as those of `tokens`.
+// Returns the rows of a head of all batches'; `rows` lie like the rows of `tokens`.
 template <typename T>
 __device__ __forceinline__ const T* rows_of(const LinearTokens& tokens, const Array& rows,
                                             int64_t bh) {

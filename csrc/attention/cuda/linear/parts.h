@@ -20,7 +20,7 @@ struct Shares {
   __device__ __forceinline__ int end_of(int p) const {
     return min(of_first + p * of_prefix, count);
   }
-  // The first token of a share.
+  // Returns the first token of a share.
   __device__ __forceinline__ int64_t first_of(int share) const {
     return begin + (from_end ? count - 1 - share : share) * tokens;
   }

@@ -41,7 +41,7 @@ struct KeyTiles {
     const int64_t seen = params.is_causal ? min(S, int64_t{at.i0} + kSplitRows) : S;
     count = static_cast<int>((seen + L::kTokens - 1) / L::kTokens);
   }
-  // InitialSums to copy a tile into the stage at `base`.
+  // Begins to copy a tile into the stage at `base`.
   __device__ __forceinline__ void copy(int tile, uint32_t base) const {
     const int64_t j0 = int64_t{tile} * L::kTokens;
     const int there = remaining_of(S, j0);
@@ -99,7 +99,7 @@ struct SharedRows {
   SplitAddresses places;
   uint32_t distance;  // distance of the low parts
 
-  // kWidth columns of the block's rows, which begin at `base`.
+  // Returns kWidth columns of the block's rows, which begin at `base`.
   template <int kWidth>
   __device__ __forceinline__ static SharedRows of(uint32_t base) {
     const uint32_t warp = threadIdx.x / 32;

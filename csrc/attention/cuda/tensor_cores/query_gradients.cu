@@ -20,7 +20,7 @@ struct QueryLayout {
   static constexpr int64_t kBytes = kStages0 + kStages * int64_t{kStage};
 };
 
-// InitialSums to copy a block's queries and what comes in for them.
+// Begins to copy a block's queries and their incoming gradients.
 template <typename T, int F, int V, typename L>
 __device__ __forceinline__ void begin_queries(const AttentionParams& params,
                                               const FoldedTokens& tokens, const FoldedRows& rows,
@@ -36,7 +36,7 @@ __device__ __forceinline__ void begin_queries(const AttentionParams& params,
       count);
 }
 
-// The units of what is added up for the queries of a block.
+// Returns the units of the sums for the queries of a block.
 __device__ __forceinline__ float units_of(const AttentionParams& params, const FoldedTokens& tokens,
                                           const FoldedRows& rows, const QueryBlock& at) {
   return gradient_scale_of(rows, at.bk) * value_scale_of(tokens, value_head_of(params, at.b, at.h));

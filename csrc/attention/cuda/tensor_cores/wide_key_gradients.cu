@@ -41,12 +41,12 @@ struct WideKeyCopy {
         values(value_rows<T>(params, tokens, at.b, at.key_head * at.group) +
                at.j0 * tokens.value.stride[2]) {}
 
-  // Slices that come before those of features.
+  // Returns how many slices come before the features.
   __device__ __forceinline__ int before() const { return kOfValues ? 0 : of_values; }
   __device__ __forceinline__ int slices() const {
     return kOfValues ? features + 1 : of_values + features;
   }
-  // InitialSums to copy a slice of a tile, with the first one what its queries bring, too.
+  // Begins to copy a slice of a tile, with the first one its queries' numbers, too.
   __device__ __forceinline__ void operator()(int tile, int slice, uint32_t stage) const {
     const int64_t bh = int64_t{at.b} * params.H + tiles.head(tile);
     const int64_t i0 = tiles.first_query(tile);

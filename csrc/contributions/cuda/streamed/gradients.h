@@ -226,7 +226,7 @@ class StreamedGradients : StreamedPairs {
   std::array<const uint32_t*, 3> fragments_{}, reversed_{};
 };
 
-// The outer products of the keys; what else is wanted is added to `totals`.
+// Returns the outer products of the keys; adds all other gradients to `totals`.
 inline std::array<at::Tensor, 3> streamed_gradients(const ContributionCall& given,
                                                     const MapTensors& grad_maps, const Keys& keys,
                                                     const ContributionSizes& sizes,

@@ -32,7 +32,7 @@ const char* mask_words(const MaskParams& params, Stream stream) {
 
 constexpr int kParts = 16;  // threads that share a key: each two lanes of a tile
 
-// The larger; NaN stays.
+// Returns the larger number; NaN stays.
 __device__ __forceinline__ float larger(float largest, float x) {
   return x > largest || x != x ? x : largest;
 }

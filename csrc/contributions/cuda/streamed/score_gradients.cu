@@ -83,7 +83,8 @@ __device__ __forceinline__ void for_each_tile(const StreamedGradientParams& para
   }
 }
 
-// delta[n][c]: over all keys, the sum of weights times gradients. parts [kWarps][kQueries].
+// Computes delta[n][c]: over all keys, the sum of weights times gradients. parts
+// [kWarps][kQueries].
 template <typename T>
 __device__ __forceinline__ void make_deltas(const StreamedGradientParams& params,
                                             const PlaceOfRows& at, Shared<float> parts,

@@ -28,8 +28,8 @@ struct PlaceOfSums {
   }
 };
 
-// The weights of 16 keys from j0 on, by a warp: zero where a key is the query's own or padding, NaN
-// where what it holds is not finite.
+// Puts the weights of 16 keys from j0 on, in a warp: zero where a key is the query's own or
+// padding, NaN where it is not finite.
 template <typename T>
 __device__ __forceinline__ void put_weights(const WeighedValueParams& params, const PlaceOfSums& at,
                                             int64_t j0, uint32_t visible, Shared<float> weights) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void put_weights(const WeighedValueParams& params, co
   }
 }
 
-// The values of the keys from j0 on, [key][column]; zeros in the place of those that are not there.
+// Loads the values of the keys from j0 on, [key][column]; zeros in the place of missing ones.
 __device__ __forceinline__ void load_values(const WeighedValueParams& params, const PlaceOfSums& at,
                                             int64_t j0, Shared<float> values) {
   const int64_t* stride = params.values.stride;
