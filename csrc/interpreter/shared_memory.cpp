@@ -99,7 +99,7 @@ inline void Interpreter::check_write(Cell& cell, uint16_t thread, bool atomic, u
   cell.by_tma = false;
 }
 
-// Where the bytes are, or nullptr after an error.
+// Returns the bytes, or nullptr after an error.
 unsigned char* Interpreter::access(int thread, Access kind, uint32_t address, uint32_t bytes,
                                    uint32_t alignment, Place place) {
   if (!error_.empty()) return nullptr;

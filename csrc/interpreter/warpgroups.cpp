@@ -41,7 +41,7 @@ struct Operand {
   int first_row = 0;  // the first row that is read
 };
 
-// Where a byte lies: the 16-byte chunk of an address is transposed by its row of 128 bytes.
+// Returns where a byte lies: the 16-byte chunk of an address is swizzled by its row of 128 bytes.
 uint32_t place_of(const Operand& operand, int row, int along) {
   const auto start = static_cast<uint32_t>((operand.descriptor & 0x3fff) << 4);
   const auto atom = static_cast<uint32_t>(operand.descriptor >> 32 & 0x3fff) << 4;

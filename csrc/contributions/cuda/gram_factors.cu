@@ -20,7 +20,7 @@ constexpr int kTokens = 32, kOfWarp = kTokens / kWarps;
 constexpr int kColumns = 16;    // dimensions that are made at a time
 constexpr int kHeadGroup = 16;  // heads whose products with as many a block makes
 
-// Where vectors lie in shared memory: [slot of a head][token], columns by eights in another order
+// Layout of vectors in shared memory: [slot of a head][token], columns by eights in another order
 // in every 32 elements. Neither lanes that store tokens nor those that load heads meet in a bank.
 constexpr int kHeadPitch = kTokens * kColumns + 16;
 __device__ __forceinline__ int place_of(int slot, int token, int column) {
@@ -298,7 +298,7 @@ struct TokenGram {
   }
 };
 
-// Where a block's vectors lie, and when. Of one group of heads there is room for two steps: each
+// Place of a block's vectors, by step. For one group of heads there is room for two steps: each
 // warp makes vectors of the next before or behind the products of this one. Of two there is one.
 template <bool kIsOneGroup>
 struct Steps {

@@ -38,7 +38,7 @@ IKATTN_HOST_DEVICE constexpr int64_t gram_parts(int64_t D) {
 // Each queues its work and returns nullptr, or why it could not. Index 0: compute in float32; 1: in
 // float64.
 struct ContributionKernels {
-  // Where takes_gram_matrices().
+  // Kernels of calls for which takes_gram_matrices() is true.
   const char* (*gram_factors)(const TokenGramParams&, Stream);
   // scratch: as large as params.vectors
   const char* (*factors[2])(const FactorsOfVectors&, void* scratch, Stream);

@@ -52,7 +52,7 @@ struct QueryGradients {
     double of_head =
         static_cast<double>(warp_dot(p.output + row, p.grad_output + row, p.d_v, lane));
     if (mean != nullptr) of_head += mean[i * H + h];
-    // 1. What every edge gives.
+    // 1. Gradients of every edge.
     const double normalizer = p.log_normalizer[i * H + h];
     const EdgeLane at(lane, kWidth);
     visit_products<kWidth>(p, i, h, begin, end, at, [&](int64_t first, const T(&products)[kTurns]) {

@@ -1,4 +1,5 @@
-// How kernels are written and launched: one source for nvcc and for the tests without a GPU.
+// Rules by which kernels are written and launched: one source for nvcc and for the tests without a
+// GPU.
 //
 // A .cu file is CUDA C++ that includes this header, support/cuda/intrinsics.h and plain structs; no
 // torch header, no cuda_*.h. nvcc compiles it for a GPU. With IKATTN_INTERPRETER defined, g++
@@ -28,11 +29,11 @@
 // It has no `->`, no `keys[i].x` and no `auto x = keys[i]`: name the value's type,
 // `float x = keys[i]`.
 //
-// What orders accesses to shared memory: __syncthreads for the block, __syncwarp within a warp.
-// Shuffles, votes and mma do not: CUDA promises no memory ordering for them. Two threads that
-// write the same value to the same place race, too: use __syncthreads_or or atomicOr for flags.
-// All threads of a block pass every __syncthreads, all 32 lanes every warp operation: return early
-// only where the whole block does.
+// Order of accesses to shared memory: __syncthreads for the block, __syncwarp within a warp.
+// Shuffles, votes and mma do not: CUDA promises no memory ordering for them. Two threads that write
+// the same value to the same place race, too: use __syncthreads_or or atomicOr for flags. All
+// threads of a block pass every __syncthreads, all 32 lanes every warp operation: return early only
+// where the whole block does.
 #pragma once
 
 #if defined(IKATTN_INTERPRETER)

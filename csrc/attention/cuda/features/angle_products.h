@@ -13,7 +13,7 @@
 
 namespace ikattn::cuda {
 
-// Where the features go, as rows of Half, and what those of keys are multiplied with.
+// Destination of features, as rows of Half, and the scales of keys' features.
 struct FeatureDestination {
   Half* phi_q = nullptr;           // [B, H, L, padded F]  what is not finite becomes zero
   float* poison = nullptr;         // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted

@@ -1,4 +1,4 @@
-// How angles, in registers, become their gradients and the left operand of the next product. Angles
+// Turns angles, in registers, into their gradients and the left operand of the next product. Angles
 // are made again in the backward pass, rather than read.
 #pragma once
 

@@ -7,8 +7,8 @@
 
 namespace ikattn::cuda {
 
-// How the tokens that share frequencies are dealt out: in shares of whole heads, and heads in
-// ranges of tokens.
+// Division of the tokens that share frequencies: in shares of whole heads, and heads in ranges of
+// tokens.
 struct TokenShares {
   int64_t tokens_each;  // tokens of a range, at most
   int64_t heads;        // heads of all batches that share one set of frequencies

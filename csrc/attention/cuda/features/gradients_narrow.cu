@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const int own = static_cast<int>(threadIdx.x) / columns * kNarrowTokens;
   const bool is_stationary = source.stationary();
   const T units = static_cast<T>(angle_units(is_stationary));
-  // 1. Loads both frequencies of all the share's heads, zeros beyond the last.
+  // 1. Both frequencies of all the share's heads, zeros beyond the last.
   load_narrow_frequencies<T, kD>(source, block, columns, pitch, w);
   T sums1[kD] = {}, sums2[kD] = {};
 #pragma unroll 1

@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_four(T* to, bool is_together, int count,
   }
 }
 
-// Where a thread stores features: those of four rows of a warp's 32 tokens.
+// Rows in which a thread stores features: four of a warp's 32 tokens.
 template <typename T, int kSets>
 class OwnFeatures {
  public:

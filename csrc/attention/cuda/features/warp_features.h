@@ -1,4 +1,4 @@
-// How the angles of a warp's tokens become rows of features.
+// Makes rows of features from the angles of a warp's tokens.
 #pragma once
 
 #include "attention/cuda/features/angle_products.h"
@@ -6,7 +6,7 @@
 
 namespace ikattn::cuda {
 
-// Where the features of one side go.
+// Destination of the features of one side.
 struct FeatureRows {
   Half* phi;  // [B, heads, N, width]
   int width;
@@ -17,7 +17,7 @@ struct FeatureRows {
   // Marks of queries, whose features become zero where they are not finite: NaN there, else 0;
   // nullptr: not wanted
   float* poison;  // [B, heads, N]
-  // Where heads in the folded form have integers: what tells the form, of every `group` heads.
+  // State of every `group` heads, where heads in the folded form have integers.
   const uint32_t* state;
   int group;
   int8_t* int8;  // [B, heads, N, Int8Features::kColumns]; nullptr: not wanted beside Half

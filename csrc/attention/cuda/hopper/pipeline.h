@@ -2,9 +2,9 @@
 // thread of the third begins the copies, up to three tiles ahead of those who read. Nobody else
 // waits for anybody: a stage has a barrier for its tile to be there, and one for it to be read.
 //
-// There are no more blocks than run at once. An item is 128 tokens of a head, and what they meet:
-// a block takes one after the other, and the first tiles of the next are on their way while the
-// results of the one before are stored.
+// There are no more blocks than run at once. An item is 128 tokens of a head, with all tiles that
+// they pass: a block takes one after the other, and the first tiles of the next are on their way
+// while the results of the one before are stored.
 //
 // Tiles lie in shared memory as wgmma takes them, boxes of 64 columns: rows of 128 bytes, whose
 // 16-byte chunks are swizzled by the row.
@@ -151,7 +151,7 @@ struct TileBarriers {
   }
 };
 
-// Where an item's own tokens are, and how often the place has been used before, in parity.
+// Place of an item's own tokens, and how often it has been used before, in parity.
 template <int kItems>
 struct ItemPlace {
   int index = 0;

@@ -1,5 +1,5 @@
 // The forward pass of short calls on Hopper, of heads in the folded form, features included: a
-// block has the keys of a head, and a share of the queries that meet them. Two warpgroups share out
+// block has the keys of a head, and a share of the queries that see them. Two warpgroups share out
 // the keys, whose features stay in shared memory beside the values. Then each takes 64 queries
 // after the other, without waiting for the other warpgroup: where one makes features, by the unit
 // of sines, the other multiplies. Angles are products of wgmma, too.
@@ -23,7 +23,7 @@ struct ShortRows {
   Roundings roundings;  // errors of the weights, where these are not the rounded ones
 };
 
-// The keys of a head in shared memory, and how 64 queries of a warpgroup meet them.
+// Keys of a head in shared memory, which 64 queries of a warpgroup pass.
 //   tiles: that the queries see. row0: the first of the queries
 template <typename T, bool kInt8, int F, int V, bool kCausal>
 struct ShortKeys {

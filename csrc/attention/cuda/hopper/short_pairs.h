@@ -12,7 +12,7 @@ constexpr int kChunkRows = 256;  // queries that a block has at a time
 constexpr int kBackwardStages = 2;
 constexpr uint32_t kUnitBytes = 32;  // numbers of a ShortUnit
 
-// Where things lie in shared memory, in bytes.
+// Layout of shared memory, in bytes.
 template <typename T, int F, int V>
 struct ShortBackwardLayout {
   using Queries = Boxes<kChunkRows, F>;
@@ -68,7 +68,7 @@ struct ShortUnit {
     i0 = chunk * kChunkRows;
     blocks = (min(kChunkRows, queries - i0) + 63) / 64;
     is_last = unit == count(params) - 1;
-    // The last one passes all tiles, met or not: it stores their gradients.
+    // The last one passes all tiles, seen or not: it stores their gradients.
     tiles = is_last != 0 ? all : met(chunk);
     before = unit == 0 ? 0 : met(min(unit, chunks) - 1);
     bh = bk * (static_cast<int>(params.H) / static_cast<int>(params.key_heads)) + unit / chunks;
@@ -133,7 +133,7 @@ struct ShortRows {
 };
 
 // Sums over the eight rows of lanes: each time a lane keeps one half, and hands over the other.
-//   bit: by which lanes differ that meet
+//   bit: the bit in which lanes that exchange differ
 template <int kCount, int kParts>
 __device__ __forceinline__ void add_halves(float (&parts)[kParts], unsigned lane, unsigned bit) {
   const bool is_upper = (lane & bit) != 0;

@@ -8,7 +8,7 @@
 
 namespace ikattn::cuda {
 
-// Where things lie in shared memory, in bytes. Rows are 128 bytes, by boxes as wgmma takes them.
+// Layout of shared memory, in bytes. Rows are 128 bytes, by boxes as wgmma takes them.
 //   F, V: columns of features and values; slices: of the tokens' dimensions; tiles: of kKeys keys
 struct ShortLayout {
   static constexpr uint32_t kMost = 227 * 1024;
@@ -169,8 +169,9 @@ struct ShortItem {
 };
 
 // The values of the tiles that a block passes, item after item: 128 queries, 64 of each warpgroup.
-// Where shared memory holds all of a head they are copied once. Else they go through the stages as
-// both warpgroups go along, and a thread that has read a tile copies another in its place.
+// Values of a head. Where shared memory holds all of them they are copied once; else they go
+// through the stages as both warpgroups go along, and a thread that has read a tile copies another
+// in its place.
 template <typename T, int V, bool kCausal>
 class ShortValues {
  public:

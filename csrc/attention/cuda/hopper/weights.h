@@ -1,4 +1,4 @@
-// How a warpgroup's scores of 64 queries and 128 keys become weights, in the forward of the folded
+// Turns a warpgroup's scores of 64 queries and 128 keys into weights, in the forward of the folded
 // form: of Half, w = s s + term; of integers of 8 bits, w = (s s + eps) e_j. Sums of products lie
 // in a thread as rows g and g + 8, columns 2t and 2t + 1 of tiles of 8.
 #pragma once

@@ -1,4 +1,4 @@
-// The backward in linear time: what every query brings, and which heads can do without.
+// The backward in linear time: numbers of every query, and heads that need no pairs.
 #include "attention/cuda/linear/gradients.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/feature_source.h"
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool keeps_digits(const AttentionParams& params,
          (normalizer > 0 && 1 / normalizer - head.terms >= mean * square);
 }
 
-// Every query, those of the padding included: what it brings, and whether its head can do without
+// Makes the numbers of every query, padding included, and finds whether its head can do without
 // pairs.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)

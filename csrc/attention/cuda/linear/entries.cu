@@ -1,4 +1,4 @@
-// Tokens that meet no others: their entries, made in registers, times the moments of these.
+// Results without pairs: tokens' entries, made in registers, times the moments of others.
 #include "attention/cuda/linear/entry_rows.h"
 
 namespace ikattn::cuda {

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
     const float size = fmaxf(fabsf(rest.x), fabsf(rest.y));
     const float most = max_of_lanes(is_finite(size) ? size : 0.0f);
     uint32_t* bound = parts.moment_bounds + prefix;
-    // Most are smaller than what another warp has told.
+    // Most are smaller than the bound of another warp.
     if (threadIdx.x % 32 == 0 && most > __uint_as_float(*bound)) raise(bound, most);
   }
 }

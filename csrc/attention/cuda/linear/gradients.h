@@ -8,8 +8,8 @@
 // In causal calls dphi_q has the sums and the m of the keys before a chunk. The others have the
 // sums of the queries after one, with the m of all keys that such queries see.
 //
-// What is in brackets are sums over b, products, and then over columns, in registers. Both are in
-// units of scaled values and gradients, as in tensor_cores/rows.h.
+// The brackets are sums over b, products, and then over columns, in registers. Both are in units of
+// scaled values and gradients, as in tensor_cores/rows.h.
 #pragma once
 
 #include "attention/cuda/linear/linear.h"

@@ -32,7 +32,7 @@ constexpr int kEntryThreads = 256;  // threads of kernels whose warps have 32 to
 constexpr int kEntryWarps = kEntryThreads / 32;
 constexpr int kEntryTokens = kEntryWarps * 32;
 
-// Where the features of a token lie: cosines, then sines, from half of a row on.
+// Layout of the features of a token: cosines, then sines, from half of a row on.
 struct FeatureChunks {
   int count, of_cosines, width;
 
@@ -80,8 +80,8 @@ struct Prefixes {
     return from_end ? count - 1 - chunk : chunk - 1;
   }
 };
-// How a pass's chunks are cut, over the keys. There are no prefixes where the call is one chunk, or
-// chunks would be too long: it cannot take linear time then.
+// Chunks of a pass over the keys. There are no prefixes where the call is one chunk, or chunks
+// would be too long: it cannot take linear time then.
 Prefixes prefixes_of(const AttentionParams& params, Pass pass);
 
 // Tokens that are added up: keys with their values, or queries with their gradients.

@@ -7,7 +7,7 @@ namespace ikattn::cuda {
 
 constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |phi|^4
 
-// How the tokens of a head are shared out, in the order in which prefixes add them up.
+// Division of the tokens of a head, in the order in which prefixes add them up.
 struct Shares {
   int count;
   int64_t tokens;         // tokens of a share, a multiple of kStep
@@ -26,8 +26,7 @@ struct Shares {
   }
 };
 
-// Where the sums of each share are; see LinearSums. P: prefixes, of which there are no more than
-// shares.
+// Sums of each share; see LinearSums. P: prefixes, of which there are no more than shares.
 struct TokenParts {
   Shares of_moments, of_gram, of_sums;
   int prefixes;

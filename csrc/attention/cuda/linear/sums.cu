@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int slice = static_cast<int>(index % parts.slices);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
 
-  // 1. What a thread copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B
-  // of the second.
+  // 1. A thread's copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B of
+  // the second.
   constexpr int kRowStep = kMomentThreads / 8;
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const int copied_pair = group * kPairsTogether + piece / 4;

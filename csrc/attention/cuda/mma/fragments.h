@@ -1,4 +1,4 @@
-// Where 16-bit elements lie in shared memory, for copies and for ldmatrix.
+// Addresses of 16-bit elements in shared memory, for copies and for ldmatrix.
 #pragma once
 
 #include "support/cuda/intrinsics.h"

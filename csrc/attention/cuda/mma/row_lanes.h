@@ -135,9 +135,9 @@ __device__ __forceinline__ void store_eight(const Array& array, int64_t offset, 
   }
 }
 
-// How a kernel reads its rows. Of 16 bits whose rows all lie at multiples of 16 bytes, S is their
-// type, and eight columns are one access, so that a thread can have those of several rows under way
-// before it looks at one. Any: one row after the other, whatever it is made of.
+// Type by which a kernel reads its rows. For 16 bits whose rows all lie at multiples of 16 bytes, S
+// is their type, and eight columns are one access, so that a thread can have those of several rows
+// under way before it looks at one. Any: one row after the other, whatever it is made of.
 struct Any {};
 template <typename S>
 constexpr int kRowsAtOnce = std::is_same_v<S, Any> ? 1 : 4;

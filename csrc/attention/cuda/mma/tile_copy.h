@@ -52,8 +52,8 @@ struct RowCopy {
   }
 };
 
-// Where a lane reads fragments of a 16-row chunk: column fragment k (32 bytes) of chunk c is at
-// place[k % 4] + k / 4 * 128 + c * 16 rows, the latter two known when compiling.
+// Addresses at which a lane reads fragments of a 16-row chunk: column fragment k (32 bytes) of
+// chunk c is at place[k % 4] + k / 4 * 128 + c * 16 rows, the latter two known when compiling.
 struct FragmentAddresses {
   uint32_t place[4];
 

@@ -1,4 +1,4 @@
-// Where features come from, and who makes them.
+// Sources of features, and the functions that make them.
 #pragma once
 
 #include "attention/cuda/operands/tokens.h"
@@ -6,7 +6,7 @@
 
 namespace ikattn::cuda {
 
-// Where the features of one side come from. heads: of the features; a head of x serves several.
+// Source of the features of one side. heads: of the features; a head of x serves several.
 struct FeatureSource {
   Array x;       // [B, x_heads, N, d]
   Array w1, w2;  // [frequency_batches, frequency_heads, d, M]; w2 none: stationary

@@ -1,4 +1,4 @@
-// How large values are, by which operands of 16 bits are scaled.
+// Bounds of values, by which operands of 16 bits are scaled.
 #pragma once
 
 #include "attention/cuda/operands/operands.h"

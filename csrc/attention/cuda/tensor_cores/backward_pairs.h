@@ -1,4 +1,4 @@
-// How scores become factors of gradients in the backward pass on tensor cores: of queries, and of
+// Turns scores into factors of gradients in the backward pass on tensor cores: of queries, and of
 // keys.
 #pragma once
 

@@ -1,4 +1,4 @@
-// How the sums of a thread become gradients in the tensor-core backward, whichever kernel made
+// Turns the sums of a thread into gradients in the tensor-core backward, whichever kernel made
 // them.
 #pragma once
 

@@ -5,7 +5,7 @@
 
 namespace ikattn::cuda {
 
-// Where queries are few, blocks share their keys: what each found of its keys, to be combined.
+// Partial results of blocks that share the keys, where queries are few; they are then combined.
 struct Parts {
   int count = 1;                // number of parts; 1: a block finishes its rows
   float* output = nullptr;      // [part][B, H, L, padded d_v]  sum of w V

@@ -1,5 +1,4 @@
-// How scores become weights in the forward pass on tensor cores, and what is kept of their
-// rounding.
+// Turns scores into weights in the forward pass on tensor cores, and keeps their rounding.
 #pragma once
 
 #include "attention/cuda/tensor_cores/pairs.h"
@@ -48,10 +47,10 @@ class Roundings : public RowPair {
 
 // Weights of a thread's two rows, and their sums.
 //
-// Weights are rounded where they meet the value. A row that sees one key alone should be its value
-// all the same, or its gradients, which vanish, would be what roundings leave, over the score: so
-// an output is divided by the sum of rounded weights where rows may see few keys. Others, of many
-// keys, are divided by the sum itself, which takes less time.
+// Weights are rounded before they multiply the value. A row that sees one key alone should be its
+// value all the same, or its gradients, which vanish, would be what roundings leave, over the
+// score: so an output is divided by the sum of rounded weights where rows may see few keys. Others,
+// of many keys, are divided by the sum itself, which takes less time.
 template <typename T, Pairs kPairs>
 struct ForwardRows {
   float sums[2] = {};

@@ -1,5 +1,5 @@
-// Where the pairs of causal calls in linear time go on from: what the tokens of a chunk have of all
-// others, before the pairs of the chunk are added. The forward's is in epilogue_forward.h.
+// Initial sums of the pairs of causal calls in linear time: sums over all tokens beyond a chunk, to
+// which the pairs of the chunk are added. The forward's is in epilogue_forward.h.
 #pragma once
 
 #include "attention/cuda/tensor_cores/blocks.h"

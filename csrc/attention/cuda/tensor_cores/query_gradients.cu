@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentAddresses value_places = FragmentAddresses::of_columns(L::kValues, 2 * V);
   const FragmentAddresses key_places = FragmentAddresses::of_rows(0, 2 * F);
 
-  // 2. What each of the warp's queries brings to its pairs, and what its sums begin with.
+  // 2. Numbers of each of the warp's queries, and its initial sums.
   const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   QueryRows<kPairs> queries[kRowTiles];
 #pragma unroll

@@ -1,4 +1,4 @@
-// The backward pass on tensor cores: what every query brings to its pairs.
+// The backward pass on tensor cores: numbers of every query that its pairs need.
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/tensor_cores/blocks.h"
 #include "attention/cuda/tensor_cores/rows.h"
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const int64_t row_index = at.row + r * kRowsOfBlock;
     const int64_t columns = row_index < params.L ? params.d_v : 0;
     const bool all = all_of_row(not_finite[r] == not_finite[r]);
-    // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
+    // delta is made of the rounded gradient, as the pairs are: their sum vanishes.
     T* row = static_cast<T*>(rows.gradients) + (at.bh * params.L + row_index) * V;
     double of_row = 0;
     for (int64_t column = at.lane * 8; row_index < params.L && column < V; column += kLaneColumns) {

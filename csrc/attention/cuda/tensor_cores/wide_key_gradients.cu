@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t bk = at.bk, j0 = at.j0;
   if (is_of_other_form<kPairs>(tokens.forms.state[bk])) return;  // the whole block
 
-  // 1. What is copied, and what the warp's keys bring to their pairs.
+  // 1. Copies, and the numbers of the warp's keys.
   const int own_slice = static_cast<int>(blockIdx.y);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);

@@ -37,7 +37,7 @@ struct StreamedParams {
   const uint32_t* mask = nullptr;
   int64_t mask_heads = 1;  // H, or 1: every head has the same
   Array offsets;           // [B, H, L, S], of float masks, -inf hides; absent: none
-  // Where finite offsets end.
+  // Bound of finite offsets.
   float farthest_offset = INFINITY;
 
   // Fields of the pairs alone.
@@ -88,7 +88,7 @@ struct StreamedGradientParams : StreamedParams {
   float* grad_logits = nullptr;        // [B, H, ceil(queries / kStripRows), keys], sums
 };
 
-// Where a factor's element lies, of the matrix row by row.
+// Returns where a factor's element lies, of the matrix row by row.
 IKATTN_HOST_DEVICE constexpr int factor_entry(int H, int row, int head) {
   return row * H - row * (row - 1) / 2 + head - row;
 }

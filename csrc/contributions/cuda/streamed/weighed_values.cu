@@ -1,6 +1,6 @@
 // Sums values that each query takes of all keys but its own, [B, H, L, d_v], for mixing ratios. A
 // block takes 32 queries of a head and 64 columns. Its four warps make the weights of 64 keys, by
-// 16, in float32, which then meet the values on CUDA cores. Keys come in order.
+// 16, in float32, which then multiply the values on CUDA cores. Keys come in order.
 #include "contributions/cuda/pairs.h"
 #include "contributions/cuda/streamed/scores.h"
 
