@@ -31,7 +31,6 @@ TEST(HalfSizesOnDevice, EdgesOfTiles) {
       }
     }
   }
-  interpreter::set_warpgroups(false);
 }
 
 // Edges of sizes matter in the general form, of wide rows, and of both, too.
@@ -83,7 +82,6 @@ TEST(HalfSizesOnDevice, SharedKeysErrByTheirRoundings) {
       expect_forward_within(call, c, got, truth);
     }
   }
-  interpreter::set_multiprocessors(1);
 }
 
 // Rows of large offsets see nothing but the lowest numbers.
@@ -99,7 +97,6 @@ TEST(HalfSizesOnDevice, SharedKeysOfLargeOffsets) {
       expect_forward_within(call, c, got, truth);
     }
   }
-  interpreter::set_multiprocessors(1);
 }
 
 // sm_86, sm_89 and sm_120 have the least shared memory; the widest kernels of each form fit.

@@ -214,7 +214,6 @@ TEST(StridesOnDevice, GiveTheSameBitsOfWarpgroups) {
   for (const ElementType type : types_in_turn(4)) {
     expect_the_same_of_any_layout(of_type(c, type));
   }
-  interpreter::set_warpgroups(false);
 }
 
 }  // namespace

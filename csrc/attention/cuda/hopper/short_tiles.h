@@ -169,9 +169,8 @@ struct ShortItem {
 };
 
 // The values of the tiles that a block passes, item after item: 128 queries, 64 of each warpgroup.
-// Values of a head. Where shared memory holds all of them they are copied once; else they go
-// through the stages as both warpgroups go along, and a thread that has read a tile copies another
-// in its place.
+// Where shared memory holds all of a head they are copied once. Else they go through the stages as
+// both warpgroups go along, and a thread that has read a tile copies another in its place.
 template <typename T, int V, bool kCausal>
 class ShortValues {
  public:
