@@ -1,7 +1,5 @@
 // The attention operators' tensor-core kernels in the interpreter, against the CPU kernels in
 // float64 on the same numbers: as far off as the roundings of their operands allow.
-#include <tuple>
-
 #include "kernels/half_cases.h"
 
 namespace ikattn {
@@ -119,22 +117,18 @@ TEST_P(HalfAttentionOnDevice, ErrsByItsRoundings) {
 
 TEST(HalfAttentionOnDevice, FormsGiveTheSameInEveryOrder) {
   interpreter::set_multiprocessors(6);  // blocks share their keys
-  for (const auto& [masking, causal, dropout] : {std::tuple{Masking::kNone, true, 0.0},
-                                                 {Masking::kBool, false, 0.3},
-                                                 {Masking::kFloat, false, 0.0}}) {
-    Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 70, .S = 550, .d_v = 8};
-    c.frequency_heads = 1;
-    c.masking = masking;
-    c.causal = causal;
-    c.dropout = dropout;
+  for (Case c : cases_of(R"(
+orders one_key_head L=70 S=550 d_v=8 causal
+orders one_key_head L=70 S=550 d_v=8 mask=bool dropout=0.3
+orders one_key_head L=70 S=550 d_v=8 mask=float
+)")) {
     Call call(c = of_type(c, ElementType::kFloat32));
     expect_the_same_in_every_order(call, c);
   }
 }
 
 TEST(HalfAttentionOnDevice, SlicesGiveTheSameInEveryOrder) {
-  Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 70, .S = 140, .d_v = 136, .M = 70};
-  c.frequency_heads = 1;
+  Case c = case_of("orders one_key_head L=70 S=140 d_v=136 M=70");
   Call call(c = of_type(c, ElementType::kBFloat16));
   const int before = interpreter::launches_of("wide_");
   device_results(call, c);

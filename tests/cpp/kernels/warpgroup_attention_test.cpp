@@ -105,8 +105,7 @@ TEST_F(WarpgroupAttentionOnDevice, ItemsOfSeveralBlocks) {
 }
 
 TEST_F(WarpgroupAttentionOnDevice, GivesTheSameInEveryOrder) {
-  Case c{.name = "orders", .B = 1, .H = 2, .G = 1, .L = 140, .S = 400, .d_v = 8, .causal = true};
-  c.frequency_heads = 1;
+  Case c = case_of("orders one_key_head L=140 S=400 d_v=8 causal");
   Call call(c = of_type(c, ElementType::kBFloat16));
   expect_the_same_in_every_order(call, c);
 }
@@ -138,8 +137,7 @@ TEST_F(WarpgroupAttentionOnDevice, TakesAllKeysOfEnoughRows) {
 
 // There are no tensor maps of nothing.
 TEST_F(WarpgroupAttentionOnDevice, TakesNoEmptyBatch) {
-  Case c{.name = "empty", .B = 0, .H = 1, .G = 1, .L = 20, .S = 30, .d_v = 8};
-  c.frequency_heads = 1;
+  Case c = case_of("empty one_head B=0 L=20 S=30 d_v=8");
   Call call(c = of_type(c, ElementType::kBFloat16));
   const int before = interpreter::launches_of("warpgroup_");
   device_results(call, c);
