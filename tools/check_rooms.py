@@ -28,12 +28,15 @@ HOUSES = (
     House(
         "csrc",
         r"\.(cu|h|cpp)$",
-        r'#include "((?:attention|contributions|edge_attention|moments|nn|packed_attention|support)'
-        r'/[^"]+)"',
+        # The words of CUDA are the interpreter's where it stands in for a GPU.
+        r"(?<!#if defined\(IKATTN_INTERPRETER\)\n)"
+        r'#include "((?:attention|contributions|edge_attention|interpreter|moments|nn'
+        r'|packed_attention|support)/[^"]+)"',
         [
             {"nn"},
             {"contributions", "edge_attention", "moments", "packed_attention"},
             {"attention"},
+            {"interpreter"},
             {"support"},
             {"include"},
         ],
@@ -120,7 +123,7 @@ def level_of(house: House, room: str) -> int:
 
 
 def arrows_upward(house: House, path: Path) -> list[str]:
-    """What a file knows that it may not, in words."""
+    """Names the rooms that a file knows and may not, in words."""
     own = room_of(house, path.relative_to(ROOT / house.folder).as_posix())
     wrong = []
     for name in re.findall(house.known, path.read_text(), re.MULTILINE):

@@ -1,5 +1,5 @@
 // Sizes of the tiles and blocks of the CPU kernels, by instruction set. The reasons are in
-// docs/internals/cpu_kernels.md, "Sizes"; `python benchmarks/tile_sizes.py` measures them again.
+// docs/internals/cpu_kernels.md, "Sizes".
 //
 // Another size may change last bits; the number of threads never does.
 #pragma once

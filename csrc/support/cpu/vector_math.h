@@ -1,5 +1,5 @@
-// Sine, cosine and exponential of whole vectors. Coefficients: fit_polynomials.py, lowest power
-// first.
+// Sine, cosine and exponential of whole vectors. tools/fit_polynomials.py prints
+// the coefficients, which stand with the lowest power first.
 #pragma once
 
 #include "support/cpu/vector.h"

@@ -1,4 +1,4 @@
-// Which calls the tensor cores take, and which take linear time on the CPU.
+// Calls that the tensor cores take, and calls that take linear time on the CPU.
 #include <gtest/gtest.h>
 
 #include <string>

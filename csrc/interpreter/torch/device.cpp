@@ -26,8 +26,8 @@
 #include <cstring>
 #include <string>
 
+#include "interpreter/interpreter.h"
 #include "support/cuda/glue.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn::interpreter {
 namespace {
@@ -124,7 +124,7 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
                                            c10::dtype_or_default(dtype));
 }
 
-// The same elements as a tensor of the CPU, for as long as `tensor` lives.
+// Returns the same elements as a tensor of the CPU, for as long as `tensor` lives.
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
   const at::Tensor there = at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(),

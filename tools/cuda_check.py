@@ -6,12 +6,12 @@ and where a kernel whose warpgroups exchange registers does not begin with all o
 the syntax of the glue files against this environment's torch. `make cuda-check`, or, for one file
 and architecture while writing it:
 
-    python cmake/cuda_check.py --arch sm_90a csrc/attention/cuda/hopper/forward.cu
+    python tools/cuda_check.py --arch sm_90a csrc/attention/cuda/hopper/forward.cu
 
 or one architecture of all files, and all of those that changed since a commit, or include a header
 that did:
 
-    python cmake/cuda_check.py --arch sm_90a --all-of-changed-since origin/main
+    python tools/cuda_check.py --arch sm_90a --all-of-changed-since origin/main
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "cuda-check"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100", "sm_120"]
-# Of these the host's code is compiled, too, which differs by IKATTN_HAVE_WARPGROUPS alone; where
-# none of them is asked for, of each.
+# The host's code differs by IKATTN_HAVE_WARPGROUPS alone: it is compiled with these architectures,
+# and with each where none of them is asked for.
 WITH_HOST = ["sm_80", "sm_90a"]
 INCLUDES = ["-Icsrc", "-Icsrc/include"]
-# Of a thread, in a block of 384. With fewer the block would wait for ever for those that its
+# Registers of a thread in a block of 384. With fewer the block would wait for ever for what its
 # products take (setmaxnreg, kProductRegisters in hopper/pipeline.h).
 WARPGROUP_REGISTERS = 168
 
@@ -148,7 +148,7 @@ def cuda_headers_of(nvcc: str) -> Path | None:
 
 
 def allowed_local_memory() -> list[str]:
-    lines = (ROOT / "cmake" / "cuda_local_memory_allowed.txt").read_text().splitlines()
+    lines = (ROOT / "tools" / "cuda_local_memory_allowed.txt").read_text().splitlines()
     return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
 
 
@@ -173,7 +173,7 @@ def with_includes(source: Path) -> set[Path]:
 
 
 def changed_since(commit: str, sources: list[Path]) -> set[Path]:
-    """Those of the sources that differ from a commit, or include what does."""
+    """Finds the sources that differ from a commit, or include a file that does."""
     command = ["git", "diff", "--name-only", commit]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     changed = {(ROOT / name).resolve() for name in done.stdout.splitlines()}
@@ -205,7 +205,7 @@ def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
         if k.stack_bytes > k.spill_bytes and not has_place:
             wrong.append(
                 f"{short(k.name)} ({k.source}) has {k.stack_bytes} bytes of stack on {k.arch}: "
-                "shorten it, or list it with a reason in cmake/cuda_local_memory_allowed.txt"
+                "shorten it, or list it with a reason in tools/cuda_local_memory_allowed.txt"
             )
         if exchanges_registers(k) and k.registers != WARPGROUP_REGISTERS:
             wrong.append(
@@ -243,7 +243,7 @@ def main() -> int:
     glue = [path for path in sources if path.suffix == ".cpp"]
     if not arguments.sources:
         glue = sorted((ROOT / "csrc").glob("*/cuda/*.cpp"))
-        # And what else says something of CUDA where the library has it.
+        # Other files also speak of CUDA where the library has it.
         glue += [
             path
             for path in sorted((ROOT / "csrc").glob("*/*.cpp"))

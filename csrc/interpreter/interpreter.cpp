@@ -1,4 +1,4 @@
-#include "support/interpreter/interpreter.h"
+#include "interpreter/interpreter.h"
 
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "support/interpreter/block.h"
+#include "interpreter/block.h"
 
 // Weak: only AddressSanitizer brings it.
 extern "C" __attribute__((weak)) void __sanitizer_symbolize_pc(void* pc, const char* format,
@@ -165,7 +165,7 @@ void Interpreter::run_block(Index3 block) {
          {});
   }
 
-  // What nobody waited for must not trouble the next block.
+  // Copies that nobody waited for must not trouble the next block.
   for (int t = 0; t < threads_; ++t) {
     pool_[t]->groups.push_back(std::move(pool_[t]->copies));
     for (const std::vector<Copy>& group : pool_[t]->groups) {
@@ -187,7 +187,7 @@ void Interpreter::run_thread(int thread) {
   current_ = -1;
 }
 
-// Until every lane has finished or waits for the block, or some for a phase.
+// Runs a warp until every lane has finished or waits for the block, or some for a phase.
 void Interpreter::run_warp(int warp) {
   current_warp_ = warp;
   while (error_.empty()) {

@@ -1,4 +1,4 @@
-// Tokens for the tensor cores: which form a head takes, and its features in Half.
+// Tokens for the tensor cores: the form that each head takes, and its features in Half or 8 bits.
 #include <cmath>
 
 #include "attention/cuda/features/angle_products.h"
@@ -23,8 +23,8 @@ struct KeyLogit {
   }
 };
 
-// By the max and the spread of the logits, what is hidden and poisoned left out. By the whole
-// block.
+// Returns the form of a head by the max and the spread of its logits, leaving out hidden and
+// poisoned keys. All threads of the block call it.
 //   maxima, minima [warps]
 template <int kThreads>
 __device__ __forceinline__ HeadForm form_of_head(const float* high, const float* low, int64_t S,
@@ -55,8 +55,8 @@ __device__ __forceinline__ HeadForm form_of_head(const float* high, const float*
   return form_of_spread(most, least, any_unclean, most_spread);
 }
 
-// Of the keys that a thread, or a warp, has seen: how many count, and the largest norms of their
-// values, of those, too, whose features have weight.
+// Bounds of the keys that a thread, or a warp, has seen: how many count, and the largest norms of
+// their values, once of all, once where features have weight.
 struct KeyBounds {
   int count = 0;
   float norm = 0, weighted_norm = 0;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
              own.weighted_norm);
 }
 
-// The spread of magnitudes, in nats, up to which a head takes the folded form.
+// Returns the spread of magnitudes, in nats, up to which a head takes the folded form.
 double most_spread_of(const AttentionParams& params, const Route& route) {
   if (is_general_alone(params)) return -1.0;
   if (every_row_sees_all(params)) return static_cast<double>(INFINITY);
@@ -116,7 +116,45 @@ double most_spread_of(const AttentionParams& params, const Route& route) {
   return route.algorithm == Algorithm::kLinear ? 16.0 : 36.0;
 }
 
-// Memory for features in 8 bits.
+// Chooses each head's form, and makes the numbers that the form needs of its keys.
+const char* choose_forms(const AttentionParams& params, const DeviceExecutor& executor,
+                         const SplitLogits<float>& logits, const Route& route,
+                         const ValueBounds& bounds, bool has_integers, FoldedTokens& folded) {
+  const int64_t key_heads = params.B * params.key_heads, padded = padded_tokens(params.S);
+  const double four_m = 4.0 * static_cast<double>(params.M);
+  // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
+  const bool is_half = params.value.type != ElementType::kBFloat16;
+  const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
+  const double root = four_m * c, K = root * root;
+  const double weight_scale = is_half ? kWeightScale<Half> : kWeightScale<BFloat16>;
+  HeadForms& keys = folded.forms;
+  keys.scales = executor.take<float>(key_heads * params.S);
+  keys.terms = executor.take<float>(key_heads * padded);
+  keys.lows = executor.take<float>(key_heads * padded);
+  BFloat16* magnitudes = has_integers ? executor.take<BFloat16>(key_heads * padded) : nullptr;
+  keys.largest = executor.take<double>(key_heads);
+  keys.state = executor.take<uint32_t>(key_heads);
+  keys.item_counters = executor.take<unsigned>(2);
+  keys.general.square = static_cast<float>(weight_scale / (four_m * four_m));
+  keys.general.eps = static_cast<float>(weight_scale * params.eps);
+  keys.root_scale = static_cast<float>(root);
+  keys.log_scale = static_cast<float>(std::log(K));
+  if (has_integers) {
+    folded.int8.magnitudes = magnitudes;
+    const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
+    folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
+    keys.log_scale = static_cast<float>(-2 * std::log(of_score));
+  }
+  const FoldScales scales = {static_cast<float>(c), static_cast<float>(K * params.eps),
+                             most_spread_of(params, route)};
+  // A block has a head's keys: of many, all the threads that a block may have.
+  const unsigned threads = params.S > 1024 ? 1024 : 256;
+  return launch(params.S > 1024 ? fold_kernel<1024> : fold_kernel<256>,
+                dim3(static_cast<unsigned>(key_heads)), dim3(threads), 0, executor.stream, params,
+                KeyForms{logits, scales, keys, magnitudes, bounds});
+}
+
+// Takes memory for features in 8 bits.
 void take_integers(const AttentionParams& params, const DeviceExecutor& executor,
                    FeatureDestination& to, FoldedTokens& folded) {
   to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
@@ -125,66 +163,34 @@ void take_integers(const AttentionParams& params, const DeviceExecutor& executor
   folded.int8.phi_q = to.int8_q;
   folded.int8.phi_k = to.int8_k;
 }
-// Features in 8 bits of all heads: integers have one scale, whatever the form and the largest logit
-// are.
-const char* write_integers(const AttentionParams& params, const DeviceExecutor& executor,
-                           const AngleOperands& operands, const SplitLogits<float>& logits,
-                           float* poison, FoldedTokens& folded) {
-  FeatureDestination to;
-  to.poison = poison;
-  to.logits = logits;
+
+// Makes features of all heads in 8 bits: integers have one scale, whatever the form and the largest
+// logit are.
+const char* make_integers(const AttentionParams& params, const DeviceExecutor& executor,
+                          const AngleOperands& operands, FeatureDestination to,
+                          FoldedTokens& folded) {
   to.are_integers = true;
   take_integers(params, executor, to, folded);
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 
-// Memory for the form of each head, and for what follows from it for its keys.
-KeyForms take_forms(const AttentionParams& params, const DeviceExecutor& executor,
-                    const SplitLogits<float>& logits, const Route& route, const ValueBounds& bounds,
-                    bool has_integers, FoldedTokens& folded) {
-  const int64_t key_heads = params.B * params.key_heads, padded = padded_tokens(params.S);
-  const double four_m = 4.0 * static_cast<double>(params.M);
-  // Weights of Half stay below 2^15; those of bfloat16 have the exponents of float32.
-  const bool is_half = params.value.type != ElementType::kBFloat16;
-  const double c = is_half ? std::sqrt(32768.0) / four_m : 4096.0;
-  const double root = four_m * c, K = root * root;
-  const FoldedKeys keys = {
-      .scales = executor.take<float>(key_heads * params.S),
-      .terms = executor.take<float>(key_heads * padded),
-      .lows = executor.take<float>(key_heads * padded),
-      .magnitudes = has_integers ? executor.take<BFloat16>(key_heads * padded) : nullptr,
-      .largest = executor.take<double>(key_heads),
-      .state = executor.take<uint32_t>(key_heads),
-      .items_taken = executor.take<unsigned>(2),
-  };
-  folded.scales = keys.scales;
-  folded.terms = keys.terms;
-  folded.lows = keys.lows;
-  folded.largest = keys.largest;
-  folded.state = keys.state;
-  folded.items_taken = keys.items_taken;
-  const double weight_scale = is_half ? kWeightScale<Half> : kWeightScale<BFloat16>;
-  folded.general.square = static_cast<float>(weight_scale / (four_m * four_m));
-  folded.general.eps = static_cast<float>(weight_scale * params.eps);
-  folded.root_scale = static_cast<float>(root);
-  folded.log_scale = static_cast<float>(std::log(K));
-  if (has_integers) {
-    folded.int8.magnitudes = keys.magnitudes;
-    const double of_byte = 2.0 / Int8Features::kLargest, of_score = of_byte * of_byte / four_m;
-    folded.int8.eps = to_float(to_bfloat16(static_cast<float>(params.eps / (of_score * of_score))));
-    folded.log_scale = static_cast<float>(-2 * std::log(of_score));
+// Makes features in Half, of the heads whose features the route does not leave to integers.
+const char* make_features(const AttentionParams& params, const DeviceExecutor& executor,
+                          const AngleOperands& operands, const Route& route, bool has_others,
+                          FeatureDestination to, FoldedTokens& folded) {
+  const int64_t F = padded_columns(2 * params.M);
+  to.phi_q = executor.take<Half>(params.B * params.H * params.L * F);
+  to.phi_k = executor.take<Half>(params.B * params.key_heads * params.S * F);
+  to.scales = folded.forms.scales;
+  // has_others: of heads in the general form alone
+  if (has_others || route.int8_scores) to.state = folded.forms.state;
+  if (!has_others && route.int8_scores) {
+    to.are_integers = true;
+    if (route.int8_gradients) take_integers(params, executor, to, folded);
   }
-  const FoldScales scales = {static_cast<float>(c), static_cast<float>(K * params.eps),
-                             most_spread_of(params, route)};
-  return {logits, scales, keys, bounds};
-}
-
-const char* choose_form(const AttentionParams& params, const KeyForms& forms, Stream stream) {
-  // A block has a head's keys: of many, all the threads that a block may have.
-  const unsigned threads = params.S > 1024 ? 1024 : 256;
-  return launch(params.S > 1024 ? fold_kernel<1024> : fold_kernel<256>,
-                dim3(static_cast<unsigned>(params.B * params.key_heads)), dim3(threads), 0, stream,
-                params, forms);
+  folded.phi_q = to.phi_q;
+  folded.phi_k = to.phi_k;
+  return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 
 }  // namespace
@@ -192,47 +198,27 @@ const char* choose_form(const AttentionParams& params, const KeyForms& forms, St
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded) {
-  const int64_t queries = params.B * params.H * params.L;
-  const int64_t keys = params.B * params.key_heads * params.S, F = padded_columns(2 * params.M);
   const bool has_integers = route.int8_scores && !for_backward;
   const bool are_made_later = route.is_short && !for_backward;
-  float* poison = for_backward ? nullptr : executor.take<float>(queries);
-  folded = {};
-  folded.poison = poison;
-  ValueBounds bounds;
-  if (const char* error = prepare_bounds(params, executor, route, for_backward, bounds)) {
-    return error;
-  }
-  const KeyForms forms = take_forms(params, executor, logits, route, bounds, has_integers, folded);
-  if (const char* error = choose_form(params, forms, executor.stream)) return error;
-  if (has_integers && !are_made_later) {
-    if (const char* error = write_integers(params, executor, operands, logits, poison, folded)) {
-      return error;
-    }
-  }
-  const auto place = [&] { return place_values(params, executor, route, bounds, folded); };
-  // Where integers serve all heads, or the kernel of pairs makes features, nothing else is needed.
-  const bool has_others = has_integers || are_made_later;
-  if (has_others && every_row_sees_all(params)) return place();
   FeatureDestination to;
-  to.phi_q = executor.take<Half>(queries * F);
-  to.phi_k = executor.take<Half>(keys * F);
-  to.poison = poison;
+  to.poison = for_backward ? nullptr : executor.take<float>(params.B * params.H * params.L);
   to.logits = logits;
-  to.scales = folded.scales;
-  if (has_others) {
-    to.state = folded.state;  // of heads in the general form alone
-  } else if (route.int8_scores) {
-    to.state = folded.state;
-    to.are_integers = true;
-    if (route.int8_gradients) take_integers(params, executor, to, folded);
+  folded = {};
+  folded.poison = to.poison;
+  ValueBounds bounds;
+  const char* error = prepare_bounds(params, executor, route, for_backward, bounds);
+  if (!error) {
+    error = choose_forms(params, executor, logits, route, bounds, has_integers, folded);
   }
-  folded.phi_q = to.phi_q;
-  folded.phi_k = to.phi_k;
-  if (const char* error = write_features_on_tensor_cores(params, operands, to, executor.stream)) {
-    return error;
+  if (!error && has_integers && !are_made_later) {
+    error = make_integers(params, executor, operands, to, folded);
   }
-  return place();  // scaled by bounds
+  // Where integers serve all heads, or the kernel of pairs makes features, no others are needed.
+  const bool has_others = has_integers || are_made_later;
+  if (!error && !(has_others && every_row_sees_all(params))) {
+    error = make_features(params, executor, operands, route, has_others, to, folded);
+  }
+  return error ? error : place_values(params, executor, route, bounds, folded);  // scaled by bounds
 }
 
 }  // namespace ikattn::cuda

@@ -1,4 +1,4 @@
-#include "support/interpreter/fiber.h"
+#include "interpreter/fiber.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -89,8 +89,9 @@ void Fiber::start(void (*entry)(void*), void* context) {
   }
   running_ = true;
 #if defined(__x86_64__)
-  // As if begin_current() had been called with a return address of zero, where stack traces end,
-  // and stopped before its first instruction: six registers, then the address that `ret` takes.
+  // The frame is that of a begin_current() which was called with a return address of zero, where
+  // stack traces end, and stopped before its first instruction: six registers, then the address
+  // that `ret` takes.
   void** top = reinterpret_cast<void**>(stack_ + kStackBytes);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&Fiber::begin_current);

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "support/interpreter/block.h"
+#include "interpreter/block.h"
 
 namespace ikattn::interpreter {
 
@@ -64,12 +64,12 @@ void Interpreter::wait_for_phase(uint32_t address, uint32_t parity, Place place)
   join(pool_[current_]->known, barrier.released());
 }
 
-// Of bytes that this thread changes; what warps have read of them, but `except`, is over.
+// Fails unless reads by warps, but `except`, of the bytes that this thread changes are over.
 void Interpreter::expect_released(uint32_t address, uint32_t count, int except, const char* does,
                                   Place place) {
   for (int warp = 0; warp * kWarp < threads_; ++warp) {
     if (warp == except) continue;
-    uint32_t known = clock_;  // of all its threads
+    uint32_t known = clock_;  // smallest clock of all its threads
     for (int t = warp * kWarp; t < std::min(threads_, (warp + 1) * kWarp); ++t) {
       known = std::min(known, known_to(current_, t));
     }
@@ -91,7 +91,7 @@ void Interpreter::fence_accesses() {
   thread.unfenced.clear();
 }
 
-// Of bytes that are copied to.
+// Fails unless reads of the bytes that are copied to have been fenced.
 void Interpreter::expect_fenced_reads(uint32_t address, uint32_t count, Place place) {
   for (uint32_t at = address / 16; at <= (address + count - 1) / 16; ++at) {
     for (int warp = 0; warp * kWarp < threads_; ++warp) {
@@ -135,7 +135,7 @@ void Interpreter::begin_bulk_copy(BulkCopy copy, uint32_t alignment, Place place
   bulk_copies_.push_back(std::move(copy));
 }
 
-// As late as may be: when somebody waits for a phase, and nobody can go on.
+// Finishes a copy as late as may be: when somebody waits for a phase, and nobody can go on.
 bool Interpreter::finish_bulk_copy() {
   const auto waits = [](const auto& thread) { return thread->state == Thread::kAtPhase; };
   if (bulk_copies_.empty() || std::none_of(pool_.begin(), pool_.begin() + threads_, waits)) {

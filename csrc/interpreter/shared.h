@@ -7,7 +7,7 @@
 #include <concepts>
 #include <type_traits>
 
-#include "support/interpreter/interpreter.h"
+#include "interpreter/interpreter.h"
 
 namespace ikattn {
 
@@ -37,7 +37,8 @@ void write_shared(uint32_t address, const T& value, Place place) {
   memcpy(access_shared(Access::kWrite, address, sizeof(T), alignof(T), place), &value, sizeof(T));
 }
 
-// What keys[i] is: reads when it turns into a T, which a named one (`auto x = keys[i]`) cannot.
+// Reference to keys[i]: reads when it turns into a T, which a named one (`auto x = keys[i]`)
+// cannot.
 template <typename T>
 class SharedReference {
  public:

@@ -3,7 +3,7 @@
 Each is the relative or absolute minimax fit on Chebyshev nodes, found by Lawson's reweighting in
 40-digit arithmetic and rounded to the target type.
 
-    python csrc/support/cpu/fit_polynomials.py        (needs mpmath and numpy)
+    python tools/fit_polynomials.py        (needs mpmath and numpy)
 """
 
 from collections.abc import Callable

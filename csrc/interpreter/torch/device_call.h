@@ -1,5 +1,5 @@
-// What support/cuda/glue.h takes from CUDA's side of torch, for kernels in the interpreter: tensors
-// of the device that device.cpp makes, and no stream.
+// Stand-ins for CUDA's side of torch in support/cuda/glue.h, for kernels in the interpreter:
+// tensors of the device that device.cpp makes, and no stream.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "support/interpreter/barriers.h"
-#include "support/interpreter/fiber.h"
-#include "support/interpreter/interpreter.h"
+#include "interpreter/barriers.h"
+#include "interpreter/fiber.h"
+#include "interpreter/interpreter.h"
 
 namespace ikattn::interpreter {
 
@@ -28,9 +28,9 @@ constexpr unsigned char kPoison = 0xff;  // NaN in every format, -1 as an intege
 
 std::string describe(Place place);
 
-// What is known of one byte of shared memory. Clocks count barriers. An access is ordered before
-// one of thread t when it was made by t, or before the block's last barrier, or by t's warp before
-// that warp's last __syncwarp. One writer and two readers are enough to find every unordered pair.
+// Knowledge of one byte of shared memory. Clocks count barriers. An access is ordered before one of
+// thread t when it was made by t, or before the block's last barrier, or by t's warp before that
+// warp's last __syncwarp. One writer and two readers are enough to find every unordered pair.
 struct Cell {
   Place write_place, read_place;
   uint32_t write_clock = 0, read_clock = 0;
@@ -64,9 +64,9 @@ struct Thread {
   bool value = false;
   std::vector<Copy> copies;  // begun, not committed
   std::deque<std::vector<Copy>> groups;
-  uint32_t fence_clock = 0;        // of the last fence_accesses
-  std::vector<uint32_t> unfenced;  // what it has read since, of 16 bytes each
-  Known known;                     // by phases it waited for
+  uint32_t fence_clock = 0;        // clock of the last fence_accesses
+  std::vector<uint32_t> unfenced;  // its reads since then, by 16 bytes each
+  Known known;                     // accesses that are ordered by the phases it waited for
   uint32_t barrier = 0, parity = 0;
 };
 
@@ -155,8 +155,8 @@ class Interpreter {
 
   std::map<uint32_t, PhaseBarrier> barriers_;
   std::deque<BulkCopy> bulk_copies_;  // begun
-  // By 16 bytes, of warps: when they last read them; and the lanes, as bits, that have read them
-  // themselves, not by products, and not fenced that. Kept where there are barriers.
+  // Reads of warps, by 16 bytes: when they last read them; and the lanes, as bits, that have read
+  // them themselves, not by products, and not fenced that. Kept where there are barriers.
   using OfWarps = std::array<uint32_t, kMaxThreads / kWarp>;
   std::vector<OfWarps> reads_ = std::vector<OfWarps>(kArenaBytes / 16);
   std::vector<OfWarps> unfenced_ = std::vector<OfWarps>(kArenaBytes / 16);
@@ -164,7 +164,7 @@ class Interpreter {
 
 Interpreter& interpreter();
 
-// What tests have set.
+// Settings of tests.
 struct Settings {
   Order order = Order::kForward;
   size_t shared_limit = 227 * 1024;

@@ -1,4 +1,4 @@
-#include "support/interpreter/warpgroups.h"
+#include "interpreter/warpgroups.h"
 
 #include <array>
 #include <deque>
@@ -12,9 +12,9 @@ namespace ikattn::interpreter {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kRowBytes = 32;  // of an operand, along the inner axis
+constexpr int kRowBytes = 32;  // bytes of an operand's row, along the inner axis
 
-// Numbers along the inner axis.
+// Returns how many numbers there are along the inner axis.
 int inner_of(const Product& product) { return product.type == ProductType::kInt8 ? 32 : 16; }
 
 // Sums on their way, by lane; those that belong to several products are one. Those of integers are
@@ -30,7 +30,7 @@ struct Begun {
 struct Warp {
   std::vector<Begun> begun;  // not committed
   std::deque<std::vector<Begun>> groups;
-  std::map<const void*, std::weak_ptr<Sums>> under_way;  // by the first lane's registers
+  std::map<const void*, std::weak_ptr<Sums>> under_way;  // keyed by the first lane's registers
 };
 std::map<int, Warp> warps;
 
@@ -38,10 +38,10 @@ std::map<int, Warp> warps;
 struct Operand {
   uint64_t descriptor;
   int rows, bytes;
-  int first_row = 0;  // of those that are read
+  int first_row = 0;  // the first row that is read
 };
 
-// Where a byte lies: the 16-byte chunk of an address is turned by its row of 128 bytes.
+// Returns where a byte lies: the 16-byte chunk of an address is swizzled by its row of 128 bytes.
 uint32_t place_of(const Operand& operand, int row, int along) {
   const auto start = static_cast<uint32_t>((operand.descriptor & 0x3fff) << 4);
   const auto atom = static_cast<uint32_t>(operand.descriptor >> 32 & 0x3fff) << 4;
@@ -51,7 +51,7 @@ uint32_t place_of(const Operand& operand, int row, int along) {
   return flat ^ (flat >> 7 & 7) << 4;
 }
 
-// The numbers in bytes.
+// Appends the numbers in bytes.
 void append(const unsigned char* from, int bytes, ProductType type, std::vector<float>& numbers) {
   if (type == ProductType::kInt8) {
     for (int i = 0; i < bytes; ++i) numbers.push_back(static_cast<int8_t>(from[i]));
@@ -65,10 +65,10 @@ void append(const unsigned char* from, int bytes, ProductType type, std::vector<
   }
 }
 
-// The numbers of all rows, by chunks of 16 bytes, read as the lanes in turn; false after an error.
+// Reads the numbers of all rows, by chunks of 16 bytes, as the lanes in turn; false after an error.
 bool read(const Operand& operand, ProductType type, Place place, std::vector<float>& numbers) {
-  // Turned in rows of 128 bytes, whose period begins at a multiple of 1024; the fields between are
-  // those of operands of at most 64 columns.
+  // Transposed in rows of 128 bytes, whose period begins at a multiple of 1024; the fields between
+  // are those of operands of at most 64 columns.
   constexpr uint64_t kFields = ~uint64_t{0x3fff};
   if ((operand.descriptor & kFields) != (uint64_t{1} << 62 | uint64_t{64} << 32 | 1 << 16) ||
       (operand.descriptor << 4 & 0x380) != 0) {
@@ -93,7 +93,7 @@ Operand b_of(const Product& product) {
   if (product.b_by_rows) return {product.b, inner_of(product), 2 * columns};
   return {product.b, columns, kRowBytes};
 }
-// Of the warp that runs.
+// Returns the A of the warp that runs.
 Operand a_of(const Product& product) {
   return {product.shared_a, 16, kRowBytes, warp_of_operation() % 4 * 16};
 }
@@ -104,13 +104,13 @@ bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   const int inner = inner_of(product), each = inner / 8;  // numbers of a register
   if (product.a_by_rows) {
     // All that the warpgroup's rows are in, of which a warp takes its own.
-    std::vector<float> turned;
-    if (!read({product.shared_a, inner, 128}, product.type, begun.place, turned)) return false;
+    std::vector<float> transposed;
+    if (!read({product.shared_a, inner, 128}, product.type, begun.place, transposed)) return false;
     a.resize(static_cast<size_t>(16 * inner));
     for (int row = 0; row < 16; ++row) {
       for (int k = 0; k < inner; ++k) {
         const int from = k * 64 + warp_of_operation() % 4 * 16 + row;
-        a[static_cast<size_t>(row * inner + k)] = turned[static_cast<size_t>(from)];
+        a[static_cast<size_t>(row * inner + k)] = transposed[static_cast<size_t>(from)];
       }
     }
     return true;
@@ -130,7 +130,7 @@ bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   return true;
 }
 
-// What registers of sums hold, and back.
+// Read and write a register of sums.
 float sum_in(const Product& product, int i) {
   if (product.type != ProductType::kInt8) return static_cast<const float*>(product.sums)[i];
   return static_cast<float>(static_cast<const int32_t*>(product.sums)[i]);

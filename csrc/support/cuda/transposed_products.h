@@ -6,15 +6,15 @@
 
 namespace ikattn {
 
-// d (+)= a^T b, begun: a [16][64] and b [16][64] lie [inner][row] and [inner][column]. The next 16
+// Begins d (+)= a^T b: a [16][64] and b [16][64] lie [inner][row] and [inner][column]. The next 16
 // of the inner axis are 2048 bytes on.
 template <typename T>
-__device__ __forceinline__ void wgmma_turned(float (&d)[32], uint64_t a, uint64_t b,
-                                             bool accumulate) {
+__device__ __forceinline__ void wgmma_transposed(float (&d)[32], uint64_t a, uint64_t b,
+                                                 bool accumulate) {
 #if defined(IKATTN_INTERPRETER)
-  interpreter::begin_turned_product<T>(d, a, b, accumulate);
+  interpreter::begin_transposed_product<T>(d, a, b, accumulate);
 #elif IKATTN_WARPGROUP_CODE
-#define IKATTN_TURNED(type)                                                                        \
+#define IKATTN_TRANSPOSED(type)                                                                    \
   asm volatile(                                                                                    \
       "{.reg .pred p; setp.ne.b32 p, %34, 0;"                                                      \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                  \
@@ -28,11 +28,11 @@ __device__ __forceinline__ void wgmma_turned(float (&d)[32], uint64_t a, uint64_
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                         \
       : "l"(a), "l"(b), "r"(int{accumulate}))
   if constexpr (std::is_same_v<T, BFloat16>) {
-    IKATTN_TURNED("bf16");
+    IKATTN_TRANSPOSED("bf16");
   } else {
-    IKATTN_TURNED("f16");
+    IKATTN_TRANSPOSED("f16");
   }
-#undef IKATTN_TURNED
+#undef IKATTN_TRANSPOSED
 #else
   (void)d, (void)a, (void)b, (void)accumulate;
 #endif

@@ -3,8 +3,8 @@
 // they read of shared memory must be there when they begin, too.
 #pragma once
 
+#include "interpreter/interpreter.h"
 #include "support/cuda/float16.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace interpreter {
@@ -14,10 +14,10 @@ template <typename T>
 constexpr ProductType kProductType =
     std::is_same_v<T, BFloat16> ? ProductType::kBFloat16 : ProductType::kHalf;
 
-// Of one lane.
+// Product as one lane begins it.
 struct Product {
   void* sums;         // float; of kInt8 int32_t
-  int count;          // of them; the product has twice as many columns
+  int count;          // registers; the product has twice as many columns
   const uint32_t* a;  // nullptr: at shared_a
   uint64_t shared_a, b;
   bool accumulate, b_by_rows;
@@ -32,14 +32,14 @@ inline void begin_product(Product product, Place place) {
   warp_operation(static_cast<WarpOperation>(begin_product), &product, 0xffffffffu, "wgmma", place);
 }
 template <typename T>
-void begin_turned_product(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
-                          Place place = Place::current()) {
+void begin_transposed_product(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
+                              Place place = Place::current()) {
   begin_product({d, 32, nullptr, a, b, accumulate, true, kProductType<T>, true}, place);
 }
 
 }  // namespace interpreter
 
-// Bytes of both, the lower one's first, by the digits of the selector.
+// Selects bytes of both, the lower one's first, by the digits of the selector.
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   uint32_t result = 0;
