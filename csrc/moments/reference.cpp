@@ -298,7 +298,7 @@ FourTensors pair_gradients(const at::Tensor& grad_output, const at::Tensor& quer
 // Returns the tokens of a block of a causal call, whose pairs are at most 2^24 numbers.
 int64_t causal_block(const FromMomentsSizes& sizes) {
   const double heads = static_cast<double>(std::max<int64_t>(1, sizes.B * sizes.H));
-  return std::clamp<int64_t>(static_cast<int64_t>(4096 / std::sqrt(heads)), 64, 1024);
+  return std::clamp<int64_t>(static_cast<int64_t>(4096 / std::sqrt(heads)), 64, 512);
 }
 
 Products products_of(const at::Tensor& moments, int64_t units, int64_t F, double eps = 0) {

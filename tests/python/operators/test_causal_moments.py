@@ -44,7 +44,7 @@ CASES = [
     Case("one frequency", L=129, M=1, d_v=1),
     Case("no key before", L=200, before=0),
     Case("later keys outweigh all before", L=300, K=2, G=2, rise=3.0),
-    Case("blocks of the composition, and a rest", L=420, B=2, H=2, K=2, G=1, M=3, rise=0.3),
+    Case("blocks of the composition, and a rest", L=1100, B=1, H=2, K=2, G=1, M=3, rise=0.3),
     Case("no values", d_v=0),
     Case("no token", L=0),
     Case("all hidden", before=0, hidden=1.1),
@@ -156,7 +156,7 @@ def test_compositions_pass_along_heads_that_are_many() -> None:
 @pytest.mark.operators
 @pytest.mark.parametrize("wanted", range(5))
 def test_compositions_give_each_gradient_alone(wanted: int) -> None:
-    case = CASES[1]
+    case = CASES[7]  # of several blocks
     query, *keys = drawn(case)
     before, own = divided(case, *keys)
     given = [query, *own, *key_moments(*before)]
