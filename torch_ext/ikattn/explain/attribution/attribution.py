@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -157,7 +158,10 @@ class Attribution:
                 f"by_words: words must hold {S} numbers for each of {self.scores.size(0)} "
                 f"sequences, got {[len(own) for own in words]}"
             )
-        count = max((i + 1 for own in words for i in own if i is not None), default=0)
+        numbers = [i for own in words for i in own if i is not None]
+        if wrong := [i for i in numbers if not (isinstance(i, Integral) and i >= 0)]:
+            raise ValueError(f"by_words: words must hold numbers from 0 or None, got {wrong[0]!r}")
+        count = max(numbers, default=-1) + 1
         sums = self.scores.new_zeros(*self.scores.shape[:-1], count)
         names: list[list[str]] = [[""] * count for _ in words]
         for b, own in enumerate(words):

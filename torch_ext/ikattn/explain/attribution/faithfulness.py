@@ -140,6 +140,10 @@ def faithfulness(
         raise ValueError(f"{_CALLER}: shares must be in (0, 1], got {list(shares)}")
     mask = inputs.get("attention_mask")
     there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if keep is not None and (keep.dtype != torch.bool or keep.shape != ids.shape):
+        raise ValueError(
+            f"{_CALLER}: keep must be bool {list(ids.shape)}, got {keep.dtype} {list(keep.shape)}"
+        )
     free = there if keep is None else there & ~keep
     if not bool(free.any(1).all()):
         texts = (~free.any(1)).nonzero()[:, 0].tolist()
