@@ -21,7 +21,7 @@ from torch import Tensor
 from ikattn._library import version
 from ikattn._whole_files import whole_file
 from ikattn.maps.page.arrays import as_base64
-from ikattn.maps.page.template import write_mode
+from ikattn.maps.page.template import frame, write_mode
 from ikattn.maps.through_layers import RankedToken
 from ikattn.maps.tokens import is_byte_level, is_special, readable_tokens
 from ikattn.maps.words import text_span, texts_of, words_of_text
@@ -272,15 +272,11 @@ def _frame(found: Attribution) -> str:
         contents = _contents(found)
         written = BytesIO()
         write_mode(written, "attribution", "Attribution", lambda arrays: contents, kind="small")
-        page = html.escape(written.getvalue().decode())
+        shown = contents["sequences"]
+        longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
+        page = frame(written.getvalue(), "Attribution", min(560, 260 + 2 * longest))
         if len(page) < _LARGEST_FRAME:
-            shown = contents["sequences"]
-            longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
-            height = min(560, 260 + 2 * longest)
-            return (
-                f'<iframe sandbox="allow-scripts" title="Attribution" srcdoc="{page}" style="'
-                f'width: 100%; height: {height}px; border: 0; resize: vertical"></iframe>'
-            )
+            return page
     if found.scores.dim() == 3:
         prefix = None if found.prefix_scores is None else found.prefix_scores.sum(1)
         value, bias = found.value.sum(1), found.bias.sum(1)
