@@ -133,8 +133,8 @@ def faithfulness(
         raise ValueError(f'{_CALLER}: replace must be "mask", "zero" or "drop", got {replace!r}')
     if replace == "mask" and mask_id is None:
         raise ValueError(
-            f'{_CALLER}: replace="mask" needs mask_id, the id of the mask token, got None, '
-            'or take replace="zero" or "drop"'
+            f'{_CALLER}: replace="mask" needs mask_id, the id of the mask token, got None: '
+            'give it, or take replace="zero" or "drop"'
         )
     if not shares or not all(0 < share <= 1 for share in shares):
         raise ValueError(f"{_CALLER}: shares must be in (0, 1], got {list(shares)}")
