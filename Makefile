@@ -79,7 +79,7 @@ test-python: $(stamps)/extra-test $(stamps)/minilm $(stamps)/chromium $(stamps)/
 test-sets: $(stamps)/extra-test
 	$(python) tests/instructions.py
 
-# --- Everything: the same parts whole, and what CONTRIBUTING.md lists -------------------------------
+# --- Everything: the same parts whole, and what tests/README.md lists ------------------------------
 
 test-full:
 	@set +e
@@ -112,7 +112,7 @@ full-vision: $(stamps)/integrations
 	rm -rf build/vision
 	$(pip) --no-deps --target build/vision 'timm>=1.0.31' 'torchvision==0.28.*' 'diffusers>=0.42' \
 	  'open_clip_torch>=3.3' ftfy wcwidth
-	PYTHONPATH=build/vision $(pytest) tests/python/recorder/test_record_vision.py \
+	PYTHONPATH=build/vision $(pytest) tests/python/recorder/test_vision_models.py \
 	  tests/python/integrations/test_integrations_timm.py
 
 full-sets: test-sets
@@ -156,7 +156,7 @@ asan: $(stamps)/tools $(stamps)/googletest
 	done
 
 cuda-check: $(stamps)/constraints.txt $(filter $(packaged_nvcc),$(nvcc))
-	NVCC=$(nvcc) $(python) cmake/cuda_check.py $(CUDA_CHECK)
+	NVCC=$(nvcc) $(python) tools/cuda_check.py $(CUDA_CHECK)
 
 lint: $(stamps)/lint
 	$(VENV)/bin/clang-format --dry-run -Werror $(cpp_files)

@@ -68,7 +68,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Attention maps of a small pretrained BERT.")
-    parser.add_argument("--output", type=Path, default=Path("minilm_maps"), metavar="DIR")
+    parser.add_argument("--output", type=Path, default=Path("build", "minilm_maps"), metavar="DIR")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What is installed and what runs: the lines a bug report needs."""
+"""The lines that a bug report needs: versions, libraries and kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["info"]
 
 
 def cuda_kernels(build: dict[str, Any]) -> str:
-    """What the library holds for GPUs, and whether Hopper's own kernels are in use.
+    """Returns the library's kernels for GPUs, and whether Hopper's own are in use.
 
     Args:
         build: What the library says of itself.
@@ -34,7 +34,7 @@ def cuda_kernels(build: dict[str, Any]) -> str:
 
 
 def families() -> list[dict[str, Any]]:
-    """The ledger of CUDA kernels, of csrc/support/proven.h, and which of them are on here.
+    """Reads the ledger of CUDA kernels, of csrc/support/proven.h, and which of them are on.
 
     Raises:
         RuntimeError: IKATTN_KERNELS names a family that there is not.
@@ -44,7 +44,7 @@ def families() -> list[dict[str, Any]]:
 
 
 def kernel_families() -> str:
-    """Which families of CUDA kernels are on, and what turns on those that are off."""
+    """Returns the families of CUDA kernels that are on, and how to turn on the others."""
 
     def named(family: dict[str, Any]) -> str:
         here = family["here"]
@@ -59,7 +59,7 @@ def kernel_families() -> str:
 
 
 def gpu() -> str:
-    """The GPU that torch uses, and whether the library has kernels for it."""
+    """Names the GPU that torch uses, and tells whether the library has kernels for it."""
     if not torch.cuda.is_available():
         return "none that torch can use"
     major, minor = torch.cuda.get_device_capability()

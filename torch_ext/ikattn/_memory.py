@@ -16,13 +16,13 @@ import torch
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# What torch says where there is no memory: of the CPU, of a GPU, and of sizes that no memory has.
+# Words of torch's errors where memory is missing: on the CPU, on a GPU, and for sizes beyond any.
 _OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "size calculation")
 
 
 @contextmanager
 def memory_for(function: str, what: str) -> Iterator[None]:
-    """A context in which missing memory is told with ``function`` and ``what`` it was for.
+    """Opens a context in which missing memory is told with ``function`` and ``what`` it was for.
 
     Raises:
         torch.OutOfMemoryError: In place of what torch raises, on the CPU a RuntimeError. Other
@@ -59,7 +59,7 @@ def takes_memory_for(
 
 
 def free_memory(device: torch.device) -> int | None:
-    """The bytes that tensors may still take on a device; None where that is not known.
+    """Returns the bytes that tensors may still take on a device; None where that is not known.
 
     On the CPU what Linux calls available, and no more than the limit of a container (cgroup 2)
     leaves. On CUDA also what torch's allocator holds and no tensor uses.
@@ -81,7 +81,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """What the memory limit of a container leaves, its caches counted as free."""
+    """Returns the memory that a container's limit leaves, its caches counted as free."""
     try:
         limit = int((folder / "memory.max").read_text())  # "max": none
         used = int((folder / "memory.current").read_text())

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 __all__ = ["PARTIAL", "whole_file"]
 
-PARTIAL = ".ikattn-*.part"  # what a process that was killed may leave beside its files
+PARTIAL = ".ikattn-*.part"  # files that a killed process may leave
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
-# What a failed write says; any other error in the block may have to do with another file.
+# Errors of a failed write; any other error in the block may have to do with another file.
 _WRITING_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,9 +18,7 @@ TEXT, TARGET = torch.arange(5, 11)[None], torch.arange(7, 10)[None]  # w1 to w6,
 
 
 @pytest.mark.parametrize("kind", [*PRE, *POST, *ALONE])
-def test_each_layer_gives_the_maps_that_record_finds(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_layer_gives_the_maps_that_record_finds(kind, tmp_path, capsys):
     model = build_tiny(kind)
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

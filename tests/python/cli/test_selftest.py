@@ -14,14 +14,13 @@ import devices
 import ikattn
 from ikattn import cli
 from ikattn.cli import selftest
+from ikattn.cli import selftest_calls as calls
 from ikattn.cli.selftest import Result
 
 KEY = "build\tGPU\t13000"
 
 
-def test_every_instruction_set_of_this_processor_passes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_instruction_set_of_this_processor_passes(tmp_path, capsys):
     file = tmp_path / "found.json"
     assert cli.main(["selftest", "--device", "cpu", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -54,13 +53,13 @@ def test_a_family_that_hangs_dies_or_errs_has_a_name(monkeypatch: pytest.MonkeyP
 def test_errors_are_held_against_a_composition_in_the_type() -> None:
     def wrong_in_bfloat16(**call: torch.Tensor) -> torch.Tensor:
         factor = 1 + 2**-5 if call["query"].dtype == torch.bfloat16 else 1
-        return selftest._composition(**call) * factor
+        return calls._composition(**call) * factor
 
-    call = selftest.attention_call(torch.bfloat16, 1, 2, 20, 30)
-    right = selftest.worst(ikattn.implicit_kernel_attention, call, "cpu", selftest._composition)
+    call = calls.attention_call(torch.bfloat16, 1, 2, 20, 30)
+    right = calls.worst(ikattn.implicit_kernel_attention, call, "cpu", calls._composition)
     assert 0 < right <= 1
-    assert selftest.worst(wrong_in_bfloat16, call, "cpu", selftest._composition) > 1
-    assert selftest._error(torch.tensor([math.nan]), torch.ones(1)) == math.inf
+    assert calls.worst(wrong_in_bfloat16, call, "cpu", calls._composition) > 1
+    assert calls._error(torch.tensor([math.nan]), torch.ones(1)) == math.inf
 
 
 def test_every_family_of_the_ledger_has_calls() -> None:
@@ -68,9 +67,7 @@ def test_every_family_of_the_ledger_has_calls() -> None:
     assert list(selftest.gpu_checks("interpreter")) == [family["name"] for family in ledger]
 
 
-def test_a_proof_holds_what_passed_and_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_holds_what_passed_and_is_faster(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "ikattn" / "proven"
     file.parent.mkdir()

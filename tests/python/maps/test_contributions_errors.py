@@ -1,4 +1,4 @@
-"""What the contribution operators and NormStats refuse, and in which words."""
+"""Arguments that the contribution operators and NormStats refuse, and in which words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 
 import ikattn
 from agreement import assert_close
-from contribution_samples import (
-    BLOCK,
-)
+from contribution_samples import BLOCK
 
 
 def wrong(**changes: Any) -> dict[str, Any]:
@@ -114,9 +112,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 @pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)
-def test_errors_name_the_argument(
-    call: dict[str, Any], kind: type, message: str, inference: bool
-) -> None:
+def test_errors_name_the_argument(call, kind, message, inference):
     with (
         torch.inference_mode(inference),
         pytest.raises(kind, match=f"contributions: .*{message}|contributions: {message}"),
@@ -128,9 +124,7 @@ def test_errors_name_the_argument(
     ("call", "kind", "message"),
     [x for x in MISTAKES if "device" not in x[2] and "dense" not in x[2]],
 )
-def test_errors_are_the_same_on_the_meta_device(
-    call: dict[str, Any], kind: type, message: str
-) -> None:
+def test_errors_are_the_same_on_the_meta_device(call, kind, message):
     """Where a fake kernel runs, as for torch.compile."""
 
     def there(x: Any) -> Any:
@@ -148,9 +142,7 @@ def test_errors_name_the_argument_under_transformations(way: str) -> None:
     value, others = call.pop("value"), call | {"out_proj_weight": torch.rand(20, 19)}
 
     def summed(x: torch.Tensor) -> torch.Tensor:
-        found = ikattn.contributions(value=x, **others).summed
-        assert found is not None
-        return found
+        return ikattn.contributions(value=x, **others).summed
 
     transformed = {
         "vmap": lambda: torch.func.vmap(summed)(torch.stack([value, value])),
@@ -211,7 +203,7 @@ def test_norm_stats_of_half_precision_take_the_eps_that_torch_takes() -> None:
 
 
 class OffsetNorm(torch.nn.Module):
-    """As Gemma's: times one more than the weight; centered or not."""
+    """A norm like Gemma's, which multiplies by one more than the weight; centered or not."""
 
     def __init__(self, centered: bool, offset: int) -> None:
         super().__init__()

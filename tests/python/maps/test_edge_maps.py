@@ -29,7 +29,7 @@ def edges(count: int = 40, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_contributions_are_norms_of_weighted_vectors(concat, dtype):
     weights, vectors, source = edges(dtype=dtype)
-    found = ikattn.edge_contributions(weights, vectors, source, concat=concat)
+    found = ikattn.maps.edge_contributions(weights, vectors, source, concat=concat)
     moved = weights.double().unsqueeze(-1) * vectors.double()[source]
     together = moved.flatten(1) if concat else moved.sum(1)
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 0.0}
@@ -42,7 +42,7 @@ def test_heads_that_cancel_are_small_and_not_nan():
     vectors = torch.randn(1, 1, 64).repeat(1, 2, 1)
     vectors[:, 1] *= -1
     weights = torch.tensor([[0.5, 0.5], [0.5, 0.5 * (1 + 2e-7)]], requires_grad=True)
-    maps = ikattn.edge_contributions(weights, vectors, torch.zeros(2, dtype=torch.int64))
+    maps = ikattn.maps.edge_contributions(weights, vectors, torch.zeros(2, dtype=torch.int64))
     assert maps.summed[0] == 0
     assert 0 < maps.summed[1] < 1e-6 * maps.per_head[1, 0] * 2
     maps.summed.sum().backward()
@@ -53,11 +53,11 @@ def test_heads_that_cancel_are_small_and_not_nan():
 def test_nan_shows_and_half_precision_does_not_overflow(concat):
     weights, vectors, source = edges(8)
     weights[2, 1] = torch.nan
-    maps = ikattn.edge_contributions(weights, vectors, source, concat=concat)
+    maps = ikattn.maps.edge_contributions(weights, vectors, source, concat=concat)
     assert maps.summed.isnan().nonzero().flatten().tolist() == [2]
     large = torch.full((1, 1, 4), 6e4, dtype=torch.float16)
     weights = torch.full((1, 1), 1e-4, dtype=torch.float16)
-    maps = ikattn.edge_contributions(weights, large, torch.zeros(1).long(), concat=concat)
+    maps = ikattn.maps.edge_contributions(weights, large, torch.zeros(1).long(), concat=concat)
     wanted = torch.full((1,), 12.0, dtype=torch.float16)
     torch.testing.assert_close(maps.per_head[0], wanted, rtol=1e-2, atol=0)
     torch.testing.assert_close(maps.summed, wanted, rtol=1e-2, atol=0)
@@ -68,14 +68,14 @@ def test_contributions_have_gradients(concat):
     weights, vectors, source = edges(7)
 
     def call(weights: Tensor, vectors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(ikattn.edge_contributions(weights, vectors, source, concat=concat))
+        return tuple(ikattn.maps.edge_contributions(weights, vectors, source, concat=concat))
 
     assert gradcheck(call, (weights.requires_grad_(), vectors.requires_grad_()))
 
 
 def test_contributions_of_no_edges():
     weights, vectors, _ = edges(0)
-    maps = ikattn.edge_contributions(weights, vectors, torch.zeros(0, dtype=torch.int64))
+    maps = ikattn.maps.edge_contributions(weights, vectors, torch.zeros(0, dtype=torch.int64))
     assert maps.per_head.shape == (0, 3)
     assert maps.summed.shape == (0,)
 
@@ -88,14 +88,14 @@ def test_contributions_of_no_edges():
         ({"weights": torch.ones(40, 3).long()}, TypeError, "must be floating point"),
         ({"source": torch.zeros(40)}, TypeError, r"source must be int64 or int32, got torch\.f"),
         ({"source": torch.zeros(4).long()}, ValueError, r"source must have shape \[E\] = \[40\]"),
-        ({"source": torch.full((40,), 6)}, IndexError, "out of (range|bounds)"),
+        ({"source": torch.full((40,), 6)}, IndexError, "must be in"),
         ({"source": torch.full((40,), -1)}, IndexError, r"source must be in \[0, 6\), got -1"),
     ],
 )
 def test_errors_of_contributions_name_the_argument(change, error, message):
     arguments: dict[str, Any] = dict(zip(("weights", "vectors", "source"), edges(), strict=True))
     with pytest.raises(error, match=message):
-        ikattn.edge_contributions(**(arguments | change))
+        ikattn.maps.edge_contributions(**(arguments | change))
 
 
 # Recordings
@@ -141,7 +141,7 @@ def test_a_recording_holds_the_norms_of_what_each_edge_moves(kind, concat, edge_
     else:
         vectors = getattr(conv, "lin", None) or conv.lin_l
         vectors = vectors(x).view(-1, H, C)[of_edges[0]]
-    found = ikattn.edge_contributions(
+    found = ikattn.maps.edge_contributions(
         alpha, vectors if concat else vectors / H, torch.arange(len(alpha)), concat=concat
     )
     torch.testing.assert_close(maps.per_head, found.per_head)
@@ -197,7 +197,7 @@ def test_calls_layers_and_other_attention_are_kept_apart():
 def test_messages_that_are_not_summed_are_refused(aggr):
     conv = pyg.TransformerConv(8, 4, heads=2, aggr=aggr, root_weight=False)
     first_has_one_message = torch.tensor([[3, 0, 2], [0, 1, 1]])
-    message = f"does not add up: .* expected a layer that sums messages, got aggr='{aggr}'"
+    message = f"aggr='{aggr}'.* does not add up"
     for edge_index in (first_has_one_message, first_has_one_message.flip(1)):
         with ikattn.record(conv), pytest.raises(RuntimeError, match=message):
             conv(torch.randn(4, 8), edge_index)
@@ -284,14 +284,7 @@ def test_files_hold_every_edge(tmp_path: Path):
     np.testing.assert_allclose([float(row["per_head_1"]) for row in rows], maps.per_head[:, 1])
     maps.save(tmp_path / "maps.npz")
     with np.load(tmp_path / "maps.npz") as arrays:
-        assert set(arrays) == {
-            "source",
-            "target",
-            "num_targets",
-            "weights",
-            "per_head",
-            "summed",
-        }
+        assert set(arrays) == {"source", "target", "num_targets", "weights", "per_head", "summed"}
         np.testing.assert_array_equal(arrays["summed"], maps.summed)
         np.testing.assert_array_equal(arrays["target"], maps.target)
     maps.save(tmp_path / "maps.graphml")

@@ -115,7 +115,7 @@ def test_raw_product_is_the_aggregate_of_globenc(case: str, dtype: torch.dtype) 
 
 
 def test_first_norm_alone_leads_astray_on_a_pretrained_model() -> None:
-    """What the warning says: N_ResLN's rollout is unlike N_Enc's, N_Res's is like it."""
+    """The warning is right: N_ResLN's rollout is unlike N_Enc's, N_Res's is like it."""
 
     def agreement(of_case: Golden, name: str) -> float:
         """Mean rank correlation of the rows with those of N_Enc."""
@@ -274,9 +274,7 @@ PADDING = torch.tensor(
 
 @pytest.mark.parametrize("residual", [None, 0.5, "ratios"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_importance_is_a_row_of_rollout_counted_without_padding(
-    residual: Any, normalize: bool
-) -> None:
+def test_importance_is_a_row_of_rollout_counted_without_padding(residual, normalize):
     maps = random_maps(3, 5)
     if residual == "ratios":
         residual = [torch.rand(3, 5, dtype=torch.float64) for _ in maps]
@@ -352,7 +350,7 @@ def test_ranking_pairs_tokens_without_padding() -> None:
 
 
 def test_attention_flow_is_the_largest_flow() -> None:
-    """Of one layer a map's row; of several what the narrowest cut between two tokens carries."""
+    """One layer gives a map's row; several give the narrowest cut between two tokens."""
     pytest.importorskip("networkx")
     torch.manual_seed(0)
     maps = [torch.rand(2, 4, 4, dtype=torch.float64).softmax(-1) for _ in range(2)]

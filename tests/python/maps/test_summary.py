@@ -13,7 +13,7 @@ from torch import Tensor
 import ikattn
 from ikattn.maps import (
     Batch,
-    Factors,
+    LedgerFactors,
     LedgerShares,
     head_mean,
     layer_mean,
@@ -117,7 +117,7 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float64)
 
 
-def every_share(shares: LedgerShares) -> list[Factors]:
+def every_share(shares: LedgerShares) -> list[LedgerFactors]:
     return [shares.per_head, shares.per_token, shares.per_head_and_token]
 
 
@@ -126,9 +126,7 @@ VISIBLE = torch.ones(5, 6, dtype=torch.bool).tril(1)
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("visible", [None, VISIBLE])
-def test_shares_add_up_to_one_and_deviations_to_the_influence(
-    visible: Tensor | None, dtype: torch.dtype
-) -> None:
+def test_shares_add_up_to_one_and_deviations_to_the_influence(visible, dtype):
     shares = ledger_shares(ledger(visible=visible, dtype=dtype))
     for share in every_share(shares):
         torch.testing.assert_close(share.total(), torch.ones_like(share.bias))
@@ -229,9 +227,6 @@ def test_deviation_says_by_which_factor_a_key_exceeds_the_others() -> None:
 
 def test_units_of_the_factors_do_not_matter() -> None:
     layer = ledger(visible=VISIBLE)
-    assert layer.similarity is not None
-    assert layer.magnitude is not None
-    assert layer.value_norms is not None
     scaled = replace(
         layer,
         similarity=layer.similarity * torch.rand(2, 3, 5, 1, dtype=torch.float64) * 1e-3,
@@ -250,8 +245,6 @@ def test_units_of_the_factors_do_not_matter() -> None:
 def test_a_heads_share_is_the_weighted_mean_of_its_tokens() -> None:
     shares = ledger_shares(ledger(visible=VISIBLE))
     layer = ledger(visible=VISIBLE)
-    assert layer.weights is not None
-    assert layer.value_norms is not None
     logs = (layer.weights * layer.value_norms.unsqueeze(-2)).log()
     mean = logs.masked_fill(~VISIBLE, 0).sum(-1, keepdim=True) / VISIBLE.sum(-1, keepdim=True)
     energy = (logs - mean).masked_fill(~VISIBLE, 0).square().sum(-2)  # [B, H, S]
@@ -274,9 +267,6 @@ def test_nothing_that_varies_leaves_nothing_to_share(dtype: torch.dtype) -> None
 
 def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
     short = ledger()
-    assert short.similarity is not None
-    assert short.magnitude is not None
-    assert short.value_norms is not None
     # Sequence 1 has 4 tokens; keys 4, 5 and query 4 are padding, full of NaN.
     cut = ledger_shares(
         ledger(
@@ -289,7 +279,6 @@ def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
     queries = torch.tensor([[False] * 5, [False] * 4 + [True]])
     hidden = keys[:, None, None, :] | queries[:, None, :, None]
     layer = ledger(visible=~hidden.expand(2, 3, 5, 6) | queries[:, None, :, None])
-    assert layer.weights is not None
     padded = replace(
         layer,
         weights=layer.weights.masked_fill(hidden, math.nan),
@@ -312,8 +301,6 @@ def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
 
 def test_pairs_whose_factors_left_their_range_are_counted_apart() -> None:
     layer = ledger()
-    assert layer.similarity is not None
-    assert layer.magnitude is not None
     layer.similarity[0, 1, 2, 3] = 0
     layer.similarity[0, 1, 4, 3] = 1e-310  # subnormal: few digits are left
     layer.magnitude[1, 0, 5] = math.inf
@@ -331,10 +318,10 @@ def test_ledger_of_real_attention_has_no_bias(kernel: str) -> None:
     q, k = torch.randn(2, 1, 2, 7, 8, dtype=torch.float64)
     w1, w2 = torch.randn(2, 2, 8, 4, dtype=torch.float64) * 0.1
     if kernel == "dot":
-        similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
     else:
-        similarity, magnitude = ikattn.similarity_and_magnitude(
+        similarity, magnitude = ikattn.ops.similarity_and_magnitude(
             q, k, kernel="implicit", w1=w1, w2=w2
         )
         weights = ikattn.implicit_kernel_weights(q, k, w1, w2)

@@ -41,7 +41,6 @@ def inputs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def found(value: Tensor, projection: Tensor, H: int, **options: Tensor) -> Tensor:
     weights = torch.rand(value.shape[0], H, 2, value.shape[2], dtype=value.dtype)
     norms = ikattn.contributions(weights, value, projection, maps=["value_norms"], **options)
-    assert norms.value_norms is not None
     return norms.value_norms
 
 
@@ -52,7 +51,7 @@ def definition(value: Tensor, projection: Tensor, H: int) -> Tensor:
 
 
 def largest_error(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> float:
-    """Of any norm, relative to itself."""
+    """Returns the largest error of any norm, relative to itself."""
     worst = 0.0
     for shape in shapes:
         value, projection = inputs(shape)

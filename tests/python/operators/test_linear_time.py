@@ -30,7 +30,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 attention = ikattn.implicit_kernel_attention
 reference = ikattn.reference.implicit_kernel_attention
 
-# Long enough for their features (csrc/attention/linear_time.h), forward and backward.
+# Long enough for their features (csrc/attention/calls/linear_time.h), forward and backward.
 LONG = (
     Sample("one frequency", B=1, L=130, S=130, M=1, d=1, d_v=1),
     Sample("few tokens, many heads", B=3, H=8, L=200, S=200, M=4),
@@ -88,7 +88,7 @@ CAUSAL = tuple(
 
 
 def is_far(sample: Sample) -> Tensor:
-    """Which of the queries ``spread`` puts far from all keys."""
+    """Tells the queries that ``spread`` puts far from all keys."""
     return torch.arange(sample.L).remainder(3).eq(0)
 
 
@@ -129,10 +129,8 @@ def test_queries_far_from_all_keys_keep_their_digits(distance: float, dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 @pytest.mark.parametrize("distance", [2.0, 5.0])
-def test_late_queries_far_from_all_keys_keep_their_digits(
-    distance: float, dtype: torch.dtype
-) -> None:
-    """Of a causal call, whose first rows, of few keys, err most, whoever computes them."""
+def test_late_queries_far_from_all_keys_keep_their_digits(distance, dtype):
+    """The first rows of a causal call, of few keys, err most, whoever computes them."""
     sample = Sample("far", B=1, H=1, L=1500, S=1500, M=16, d=16, d_v=16, is_causal=True)
     arguments = spread(sample, dtype, distance)
     rows = torch.arange(1500)
@@ -252,9 +250,7 @@ def test_gradients_come_only_from_later_queries() -> None:
     [(visible,) for visible in ((0, 500), (100, 600), (128, 600), (200, 600))],
     {"dtype": DTYPES},
 )
-def test_keys_hidden_before_and_after_do_not_count(
-    visible: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_keys_hidden_before_and_after_do_not_count(visible, dtype):
     """Left padding as decoders have it: the first chunk may hold no visible key at all."""
     sample = Sample("padded", L=600, S=600, M=4, key_bias="B1S", is_causal=True)
     arguments = sample.arguments(dtype)
@@ -344,9 +340,7 @@ def results(setting: str, length: int, is_causal: bool, folder: Path) -> list[Te
     [(False, 40, 700), pytest.param(True, 200, 900, marks=pytest.mark.full)],
     ids=["", "causal"],
 )
-def test_long_calls_go_without_pairs_unless_they_are_told_not_to(
-    is_causal: bool, short: int, long: int, tmp_path: Path
-) -> None:
+def test_long_calls_go_without_pairs_unless_they_are_told_not_to(is_causal, short, long, tmp_path):
     found = {
         (setting, length): results(setting, length, is_causal, tmp_path)
         for setting in ("", "never", "always")

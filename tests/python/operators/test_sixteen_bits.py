@@ -78,9 +78,7 @@ def test_outputs_are_as_accurate_as_the_references(sample: Sample) -> None:
     ("seed", "heads", "length", "d_v"),
     [(1, 3, 257, 5), (63, 3, 257, 5), (109, 3, 257, 5), (8, 1, 97, 1)],
 )
-def test_gradients_are_accurate_where_features_and_weights_hardly_differ(
-    seed: int, heads: int, length: int, d_v: int
-) -> None:
+def test_gradients_are_accurate_where_features_and_weights_hardly_differ(seed, heads, length, d_v):
     generator = torch.Generator().manual_seed(seed)
     query, key = (0.5 * torch.rand(1, heads, n, 3, generator=generator) for n in (length, 16))
     value = torch.randn(1, heads, 16, d_v, generator=generator)

@@ -1,4 +1,4 @@
-"""The same bits for every number of threads and in every run; every instruction set is right."""
+"""Every number of threads and every run give equal bits; every instruction set is right."""
 
 from __future__ import annotations
 
@@ -64,16 +64,14 @@ def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
         weights,
         averaged,
         *gradients(ikattn.implicit_kernel_weights, of_weights(arguments)).values(),
-        ikattn.spectral_features(**features),
-        *gradients(ikattn.spectral_features, features, ["x", "w1"]).values(),
+        ikattn.ops.spectral_features(**features),
+        *gradients(ikattn.ops.spectral_features, features, ["x", "w1"]).values(),
     ]
 
 
 @pytest.mark.usefixtures("threads")
 @each_call(LARGE, dtype=DTYPES)
-def test_results_are_bitwise_the_same_for_every_number_of_threads(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_results_are_bitwise_the_same_for_every_number_of_threads(sample, dtype):
     torch.set_num_threads(1)
     expected = everything(sample, dtype)
     for number in THREADS:

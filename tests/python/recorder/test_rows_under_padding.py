@@ -24,7 +24,7 @@ LENGTHS = [6, 4, 3]
 
 
 def own_rows(found: Contributions, b: int) -> dict[str, Tensor]:
-    """What a sequence has of each map, ratio and reduction of queries and keys, by name."""
+    """Returns a sequence's part of each map, ratio and reduction of queries and keys, by name."""
     padding = found.query_padding
     there = slice(None) if padding is None else ~padding[b]
     rows = {n: x for n, axes in AXES.items() if "L" in axes if (x := getattr(found, n)) is not None}
@@ -63,9 +63,7 @@ def options_of(reduce: Any, queries: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("queries", QUERIES, ids=str)
 @pytest.mark.parametrize("reduce", [None, TopK(2), GROUPS], ids=["whole", "top_k", "groups"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_padded_llama_are_those_of_each_sequence_alone(
-    side: str, reduce: Any, queries: Any
-) -> None:
+def test_rows_of_a_padded_llama_are_those_of_each_sequence_alone(side, reduce, queries):
     pytest.importorskip("transformers")
     model, options = build("llama"), options_of(reduce, queries)
     ids = [torch.randint(3, 30, (n,)) for n in LENGTHS]
@@ -79,9 +77,7 @@ def test_rows_of_a_padded_llama_are_those_of_each_sequence_alone(
 
 @pytest.mark.parametrize("queries", QUERIES, ids=str)
 @pytest.mark.parametrize("reduce", [None, "diagonal", GROUPS], ids=["whole", "diagonal", "groups"])
-def test_rows_of_a_padded_encoder_are_those_of_each_sequence_alone(
-    reduce: Any, queries: Any
-) -> None:
+def test_rows_of_a_padded_encoder_are_those_of_each_sequence_alone(reduce, queries):
     model, options = encoder(), {"reduce": reduce, "queries": queries}
     options["maps"] = ("summed", "with_residual", "encoder", "alti", "per_head", "mixing_ratio")
     x = torch.randn(3, 6, 16)
@@ -211,3 +207,30 @@ def test_converted_layers_count_as_stock_ones_do() -> None:
     for name in padded.names:
         found, own = (each[name].reduced["summed"] for each in (padded, alone))
         assert_close(found[1, :4], own[0], TOLERANCE)
+
+
+def test_cross_attention_of_a_written_block_has_the_padding_of_the_self_attention_beside_it() -> (
+    None
+):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+            self.own, self.other = (
+                nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2)
+            )
+
+        def forward(self, x: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+            x = self.norms[0](x + self.own(x, x, x, key_padding_mask=padding)[0])
+            return self.norms[1](x + self.other(x, memory, memory)[0])
+
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    block = Block().eval()
+    with torch.no_grad(), ikattn.record(block, queries=[-1]) as recording:
+        block(x, memory, padding)
+    with torch.no_grad(), ikattn.record(block) as alone:
+        block(x[1:, :3], memory[1:], padding[1:, :3])
+    assert recording["other"].query_padding is not None
+    last = recording["other"].summed[1]
+    torch.testing.assert_close(last, alone["other"].summed[0, -1:])

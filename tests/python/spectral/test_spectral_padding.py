@@ -1,4 +1,4 @@
-"""What is padding never enters the pooling of Mikan."""
+"""Padding never enters the pooling of Mikan."""
 
 from __future__ import annotations
 

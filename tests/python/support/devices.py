@@ -1,6 +1,6 @@
 """The device of tests that every device must pass: IKATTN_TEST_DEVICE, for example cuda.
 
-"interpreter" is a device of CUDA's kernels without a GPU: they run in csrc/support/interpreter. Its
+"interpreter" is a device of CUDA's kernels without a GPU: they run in csrc/interpreter. Its
 library is IKATTN_INTERPRETER_DEVICE, or the one that was built last (make full-interpreter).
 """
 
@@ -36,7 +36,7 @@ def _library_of_interpreter() -> Path:
 
 def _load_interpreter() -> None:
     torch.ops.load_library(_library_of_interpreter())
-    # What torch calls of a device's module. Its random numbers are those of the CPU.
+    # torch calls these of a device's module. Its random numbers are those of the CPU.
     module = ModuleType("torch.interpreter")
     calls = {
         "_lazy_init": lambda: None,

@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests of distributed training.
+"""The programs of two processes in the tests of distributed training.
 
 It is a module of its own because the processes import it.
 """
@@ -33,7 +33,7 @@ Parameters = dict[str, Tensor]
 
 GENERATED = ("ikan", "mikan")
 
-# What is sharded on its own, besides the model as a whole.
+# These are sharded on their own, besides the model as a whole.
 PARTS: dict[str, Callable[[nn.Module], bool]] = {
     "layers": lambda module: isinstance(module, nn.TransformerEncoderLayer),
     "attention": lambda module: isinstance(module, ikattn.MultiheadAttention),
@@ -51,7 +51,7 @@ def make_model(seed: int = 0, **options: Any) -> nn.Module:
 def evaluate_generated(
     source: str, shard: Callable[[nn.Module], nn.Module] = lambda model: model
 ) -> Parameters:
-    """What a model gives whose frequencies are generated, after a step of training."""
+    """Returns the output of a model whose frequencies are generated, after a step of training."""
     model = shard(make_model(spectral=source, num_frequencies=M + 1))
     x = torch.randn(N, L, E, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.manual_seed(2)

@@ -122,10 +122,5 @@ POST = (
     "unispeech-sat",
     "wav2vec2",
 )
-# Those of which the block is not found: windows, branches that scale each other.
-ALONE = (
-    "doge",
-    "falcon_h1",
-    "mobilebert",
-    "sam3_vit_model",
-)
+# The block of these is not found: windows, branches that scale each other.
+ALONE = ("doge", "falcon_h1", "mobilebert", "sam3_vit_model")

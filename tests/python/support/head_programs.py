@@ -1,4 +1,4 @@
-"""What each of four processes does in the tests of tensor parallelism.
+"""The programs of four processes in the tests of tensor parallelism.
 
 Attention of the same seed is computed by one process (``evaluate`` of ``make_module``) and by the
 ranks of a mesh, of all four and of two.
@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ikattn

@@ -400,21 +400,21 @@ def differentiable(arguments: Arguments) -> list[str]:
 
 
 def with_gradients(arguments: Arguments, names: list[str] | None = None) -> Arguments:
-    """The same call on leaves that require a gradient (all that can, unless names are given)."""
+    """Returns the call on leaves that require a gradient (all that can, unless names are given)."""
     wanted = differentiable(arguments) if names is None else names
     return arguments | {name: arguments[name].detach().requires_grad_() for name in wanted}
 
 
 def converted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
-    """The same numbers in another dtype."""
+    """Converts the numbers of a call to another dtype."""
     return arguments | {name: arguments[name].to(dtype) for name in differentiable(arguments)}
 
 
 def of_weights(arguments: Arguments) -> Arguments:
-    """The same call for ``ikattn.implicit_kernel_weights``."""
+    """Returns the call for ``ikattn.implicit_kernel_weights``."""
     return {name: argument for name, argument in arguments.items() if name != "value"}
 
 
 def of_features(arguments: Arguments) -> Arguments:
-    """The call of ``ikattn.spectral_features`` on the queries of a call."""
+    """The call of ``ikattn.ops.spectral_features`` on the queries of a call."""
     return {"x": arguments["query"], "w1": arguments["w1"], "w2": arguments["w2"]}

@@ -1,4 +1,4 @@
-"""What each of four processes does in the tests of FSDP2, DDP and pipelines."""
+"""The programs of four processes in the tests of FSDP2, DDP and pipelines."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def train_with_noise(source: str, rank: int | None) -> dict[str, Results]:
 
 
 def _errors(mesh: DeviceMesh) -> dict[str, str]:
-    """What is said of models that are converted when they are wrapped."""
+    """Returns the errors of models that are converted when they are wrapped."""
     layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
     inside = nn.Sequential(fully_shard(copy.deepcopy(layer), mesh=mesh))
     messages = {}

@@ -33,14 +33,12 @@ from typing import Any
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.index import overview, write_index
 from ikattn.cli.job import Job, Line, Source, drawable_maps, read_lines
-from ikattn.cli.ledger import Ledger
 from ikattn.cli.model import AnalyzedModel
 from ikattn.cli.parts import SUMS, merge_sums, open_part
+from ikattn.cli.progress import Ledger
 from ikattn.cli.results import one_at_a_time, open_results
 from ikattn.maps.layers import Batch
 from ikattn.maps.recording import Recording
-
-__all__ = ["analyze"]
 
 _NEEDS = {"npz": ("numpy", "numpy"), "png": ("matplotlib", "'ikattn[viz]'")}
 _NEEDS |= {"sums": ("numpy", "numpy")}
@@ -73,7 +71,7 @@ def analyze(job: Job, say: Callable[[str], None]) -> int:
                 f"the target must have as many lines as the text, {source.count}, "
                 f"got {target.count}"
             )
-    # What is there is given up only for a run that can begin.
+    # Results that are there are given up only for a run that can begin.
     model = AnalyzedModel.load(job, has_target=target is not None) if job.restart else None
     job = _restarted(job, source, target)
     with open_results(job, source, target) as ledger:
@@ -254,7 +252,7 @@ def _write_line(job: Job, line: Line, recording: Recording) -> list[str]:
 def _entry(
     job: Job, line: Line, recording: Recording, truncated: bool, files: list[str]
 ) -> dict[str, Any]:
-    """What lines.jsonl says of a line."""
+    """Returns a line's entry in lines.jsonl."""
     batch = recording.batches[0]
     return {
         "line": line.number,
@@ -270,7 +268,7 @@ def _entry(
 
 
 def _pictured(job: Job, recording: Recording) -> str | None:
-    """What a picture shows beside the weights: the sum, or the first map there is."""
+    """Returns the map that a picture shows beside the weights: the sum, or the first there is."""
     names = [name for name in drawable_maps(job.maps) if name not in ("weights", "similarity")]
     layers = recording.batches[0].values()
     there = [x for x in ("summed", *names) if any(getattr(maps, x) is not None for maps in layers)]

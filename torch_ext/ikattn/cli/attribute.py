@@ -17,12 +17,10 @@ from ikattn.explain.attribution import Attribution, attribute
 from ikattn.explain.attribution.texts import encoded, taken_by, target_of_text, with_first_token
 from ikattn.maps.pictures import text_width
 
-__all__ = ["Question", "answer", "table"]
-
 
 @dataclass(frozen=True)
 class Question:
-    """What the command line asks.
+    """A question of the command line.
 
     Attributes:
         model: A directory or the name of a repository.
@@ -198,7 +196,7 @@ def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]
 
 @torch.no_grad()
 def _generated(question: Question, model: Any, inputs: dict[str, Tensor], room: int) -> list[int]:
-    """What the model answers, greedily."""
+    """Returns the model's greedy answer."""
     count = min(question.new_tokens, room)
     made = model.generate(**inputs, max_new_tokens=max(count, 1), do_sample=False)
     is_two_sided = bool(model.config.is_encoder_decoder)

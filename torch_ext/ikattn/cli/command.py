@@ -1,4 +1,4 @@
-"""Which token contributes how much to which: in every layer of attention, and to an answer."""
+"""Maps of every layer of attention, and attributions of answers, from the command line."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""What ends a command, and the sentence that tells of it: the one place that words exceptions."""
+"""Exceptions that end a command, and the one place that turns exceptions into sentences."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-__all__ = ["AnalyzeError", "Notice", "doing", "sentence"]
 
 
 class AnalyzeError(Exception):

@@ -16,19 +16,17 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from ikattn._whole_files import whole_file
 from ikattn.cli.job import Job, drawable_maps
-from ikattn.cli.ledger import Ledger, read_entry
+from ikattn.cli.progress import Ledger, read_entry
 from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
 from ikattn.maps.page.template import template
 from ikattn.maps.recording import Recording
 from ikattn.maps.summary import full_precision, row_shares
 
-__all__ = ["overview", "write_index"]
-
 _CELLS = 16  # rows and columns of a small map
 
 
 def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
-    """What the index shows of a line, in a few hundred bytes.
+    """Returns a line's overview for the index, in a few hundred bytes.
 
     Args:
         recording: Of that line alone, without padding.

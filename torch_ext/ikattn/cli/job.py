@@ -1,4 +1,4 @@
-"""What ``python -m ikattn analyze`` is asked to do, and the lines it is to be done with."""
+"""The job of ``python -m ikattn analyze``, and the lines that it reads."""
 
 from __future__ import annotations
 
@@ -14,18 +14,6 @@ from ikattn.cli.tables import Table
 from ikattn.maps.sequences import AXES
 from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS
 
-__all__ = [
-    "FORMATS",
-    "GROUPS",
-    "LINE_FORMATS",
-    "Job",
-    "Line",
-    "Source",
-    "drawable_maps",
-    "read_lines",
-    "single_maps",
-]
-
 LINE_FORMATS = ("html", "npz", "safetensors", "json", "png")  # a file for each line
 FORMATS = (*LINE_FORMATS, "parquet", "arrow", "sums")  # and one for each part of the lines
 GROUPS = {
@@ -37,7 +25,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line asks for.
+    """A job of the command line.
 
     Attributes:
         model: A directory or a name on the Hugging Face hub.
@@ -76,12 +64,12 @@ class Job:
 
     @property
     def line_formats(self) -> tuple[str, ...]:
-        """Of the formats those with a file for each line."""
+        """Formats with a file for each line."""
         return tuple(kind for kind in self.formats if kind in LINE_FORMATS)
 
     @property
     def part_formats(self) -> tuple[str, ...]:
-        """Of the formats those with a file for each part of the lines."""
+        """Formats with a file for each part of the lines."""
         return tuple(kind for kind in self.formats if kind not in LINE_FORMATS)
 
     def lines_in_a_part(self, count: int) -> int:
@@ -110,7 +98,7 @@ def single_maps(maps: Sequence[str]) -> tuple[str, ...]:
 
 
 def drawable_maps(maps: Sequence[str]) -> list[str]:
-    """Those that have queries and keys, so that a page or picture can show them."""
+    """Returns maps that have queries and keys, which a page or picture can show."""
     return [name for name in single_maps(maps) if AXES.get(name, "").endswith("LS")]
 
 

@@ -27,8 +27,6 @@ from ikattn.recorder.plan.plan import Asked
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.plan.run_maps import why_undefined
 
-__all__ = ["AnalyzedModel"]
-
 _LONGEST = 1 << 20  # tokenizers without a limit give far larger numbers
 
 
@@ -165,7 +163,7 @@ class AnalyzedModel:
 
 
 def _first_token(job: Job, config: Any) -> int:
-    """What the decoder reads before the target."""
+    """Returns the token that the decoder reads before the target."""
     names = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
     for token in (getattr(config, name, None) for name in names):
         if token is not None:

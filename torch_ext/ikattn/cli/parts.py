@@ -33,8 +33,6 @@ from ikattn.maps.recording import Recording
 from ikattn.maps.sequences import AXES
 from ikattn.maps.summary import full_precision
 
-__all__ = ["SUMS", "PartWriter", "merge_sums", "open_part"]
-
 SUMS = "sums.npz"
 _NUMBERS_AT_ONCE = 1 << 24  # that are held before they are written
 

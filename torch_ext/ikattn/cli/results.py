@@ -16,10 +16,8 @@ from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.job import LINE_FORMATS, Job, Source
-from ikattn.cli.ledger import Ledger, lines_of, read_entry
 from ikattn.cli.parts import SUMS
-
-__all__ = ["one_at_a_time", "open_results"]
+from ikattn.cli.progress import Ledger, lines_of, read_entry
 
 
 @contextmanager
@@ -95,7 +93,7 @@ def _enter_with_others(
 
 
 def _put_in_order(job: Job, source: Source, target: Source | None) -> None:
-    """What only a process that is alone may do."""
+    """Puts a directory in order, which only a process that is alone may do."""
     _refuse_what_others_wrote(job.out)
     if job.restart:
         _remove_results(job.out)
@@ -140,7 +138,7 @@ def _refuse_what_others_wrote(out: Path) -> None:
 
 
 def _remove_results(out: Path) -> None:
-    """What a run writes, and nothing else; the entries first, that none outlives its files."""
+    """Removes the files that a run writes, and no others; no entry outlives its files."""
     (out / "lines.jsonl").unlink(missing_ok=True)
     for path in out.iterdir():
         if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK, _ENTRANCE):

@@ -1,4 +1,4 @@
-"""Which lines a process does, where several share a job.
+"""Shards: the lines of each process, where several share a job.
 
 A shard is one of n; line i belongs to shard ``(part of i) modulo n``, whoever does it, so that
 another number of shards can go on in the same directory. ``torchrun`` makes each rank a shard,
@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-
-__all__ = ["Shard"]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from typing import Any
 from ikattn._optional import optional
 from ikattn.cli.errors import AnalyzeError, doing
 
-__all__ = ["Table", "is_table"]
-
 _SUFFIXES = (".parquet", ".arrow")
 _INSTALL = "'ikattn[corpora]'"
 _ROWS = 1024  # that are read at once

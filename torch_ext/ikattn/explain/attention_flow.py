@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ikattn._optional import optional
+from ikattn.maps.importance import token_index
 from ikattn.maps.summary import Maps
-from ikattn.maps.through_layers import Residual, padding_of, steps_of, token_index
+from ikattn.maps.through_layers import Residual, padding_of, steps_of
 
 __all__ = ["attention_flow"]
 

@@ -8,12 +8,14 @@ from ikattn.maps.contribution_maps import (
 )
 from ikattn.maps.edges import EdgeContributions, EdgeMaps, edge_contributions
 from ikattn.maps.files import MapFileError, MapWriter
+from ikattn.maps.importance import RankedToken, rank_tokens, token_importance
 from ikattn.maps.layer_writer import LayerWriter
 from ikattn.maps.layers import Batch, Layer
+from ikattn.maps.ledger import LedgerFactors, LedgerShares, ledger_shares
 from ikattn.maps.mixing import alti
 from ikattn.maps.recording import Recording, load_maps
 from ikattn.maps.reduction import (
-    Columns,
+    ColumnSums,
     Diagonal,
     Groups,
     PairMap,
@@ -22,28 +24,20 @@ from ikattn.maps.reduction import (
     TopK,
     TopSources,
 )
-from ikattn.maps.summary import (
-    Factors,
-    LedgerShares,
-    head_mean,
-    layer_maps,
-    layer_mean,
-    ledger_shares,
-    token_mean,
-)
-from ikattn.maps.through_layers import RankedToken, rank_tokens, rollout, token_importance
+from ikattn.maps.summary import head_mean, layer_maps, layer_mean, token_mean
+from ikattn.maps.through_layers import rollout
 
 __all__ = [
     "Batch",
-    "Columns",
+    "ColumnSums",
     "Contributions",
     "Diagonal",
     "EdgeContributions",
     "EdgeMaps",
-    "Factors",
     "Groups",
     "Layer",
     "LayerWriter",
+    "LedgerFactors",
     "LedgerShares",
     "MapFileError",
     "MapWriter",

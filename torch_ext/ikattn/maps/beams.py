@@ -12,8 +12,6 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.sequences import AXES, sequence_count, size_of
 
-__all__ = ["followed_beams", "rows_of_call"]
-
 
 def followed_beams(
     layers: Mapping[str, Layer], calls: Sequence[Batch], beam_indices: Tensor
@@ -37,7 +35,8 @@ def followed_beams(
         own, ended = rows[:, step].clamp_min(0), rows[:, step] < 0
         if int(own.max()) >= count:
             raise ValueError(
-                f"joined: beam_indices must name one of {count} rows, got {int(own.max())}"
+                f"joined: beam_indices must be below {count}, the sequences of call {step}, got "
+                f"{int(own.max())}"
             )
         taken = rows_of_call(call, own)
         if found and bool(ended.any()):

@@ -20,8 +20,6 @@ from torch import Tensor
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
 
-__all__ = ["EdgeContributions", "EdgeMaps", "edge_contributions"]
-
 _EDGES_AT_ONCE = 1 << 16
 _INK, _QUIET, _LINE = "#1d2126", "#656c75", "#c2712f"
 
@@ -71,7 +69,7 @@ def edge_contributions(
     Example:
         >>> import torch, ikattn
         >>> weights, vectors = torch.rand(5, 2), torch.randn(3, 2, 8)
-        >>> maps = ikattn.edge_contributions(weights, vectors, torch.tensor([0, 1, 2, 0, 1]))
+        >>> maps = ikattn.maps.edge_contributions(weights, vectors, torch.tensor([0, 1, 2, 0, 1]))
         >>> maps.per_head.shape, maps.summed.shape
         (torch.Size([5, 2]), torch.Size([5]))
     """
@@ -94,8 +92,12 @@ def edge_contributions(
             f"{list(source.shape)}"
         )
     source = source.long()
-    if source.device.type == "cpu" and source.numel() and int(source.min()) < 0:
-        raise IndexError(f"{name}: source must be in [0, {len(vectors)}), got {int(source.min())}")
+    if source.device.type == "cpu":
+        outside = source[(source < 0) | (source >= len(vectors))]
+        if outside.numel():
+            raise IndexError(
+                f"{name}: source must be in [0, {len(vectors)}), got {int(outside[0])}"
+            )
     wide = vectors.double()  # heads may cancel
     moved = weights.double().abs() * torch.linalg.vector_norm(wide, dim=-1)[source]
     per_head = moved.to(weights.dtype)

@@ -15,8 +15,6 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer, RecordedMaps
 from ikattn.maps.sequences import AXES, keys_before, room_of, sequence_count, size_of
 
-__all__ = ["groups_of_calls", "joined_calls", "with_encoders"]
-
 
 def groups_of_calls(recording: RecordedMaps) -> list[list[Batch]]:
     """Calls that go on from each other, in order."""

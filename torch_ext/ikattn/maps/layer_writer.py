@@ -14,9 +14,6 @@ from ikattn.maps import files
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer, RecordedMaps
 
-__all__ = ["LayerWriter"]
-
-
 LONGEST_NAME = 180  # of a layer, in a file's name
 
 

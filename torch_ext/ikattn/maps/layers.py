@@ -10,12 +10,10 @@ from torch import Tensor
 
 from ikattn.maps.contribution_maps import Contributions
 
-__all__ = ["Batch", "Layer", "RecordedMaps", "check_whole", "name_of_layer"]
-
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of one layer of attention.
+    """One layer of attention, as a recording knows it.
 
     Attributes:
         name: Its module's name in the model; ``name#2`` for the second run of a shared module.

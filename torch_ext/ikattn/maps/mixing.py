@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ikattn._memory import takes_memory_for
 from ikattn.maps.contribution_maps import NormStats
 
-__all__ = ["alti"]
-
 MOST_ELEMENTS = 1 << 24  # of [keys, L, D], held at a time
 
 
@@ -37,7 +35,7 @@ def alti(
     key_padding: Tensor | None = None,
     diagonal: int | None = 0,
 ) -> Tensor:
-    r"""What each token contributes to a layer's output, by how much nearer it brings it.
+    r"""Returns how much nearer each token's part brings a layer's output (ALTI).
 
     .. math::
         c_{ij} = \frac{\max(0, |y_i| - |y_i - y_{ij}|)}
@@ -146,7 +144,7 @@ def _check_shapes(
 
 
 def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:
-    """What heads take from tokens, [B, S, H, D]; zeros of those that no query looks at.
+    """Returns vectors that heads take from tokens, [B, S, H, D]; 0 where no query looks.
 
     Args:
         value: [B, G, S, d_v].

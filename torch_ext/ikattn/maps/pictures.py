@@ -19,10 +19,8 @@ from ikattn.maps.layers import Layer, RecordedMaps, name_of_layer
 from ikattn.maps.sequences import AXES, SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens
 
-__all__ = ["draw", "text_width"]
-
 _FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
-# The same two scales as on the page: lightness falls all the way, so they read without colours too.
+# Scales of the page, too. Lightness falls all the way, so they read without colours.
 _WEIGHT_COLOURS = ("#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563")
 _NORM_COLOURS = ("#f4f3ef", "#f3dfc4", "#ecc08b", "#de9a55", "#c2712f", "#934c1c", "#58290d")
 _INK, _QUIET = "#1d2126", "#656c75"

@@ -17,8 +17,6 @@ from ikattn.maps.page.notebook import notebook_view
 from ikattn.maps.sequences import sequence_count, tokens_by_call
 from ikattn.maps.tokens import Tokens
 
-__all__ = ["Recording", "load_maps"]
-
 
 @dataclass
 class Recording(RecordedMaps):
@@ -153,7 +151,7 @@ class Recording(RecordedMaps):
         return page.write_page(self, path, tokens, target_tokens, title=title)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page, or a table where that would take more than 2 MB."""
+        """Returns the page for a notebook, or a table where the page would take more than 2 MB."""
         return notebook_view(self, len(self.graphs))
 
     def plot(

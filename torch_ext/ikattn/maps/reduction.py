@@ -1,4 +1,4 @@
-"""What is kept of a map whose rows are too many to hold: sums, the diagonal, the largest sources.
+"""Reductions of maps whose rows are too many to hold: sums, the diagonal, the largest sources.
 
 Symbols: B batch, H heads, L queries, S keys; R rows of a block. A map of queries and keys is
 ``[B, L, S]``, or ``[B, H, L, S]`` where each head has its own; ``..`` stands for B, or B and H. Its
@@ -14,21 +14,6 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-__all__ = [
-    "Columns",
-    "Diagonal",
-    "FunctionOfRows",
-    "Groups",
-    "PairMap",
-    "Reduced",
-    "Reducing",
-    "Reduction",
-    "TopK",
-    "TopSources",
-    "own_tokens",
-    "reduction_of",
-]
 
 
 def own_tokens(padding: Tensor | None, size: int) -> list[Sequence[int]]:
@@ -60,7 +45,7 @@ Reduced: TypeAlias = Tensor | TopSources
 
 
 class PairMap(NamedTuple):
-    """What a reduction is told of a map before its rows come.
+    """A map, as a reduction is told of it before its rows come.
 
     Attributes:
         layer: The name of its layer.
@@ -82,12 +67,12 @@ class Reducing(Protocol):
         """Takes rows ``[.., R, S]``, those of these R queries, padding counted."""
 
     def finish(self) -> Reduced:
-        """What is kept of the map, when all rows have come."""
+        """Returns the result, when all rows have come."""
 
 
 @runtime_checkable
 class Reduction(Protocol):
-    """What ``ikattn.record(reduce=...)`` keeps of each map of queries and keys.
+    """A reduction of each map of queries and keys, for ``ikattn.record(reduce=...)``.
 
     A reduction of your own is an object with :meth:`begin`. Several threads may call it. Where
     padding sets the rows of ``queries=`` at other places in each sequence, each is reduced alone,
@@ -103,14 +88,14 @@ class Reduction(Protocol):
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnSums:
     """The sums of columns, ``[.., S]``: what each token gives away, to all queries together.
 
     Example:
         >>> import torch
-        >>> from ikattn.maps.reduction import Columns, PairMap
+        >>> from ikattn.maps.reduction import ColumnSums, PairMap
         >>> map_ = torch.rand(2, 6, 5)
-        >>> reducing = Columns().begin(PairMap("layer", "summed", (2, 6, 5), None))
+        >>> reducing = ColumnSums().begin(PairMap("layer", "summed", (2, 6, 5), None))
         >>> for first in (0, 3):
         ...     reducing.add(map_[:, first : first + 3], range(first, first + 3))
         >>> torch.allclose(reducing.finish(), map_.sum(1))
@@ -136,7 +121,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Diagonal:
-    """What each token takes from itself, ``[.., L]``; 0 of a query that has no key of its own.
+    """The part that each token takes from itself, ``[.., L]``; 0 where a query has no own key.
 
     Raises:
         ValueError: From ``begin``, of cross-attention: its queries are not among its keys.
@@ -351,7 +336,7 @@ class FunctionOfRows:
         return _ByRows(of_rows, axis)
 
 
-_NAMED: dict[str, Reduction] = {"columns": Columns(), "diagonal": Diagonal(), "top_k": TopK()}
+_NAMED: dict[str, Reduction] = {"columns": ColumnSums(), "diagonal": Diagonal(), "top_k": TopK()}
 
 
 def reduction_of(given: str | Reduction | Callable[[Tensor, int], Tensor]) -> Reduction:

@@ -13,16 +13,6 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer, RecordedMaps, check_whole
 from ikattn.maps.tokens import Tokens, tokens_of_batch
 
-__all__ = [
-    "AXES",
-    "SequenceMaps",
-    "batch_of_one",
-    "cut",
-    "sequence_count",
-    "sequences",
-    "tokens_by_call",
-]
-
 # The axes of each map after the batch: H heads, L queries, S keys.
 AXES = {
     "value_norms": "HS",

@@ -1,4 +1,4 @@
-"""From maps of single layers to what an output token draws from the input.
+"""Rollout: maps of single layers multiplied, down to the input of a model.
 
 Symbols: B batch, L queries, S keys (L = S in self-attention), N layers; A_l is the map of layer l,
 ``[L, S]``, row i saying what token i takes from each token.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,24 +20,12 @@ from ikattn._memory import memory_for
 from ikattn.maps.layers import Batch, RecordedMaps, check_whole
 from ikattn.maps.summary import (
     Maps,
-    check_padding,
     full_precision,
     layer_contributions,
     layer_maps,
     row_shares,
 )
 from ikattn.nn.selection import describe_unseen
-
-__all__ = [
-    "RankedToken",
-    "Residual",
-    "padding_of",
-    "rank_tokens",
-    "rollout",
-    "steps_of",
-    "token_importance",
-    "token_index",
-]
 
 Residual: TypeAlias = float | str | Sequence[Tensor] | Tensor | None
 """How a residual connection enters maps that do not hold it. See :func:`rollout`."""
@@ -120,146 +108,6 @@ def rollout(
         return torch.stack(products) if all_layers else products[-1]
 
 
-def token_importance(
-    maps: Maps,
-    position: int | slice | Tensor,
-    *,
-    layer: int | str | None = None,
-    map: str = "encoder",
-    normalize: bool = True,
-    layers: Iterable[str] | None = None,
-    residual: Residual = None,
-    query_padding: Tensor | None = None,
-    key_padding: Tensor | None = None,
-    without_self: bool = False,
-) -> Tensor:
-    """How much a chosen output token draws from each input token.
-
-    Its row of the rollout (without computing the others), or of a single layer's map.
-
-    Args:
-        maps: As for :func:`rollout`.
-        position: Which output token, counted without padding, as in ``Batch.tokens``; -1 is the
-            last. An int64 tensor ``[B]``: one for each sequence. A slice: a span, of which the
-            mean is taken.
-        layer: None: through all layers. A layer's name, or its number among the layers, 0 the
-            first: through this one alone; L and S may differ then.
-        map, normalize, layers, residual: As for :func:`rollout`; residual tensors with a layer: of
-            that layer alone.
-        query_padding: bool ``[B, L]``; by default what the recording knows.
-        key_padding: bool ``[B, S]``; for rollout, where both are the same tokens, one of them is
-            enough.
-        without_self: Leave out what the token, or the span, draws from itself, which is mostly the
-            largest part where maps hold the residual.
-
-    Returns:
-        ``[B, S]``, 0 at padding; with normalize it adds up to 1.
-
-    Raises:
-        ValueError: As :func:`rollout`; or position is outside a sequence.
-        KeyError, LookupError: As :func:`rollout`.
-        IndexError: No layer has this number.
-
-    Example:
-        >>> import torch, ikattn
-        >>> from ikattn.maps.through_layers import rollout, token_importance
-        >>> weights = [torch.rand(2, 4, 4).softmax(-1) for _ in range(3)]
-        >>> importance = token_importance(weights, -1, residual=0.5)
-        >>> torch.allclose(importance, rollout(weights, residual=0.5)[:, -1])
-        True
-    """
-    caller = "token_importance"
-    layers = None if layers is None else list(layers)
-    if layer is None:
-        padding = key_padding if query_padding is None else query_padding
-        steps = steps_of(maps, normalize, map, layers, residual, padding, caller)
-        of_queries = padding_of(maps, layers, padding, caller)
-    else:
-        step, of_queries = _single_step(
-            maps, layer, normalize, map, layers, residual, query_padding, key_padding
-        )
-        steps = [step]
-    B, L, S = steps[-1].shape
-    device = steps[-1].device
-    if isinstance(position, slice):
-        share = _share_of_span(position, of_queries, B, L, device).to(steps[-1].dtype)
-        row = share.unsqueeze(1) @ steps[-1]  # [B, 1, S]
-    else:
-        index = token_index(position, of_queries, B, L, device)
-        share = torch.arange(L, device=index.device) == index.unsqueeze(-1)
-        row = steps[-1][torch.arange(B, device=index.device), index].unsqueeze(1)
-    for step in reversed(steps[:-1]):
-        row = row @ step
-    row = row.squeeze(1)
-    if not without_self:
-        return row
-    if L != S:
-        raise ValueError(
-            f"{caller}: without_self must be False where queries are not the keys, got a map of "
-            f"shape {[B, L, S]}"
-        )
-    others = row.masked_fill(share != 0, 0)
-    return row_shares(others) if normalize else others
-
-
-class RankedToken(NamedTuple):
-    """A token and how much it matters."""
-
-    token: str
-    importance: float
-    position: int
-    """Among the tokens of its sequence, padding not counted."""
-
-
-def rank_tokens(
-    importance: Tensor,
-    tokens: Sequence[Sequence[str]],
-    *,
-    padding: Tensor | None = None,
-    top: int | None = None,
-) -> list[list[RankedToken]]:
-    """Tokens with their importance, the most important first, of equal ones the earlier.
-
-    Args:
-        importance: ``[B, S]``, from :func:`token_importance`.
-        tokens: Of each sequence, without padding, as ``Batch.tokens``.
-        padding: bool ``[B, S]``. None: nothing is padded.
-        top: How many of each sequence, by default all.
-
-    Returns:
-        A list for each sequence.
-
-    Raises:
-        ValueError: The number of sequences, or of tokens in one, is not that of importance.
-
-    Example:
-        >>> import torch
-        >>> from ikattn.maps.through_layers import rank_tokens
-        >>> ranking = rank_tokens(torch.tensor([[0.1, 0.75, 0.15]]), [["the", "cat", "sat"]])
-        >>> [ranked.token for ranked in ranking[0]]
-        ['cat', 'sat', 'the']
-    """
-    if importance.dim() != 2 or importance.shape[0] != len(tokens):
-        raise ValueError(
-            f"rank_tokens: importance must have shape [B, S] with B = {len(tokens)}, the number of "
-            f"token lists, got {list(importance.shape)}"
-        )
-    if padding is None:
-        padding = torch.zeros_like(importance, dtype=torch.bool)
-    check_padding(padding, "padding", importance.shape, "rank_tokens")
-    ranked = []
-    for b, (values, hidden, words) in enumerate(zip(importance, padding, tokens, strict=True)):
-        values = values[~hidden]
-        if len(values) != len(words):
-            raise ValueError(
-                f"rank_tokens: tokens[{b}] must hold the {len(values)} tokens of its sequence that "
-                f"are not padding, got {len(words)}"
-            )
-        order = values.argsort(descending=True, stable=True)[:top]
-        ranked.append([RankedToken(words[i], float(values[i]), i) for i in order.tolist()])
-    return ranked
-
-
 def steps_of(
     maps: Maps,
     normalize: bool,
@@ -272,7 +120,7 @@ def steps_of(
     """The factors of the product, first layer first: [B, L, L] each."""
     layers = None if layers is None else list(layers)
     _warn_of_with_norm(maps, map)
-    _check_rows(maps, layers, caller)
+    check_rows(maps, layers, caller)
     padding = padding_of(maps, layers, padding, caller)
     B, L, S = layer_maps(maps, map=map, layers=layers, caller=caller)[0].shape
     if L != S:
@@ -290,63 +138,11 @@ def steps_of(
     found = layer_maps(
         maps, map=map, layers=layers, query_padding=padding, key_padding=padding, caller=caller
     )
-    ratios = _mixing_ratios(maps, layers, residual, len(found), (B, L), caller)
+    ratios = mixing_ratios(maps, layers, residual, len(found), (B, L), caller)
     return [
-        _with_residual(row_shares(x) if normalize else x, ratio, padding)
+        with_residual(row_shares(x) if normalize else x, ratio, padding)
         for x, ratio in zip(found, ratios, strict=True)
     ]
-
-
-def _single_step(
-    maps: Maps,
-    layer: int | str,
-    normalize: bool,
-    map: str,
-    layers: Iterable[str] | None,
-    residual: Residual,
-    query_padding: Tensor | None,
-    key_padding: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """One layer's map, [B, L, S], as rollout would take it, and the padding of its queries."""
-    caller = "token_importance"
-    one: Maps
-    if isinstance(maps, (RecordedMaps, Batch)):
-        if isinstance(layer, int):
-            names = list(layer_contributions(maps, layers, caller))
-            layer = names[_checked_number(layer, len(names))]
-        one, layers = maps, [layer]
-        _check_rows(maps, layers, caller)
-        if query_padding is None:
-            query_padding = layer_contributions(maps, layers, caller)[layer].query_padding
-    else:
-        if isinstance(layer, str):
-            raise ValueError(
-                f"{caller}: layer must be a number where maps are tensors, got {layer!r}"
-            )
-        one = [maps[_checked_number(layer, len(maps))]]
-    (found,) = layer_maps(
-        one,
-        map=map,
-        layers=layers,
-        query_padding=query_padding,
-        key_padding=key_padding,
-        caller=caller,
-    )
-    B, L, S = found.shape
-    if residual is not None and L != S:
-        raise ValueError(
-            f"{caller}: residual must be None where queries and keys differ, got {residual} for a "
-            f"map of shape {[B, L, S]}"
-        )
-    (ratio,) = _mixing_ratios(one, layers, residual, 1, (B, L), caller)
-    step = row_shares(found) if normalize else found
-    return _with_residual(step, ratio, query_padding), query_padding
-
-
-def _checked_number(layer: int, N: int) -> int:
-    if not -N <= layer < N:
-        raise IndexError(f"token_importance: layer must be in [{-N}, {N}), got {layer}")
-    return layer
 
 
 def _warn_of_with_norm(maps: Maps, map: str) -> None:
@@ -360,7 +156,7 @@ def _warn_of_with_norm(maps: Maps, map: str) -> None:
         )
 
 
-def _check_rows(maps: Maps, layers: Iterable[str] | None, caller: str) -> None:
+def check_rows(maps: Maps, layers: Iterable[str] | None, caller: str) -> None:
     """Raises ValueError where a layer's maps are of some queries alone."""
     if isinstance(maps, (RecordedMaps, Batch)):
         for name, own in layer_contributions(maps, layers, caller).items():
@@ -377,7 +173,7 @@ def padding_of(
     return first.key_padding if first.query_padding is None else first.query_padding
 
 
-def _mixing_ratios(
+def mixing_ratios(
     maps: Maps,
     layers: Iterable[str] | None,
     residual: Residual,
@@ -412,7 +208,7 @@ def _mixing_ratios(
     return [full_precision(x) for x in ratios if x is not None]
 
 
-def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | None) -> Tensor:
+def with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | None) -> Tensor:
     """A map with its residual connection, [B, L, L]."""
     if ratio is None:
         return x
@@ -425,57 +221,3 @@ def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | No
         ratio = ratio.masked_fill(padding, 0)
     ratio = ratio.unsqueeze(-1)
     return ratio * row_shares(x * (1 - own)) + (1 - ratio) * own
-
-
-def _share_of_span(
-    span: slice, padding: Tensor | None, B: int, L: int, device: torch.device
-) -> Tensor:
-    """1 / n at the n tokens of a span, counted without padding, else 0: [B, L].
-
-    Raises:
-        ValueError: A sequence has none of them.
-    """
-    padding = torch.zeros(B, L, dtype=torch.bool, device=device) if padding is None else padding
-    share = torch.zeros(B, L, device=device)
-    for b, hidden in enumerate(padding):
-        places = (~hidden).nonzero()[:, 0]
-        chosen = places[list(range(*span.indices(len(places))))]
-        if not len(chosen):
-            raise ValueError(
-                f"token_importance: position must be a span with a token, got {span} of sequence "
-                f"{b}, which has {len(places)} tokens"
-            )
-        share[b, chosen] = 1 / len(chosen)
-    return share
-
-
-def token_index(
-    position: int | Tensor, padding: Tensor | None, B: int, L: int, device: torch.device
-) -> Tensor:
-    """Where in the padded rows the tokens stand that are counted without padding: int64 [B]."""
-    if not isinstance(position, (int, Tensor)):
-        raise TypeError(
-            "token_importance: position must be an int, a slice or an int64 tensor [B], got "
-            f"{position!r}"
-        )
-    if isinstance(position, Tensor) and (position.dtype != torch.int64 or position.shape != (B,)):
-        raise ValueError(
-            f"token_importance: position must be an int or an int64 tensor [{B}], "
-            f"got {position.dtype} {list(position.shape)}"
-        )
-    wanted = torch.as_tensor(position, device=device).expand(B)
-    if padding is None:
-        padding = torch.zeros(B, L, dtype=torch.bool, device=device)
-    lengths = (~padding).sum(-1)
-    outside = (wanted < -lengths) | (wanted >= lengths)
-    if outside.any():
-        b = int(outside.int().argmax())
-        raise ValueError(
-            f"token_importance: position must be in [{-int(lengths[b])}, {int(lengths[b])}) in "
-            f"sequence {b}, which has {int(lengths[b])} tokens, got {int(wanted[b])}"
-        )
-    if B == 0:
-        return wanted
-    count = torch.where(wanted < 0, wanted + lengths, wanted) + 1
-    reached = (~padding).cumsum(-1) >= count.unsqueeze(-1)
-    return reached.int().argmax(-1)

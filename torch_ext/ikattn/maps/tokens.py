@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ikattn.maps.layers import Batch
 
-__all__ = ["Tokens", "is_byte_level", "is_special", "readable_tokens", "tokens_of_batch"]
-
 # For each sequence its tokens; of a single sequence the tokens themselves; or a tokenizer.
 Tokens: TypeAlias = "Sequence[Sequence[str]] | Sequence[str] | Any"
 

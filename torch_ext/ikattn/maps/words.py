@@ -8,15 +8,13 @@ from collections.abc import Sequence
 
 from ikattn.maps.tokens import is_special
 
-__all__ = ["text_span", "texts_of", "words_of_text"]
-
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece, for letters that it does not know
 _ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")  # of readable_tokens, for parts of a letter
 _BYTE_LEVEL = str.maketrans("ĠĊ", " \n")
 
 
 def texts_of(tokens: Sequence[str], *, byte_level: bool = False) -> list[str]:
-    """What each token adds to the text; joined they are the text.
+    """Returns the text that each token adds; joined they are the text.
 
     Knows the marks of byte-level BPE ("Ġ"), sentencepiece ("▁"), WordPiece ("##"), subword-nmt
     ("@@") and CLIP ("</w>"). Tokens without any mark are words. A letter of several tokens stands

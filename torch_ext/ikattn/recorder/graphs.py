@@ -146,7 +146,7 @@ class _LayerCall:
         self._thread.maps = (weights, messages)
 
     def end(self, module: Any, arguments: Sequence[Any], output: Tensor) -> None:
-        from ikattn.integrations.pyg._edges import ends_of
+        from ikattn.integrations.pyg.edges import ends_of
 
         maps: tuple[Tensor, Tensor] | None = getattr(self._thread, "maps", None)
         if maps is None:
@@ -198,7 +198,7 @@ def _check_sum(name: str, module: Any, messages: Tensor, output: Tensor, target:
     if wrong.any():
         node = int(wrong.nonzero()[0])
         raise RuntimeError(
-            f"record: {name} does not add up: the messages into node {node} and what it got differ "
-            f"by {float(error[node] / scale[node]):.2%}; expected a layer that sums messages, got "
-            f"aggr={module.aggr!r}"
+            f"record: {name} ({type(module).__name__}, aggr={module.aggr!r}) does not add up: the "
+            f"sum of the messages into node {node} and what it got differ by "
+            f"{float(error[node] / scale[node]):.2%}. layers=... leaves the layer out"
         )

@@ -13,20 +13,18 @@ from torch import Tensor, nn
 
 from ikattn._optional import when_imported
 from ikattn._precision import without_autocast
-from ikattn.integrations.transformers._attention import register_implicit
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.attention import register_implicit
+from ikattn.integrations.transformers.interface import (
     Given,
     attention_function,
     register_attention,
 )
-from ikattn.recorder.calls.projection import effective_projection
+from ikattn.recorder.calls.projection import describe, effective_projection
 from ikattn.recorder.calls.transformers_attention import NORMS, interface_call
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import find_attention, resolve
 from ikattn.recorder.plan.run_maps import Surroundings, make_maps
 from ikattn.recorder.runs.padding import fill_padding
-
-__all__ = ["register_norms"]
 
 _MAPS_WITHOUT_BLOCK = ("summed", "per_head", "weights", "similarity")
 
@@ -39,7 +37,7 @@ def register_norms(*, map: str = "summed") -> None:
     ``encoder_attentions``, ``decoder_attentions`` and ``cross_attentions``. ``ikattn.record`` gives
     all maps, also those that need the residual and norms around the attention.
 
-    The second computes with the kernels that ``use_implicit_attention`` gives a model; that
+    The second computes with the kernels that ``ikattn.convert`` gives a model; that
     function registers it as well.
 
     Args:
@@ -76,7 +74,7 @@ class _NormsAttention:
 
     def __init__(self, name: str) -> None:
         self._map = name
-        # Of modules that have run, the modules around them, innermost first.
+        # Modules around each module that has run, innermost first.
         self._around: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
     def __call__(
@@ -99,7 +97,7 @@ class _NormsAttention:
         assert parts.out_proj is not None
         with without_autocast(query.device):
             width = call.query.size(1) * call.value.size(-1)
-            projection = effective_projection(parts.out_proj, width, value)
+            projection = effective_projection(parts.out_proj, width, value, describe(module))
             maps = make_maps(call, projection.weight, Surroundings(), {self._map})
         found = getattr(maps, self._map)
         assert isinstance(found, Tensor)

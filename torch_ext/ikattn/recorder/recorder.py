@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,43 +21,29 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
-from ikattn.integrations.transformers._interface import Given
+from ikattn.integrations.transformers.interface import Given
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.recording import Recording
-from ikattn.nn._over_ranks import goes_over_ranks
-from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.nn.over_ranks import goes_over_ranks
 from ikattn.recorder.calls.heads import FollowedHeads
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import check_is_plain_call, in_own_modes
 from ikattn.recorder.calls.projection import describe, is_probing
-from ikattn.recorder.calls.sdpa import sdpa_call
 from ikattn.recorder.calls.torch_attention import (
     fused_layer_differs,
-    inputs_of,
-    out_projection_of,
-    torch_call,
 )
-from ikattn.recorder.calls.transformers_attention import interface_call
 from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.runs.call import Call, Entered, note_ids, tokens_before
 from ikattn.recorder.runs.following import Follower
 from ikattn.recorder.runs.making import Maker, OnLayer, OnRun
+from ikattn.recorder.runs.opening import Opener
 from ikattn.recorder.runs.padding import (
-    fill_padding,
-    has_other_keys,
     mask_argument,
-    padding_of_decoder,
 )
 from ikattn.recorder.runs.rows import RowsAsked
-from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.transfers import Arrival
 from ikattn.recorder.sums.claims import Settlement
 from ikattn.recorder.sums.tensors import first_tensor
-from ikattn.recorder.sums.token_order import TokenOrder
-
-__all__ = ["OnLayer", "OnRun", "Recorder"]
-
-_CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
 
 
 class _Ended(NamedTuple):
@@ -86,11 +71,11 @@ class Recorder:
     ) -> None:
         self._recording = recording
         self._on_layer = on_layer
-        self._checks_all = check == "all"
         self._maker = Maker(
             to_cpu=to_cpu, detach=detach, on_layer=on_layer, on_run=on_run, rows=rows
         )
-        self._follower = Follower(self._maker, checks_all=self._checks_all)
+        self._follower = Follower(self._maker, checks_all=check == "all")
+        self._opener = Opener(self._maker, self._follower, checks_all=check == "all")
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls_begun = 0
@@ -105,7 +90,7 @@ class Recorder:
     # --- Hooks
 
     def add_hooks(self, model: nn.Module, plans: Sequence[Plan]) -> None:
-        """Those of calls embrace the others: before them on the way in, after them on the way out.
+        """Adds hooks; those of calls come first on the way in, and last on the way out.
 
         Every module around a layer is watched, so that a part of the model may be called alone.
         """
@@ -263,7 +248,7 @@ class Recorder:
         if is_probing() or _is_in_backward():
             return
         if plan is not None and isinstance(module, StockMultiheadAttention):
-            self._torch_ran(call, plan, args, kwargs, output)
+            self._opener.torch_ran(call, plan, args, kwargs, output)
         elif plan is not None:
             self._check_report(call, plan)
         outputs = output if isinstance(output, (tuple, list)) else (output,)
@@ -353,67 +338,12 @@ class Recorder:
 
     # --- Attention that has run
 
-    def _torch_ran(
-        self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        module: Any = plan.module
-        with self._maker.grad_mode():
-            attention = torch_call(
-                module,
-                args,
-                kwargs,
-                plan.parts.kind,
-                call.frequencies.pop(module, None),
-                call.padded_length,
-            )
-        drops = module.training and module.dropout > 0
-        if plan.parts.block == "found" and not plan.needs_block(attention.kind):
-            plan = replace(plan, parts=replace(plan.parts, block="none"))  # nothing to follow
-        run = self._begin(call, plan, attention, None, drops)
-        y = output[0] if isinstance(output, tuple) else output
-        run.projection = out_projection_of(module)
-        if plan.parts.block == "found" and not y.is_nested and y.numel():
-            inputs = [x for x in inputs_of(module, args, kwargs) if x.numel()]
-            run.order = TokenOrder.of(y, module.batch_first, inputs, call.norms)
-            run.residuals[1:1] = run.order.inputs[1:]  # positions may be in the first alone
-        if y.is_nested or attention.query.numel() == 0 or y.numel() == 0:
-            self._follower.projected(call, run, y)
-            return
-        if not drops and getattr(module, "kernel", "dot") in ("dot", "rbf", "implicit"):
-            self._check_torch(call, run, module, y)
-        self._follower.projected(call, run, y)
-
-    def _check_torch(self, call: Call, run: Run, module: Any, y: Tensor) -> None:
-        """Of a module that does not call its out-projection: heads and projection at once."""
-        own = y.unsqueeze(0) if y.dim() == 2 else y if module.batch_first else y.transpose(0, 1)
-        if self._checks_all:
-            heads = run.attention.context()
-            if run.attention.query_padding is not None:
-                there = ~run.attention.query_padding
-                heads, own = heads[there].unsqueeze(0), own[there].unsqueeze(0)
-        else:
-            row = run.a_row()
-            heads, own = run.attention.context_of_row(0, row.place), row.of(own[:1])
-        step = "weights times values, through its out-projection, are not its output"
-        apart = run.projected(out_projection_of(module), heads, own, self._checks_all)
-        call.claim(run.claim(step, apart))
-
     @in_own_modes
     def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
         """Takes up what a module passed to its attention function, and what that returned."""
         call = self._call
-        if call is None or is_probing() or _is_in_backward():
-            return
-        with self._maker.grad_mode():
-            kind = self._kind_of(call, plan, given.query, given.key.size(-2))
-            attention = interface_call(plan.module, given, kind)
-            fill_padding(attention, given.attention_mask, self._mask_of_tokens(call, attention))
-        context = output[0] if isinstance(output, tuple) else output
-        merged = context.flatten(2) if context.dim() == 4 else context
-        drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
-        run = self._begin(call, plan, attention, merged, drops)
-        if context.dim() == 4:
-            self._follow(call, run, context, turned=False)
+        if call is not None and not is_probing() and not _is_in_backward():
+            self._opener.interface_called(call, plan, given, output)
 
     @in_own_modes
     def sdpa_called(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -422,135 +352,9 @@ class Recorder:
         if call is None or not call.running or is_probing() or _is_in_backward():
             return
         plan = self._plans.get(call.running[-1].module)
-        if plan is None or plan.seen_by != "sdpa":
-            return
-        check_is_plain_call(plan.name)
-        with self._maker.grad_mode():
-            attention, dropout_p = sdpa_call(plan.title, args, kwargs)
-            attention.kind = self._kind_of(call, plan, attention.query, attention.sizes[3])
-            for entered in call.running:
-                entered.projected.clear()
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            fill_padding(attention, mask, self._mask_of_tokens(call, attention))
-        merged = output.transpose(1, 2)
-        run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
-        self._follow(call, run, output, turned=True)
-
-    @staticmethod
-    def _follow(call: Call, run: Run, heads: Tensor, *, turned: bool) -> None:
-        """Follows heads ``[B, L, H, d_v]``, or turned, ``[B, H, L, d_v]``, in their module."""
-        number, shape, device = len(run.calls) - 1, heads.shape, heads.device
-
-        def places() -> Tensor:
-            B, one, two, d = shape
-            first = number * shape.numel()
-            own = torch.arange(first, first + shape.numel(), device=device)
-            return own.view(B, two, one, d).transpose(1, 2) if turned else own.view(shape)
-
-        for entered in reversed(call.running):
-            if entered.module is run.plan.module and entered.following is not None:
-                run.following = entered.following
-                run.following.begin(heads, places, run.keep_heads)
-
-    def _kind_of(self, call: Call, plan: Plan, query: Tensor, S: int) -> Literal["self", "cross"]:
-        """Which of both a call of queries ``[B, H, L, d]`` and S keys is."""
-        B, H, L, d = query.shape
-        if plan.parts.kind is not None:
-            return plan.parts.kind
-        if not call.running:
-            return "cross" if L > S else "self"
-        if any(call.running[-1].kwargs.get(name) is not None for name in _CROSS):
-            return "cross"
-        # a module that computes weights alone may be called with heads, [B, H, L, d]
-        around = (each for each in reversed(call.running[-3:]) if each.was_called_with_tokens)
-        entered = next(around, call.running[-1])
-        sizes = (B, H * d, L, S)
-        return "cross" if has_other_keys(entered, sizes, plan.seen_by == "sdpa") else "self"
-
-    def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
-        """The mask [B, S] that the innermost running module was given for its own tokens."""
-        B, _, _, S = attention.sizes
-        for entered in reversed(call.running):
-            mask = entered.mask
-            if mask is None:
-                return None
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                fits = attention.kind == "self" and mask.shape == (B, S)
-                return mask if fits else None
-        return None
-
-    def _begin(
-        self,
-        call: Call,
-        plan: Plan,
-        attention: AttentionCall,
-        context: Tensor | None,
-        drops: bool,
-    ) -> Run:
-        """Opens a run of a layer, or adds to the one whose module is still at it."""
-        module, parts = plan.module, plan.parts
-        call.reports[module] = call.reports.get(module, 0) + 1
-        for run in tuple(call.pending):
-            if run.plan.module is module and run.stage == "heads":
-                run.calls.append(attention)
-                run.contexts.append(context)
-                return run
-            if run.stage == "reading norm":
-                self._follower.leave_unread(call, run)
-                continue
-            if run.plan.parts.block == "found" and run.stage == "sum":
-                self._follower.without_sum(call, run)
-            elif run.stage == "end of block":  # another attention stands before it
-                self._maker.finish(call, run, run.plan.parts)
-            elif run.plan.module is module:
-                raise RuntimeError(
-                    f"record: {plan.title} ran again, and {run.awaited} has not run since its "
-                    f"first run; {plan.source} names it"
-                )
-        times = call.times_run[module] = call.times_run.get(module, 0) + 1
-        name = plan.name if times == 1 else f"{plan.name}#{times}"
-        if attention.kind == "self":
-            call.query_padding[parts.side] = attention.query_padding
-        elif parts.kind == "cross" or parts.side == "decoder":
-            sizes = attention.sizes[::2]
-            if parts.side in call.query_padding:
-                padding = call.query_padding[parts.side]
-            else:  # its self-attention is not recorded
-                padding = padding_of_decoder(call.running, *sizes)
-            if padding is not None and padding.shape == sizes:
-                attention.query_padding = padding
-        entered = next((each for each in call.running if each.module is module), None)
-        given = None if entered is None else entered.given
-        around = [each.given for each in reversed(call.running) if each.module is not module]
-        norms = [seen for _, seen in reversed(call.norms)]
-        residuals = [seen for seen in (given, *norms, *around[:3]) if seen is not None]
-        run = Run(plan, name, [attention], [context], residuals, given, drops)
-        run.out_proj = parts.out_proj
-        run.normed = [] if entered is None else list(entered.normed)
-        if parts.block != "found":
-            run.around.residual = known = self._residual_of(call, run)
-            run.residuals.sort(key=lambda seen: seen.tensor is not known)
-        call.pending.append(run)
-        return run
-
-    def _residual_of(self, call: Call, run: Run) -> Tensor | None:
-        """Of a layer whose parts are known: what the norm before it, or it, was called with."""
-        parts = run.plan.parts
-        if parts.block == "none":
-            return None
-        if parts.pre_norm is None:
-            return None if run.given is None else run.given.tensor
-        for module, seen in reversed(call.norms):
-            if module is parts.pre_norm:
-                return seen.tensor
-        return next(
-            (
-                each.given.tensor
-                for each in call.running
-                if each.given and each.module is parts.pre_norm
-            ),
-            None,
-        )
+        if plan is not None and plan.seen_by == "sdpa":
+            check_is_plain_call(plan.name)
+            self._opener.sdpa_called(call, plan, args, kwargs, output)
 
 
 def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> None:

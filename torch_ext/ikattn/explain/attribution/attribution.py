@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ikattn._library import version
 from ikattn._whole_files import whole_file
+from ikattn.maps.importance import RankedToken
 from ikattn.maps.page.arrays import as_base64
 from ikattn.maps.page.template import frame, write_mode
-from ikattn.maps.through_layers import RankedToken
 from ikattn.maps.tokens import is_byte_level, is_special, readable_tokens
 from ikattn.maps.words import text_span, texts_of, words_of_text
 

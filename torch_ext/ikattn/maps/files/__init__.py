@@ -58,7 +58,7 @@ VERSION = 1  # raised when an older ikattn could no longer read what this one wr
 
 _IDS = ("input_ids", "input_mask", "target_ids", "target_mask")  # fields of Batch
 
-# What every file says of its maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
+# Definitions that stand in every file of maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
 DEFINITIONS = {
     "weights": "[B, H, L, S] the attention weights a_ij^h",
     "value_norms": "[B, H, S] |f_h(x_j)|, f_h(x_j) = W_O^h v_j^h, value bias included",
@@ -363,7 +363,7 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
         elif map_name in DEFINITIONS:
             setattr(maps, map_name, tensor)
         else:
-            raise ValueError(f"{map_name!r} is the name of no map")
+            raise ValueError(f"{map_name!r} is none of the maps {', '.join(DEFINITIONS)}")
     for (number, layer, key), parts in largest.items():
         recording.batches[number].layers[layer].reduced[key] = TopSources(**parts)
     return recording

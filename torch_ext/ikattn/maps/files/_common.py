@@ -1,4 +1,4 @@
-"""What the formats of map files share."""
+"""Sinks, types and errors that the formats of map files share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-__all__ = ["DTYPES", "MapFileError", "Sink", "raw_bytes"]
 
 # The types that maps may have, by their names in files.
 DTYPES = {

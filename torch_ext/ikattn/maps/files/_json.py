@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ikattn.maps.files._common import DTYPES, MapFileError
 
-__all__ = ["JsonSink", "read_json"]
-
 
 class JsonSink:
     """One document; numbers with as many digits as it takes to read the same ones back."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from ikattn._optional import optional
 from ikattn.maps.files._common import MapFileError
 
-__all__ = ["NumpySink", "read_npz"]
-
 _METADATA = "metadata.json"
 
 

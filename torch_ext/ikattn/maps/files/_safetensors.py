@@ -15,8 +15,6 @@ from torch import Tensor
 from ikattn._optional import optional
 from ikattn.maps.files._common import MapFileError, raw_bytes
 
-__all__ = ["SafetensorsSink", "read_safetensors"]
-
 _SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",

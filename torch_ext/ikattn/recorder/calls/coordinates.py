@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["in_own_coordinates", "pays"]
-
 MOST_NUMBERS = 1 << 22  # of [B, keys, H, D], held at a time
 
 
@@ -33,7 +31,7 @@ def pays(call: AttentionCall, projection: Tensor, blocks: int) -> bool:
 
 
 def in_own_coordinates(call: AttentionCall, projection: Tensor) -> tuple[AttentionCall, Tensor]:
-    """The same run with values ``[B, H, S, H]``, and the out-projection ``[H, H H]`` that fits it.
+    """Returns a run with values ``[B, H, S, H]``, and the out-projection ``[H, H H]`` for it.
 
     Maps without a residual, norms and mixing ratios are those of ``call``.
 

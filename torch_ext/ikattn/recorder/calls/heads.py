@@ -24,8 +24,6 @@ from torch.overrides import (
 
 from ikattn._precision import widened
 
-__all__ = ["FollowedHeads", "Gate", "Product"]
-
 _MOVES = {
     *("reshape", "view", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("chunk", "split", "unbind", "getitem", "narrow", "swapaxes", "movedim", "view_as", "select"),
@@ -41,7 +39,7 @@ _SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1, "subtract": -1}
 
 
 class Gate(NamedTuple):
-    """What an out-projection is called with, as a multiple of heads.
+    """A multiple of heads, with which an out-projection is called.
 
     Attributes:
         columns: ``[H d_v]``, the column of the input that each number of the heads is in; those
@@ -53,7 +51,7 @@ class Gate(NamedTuple):
     factors: Tensor
 
     def of_one_call(self, calls: int, H: int) -> Gate:
-        """Of calls with values of their own: as of one, whose values are theirs side by side."""
+        """Returns the gate of one call whose values are those of several calls side by side."""
 
         def by_head(x: Tensor) -> Tensor:
             own: Tensor = x.unflatten(-1, (calls, H, -1))
@@ -223,7 +221,7 @@ class FollowedHeads(TorchFunctionMode):
         return id(x) in self._known
 
     def gate(self, x: Tensor, sizes: tuple[int, int, int]) -> Gate | str | None:
-        """What ``x`` is of the heads.
+        """Returns the multiple of the heads that ``x`` is, or why it is none.
 
         Args:
             x: What a module is called with, ``[.., X]``.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Hook"]
-
 
 class Hook:
     """A hook that is one of this process and this model alone.

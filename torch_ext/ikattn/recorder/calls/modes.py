@@ -16,15 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = [
-    "as_the_model_runs",
-    "check_is_plain_call",
-    "in_own_modes",
-    "model_has_autocast",
-    "model_has_gradients",
-    "without_compiled_code",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 

@@ -1,4 +1,4 @@
-"""What an out-projection computes, whatever it is made of.
+"""Out-projections as linear maps, whatever they are made of.
 
 Sizes: H heads, d_v head size of value, D model size.
 """
@@ -17,15 +17,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ikattn._precision import widened
 from ikattn.recorder.calls.hooks import Hook
 
-__all__ = [
-    "FLOATS",
-    "Projection",
-    "describe",
-    "effective_projection",
-    "is_probing",
-    "plain_projection",
-]
-
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _thread = threading.local()
 
@@ -37,7 +28,7 @@ class Projection(NamedTuple):
     bias: Tensor | None
 
     def after(self, before: Projection) -> Projection:
-        """What this makes of the outputs of another, which mixes no numbers."""
+        """Returns this map applied after another, which mixes no numbers."""
         weight = widened(self.weight)
         bias = self.bias
         if before.bias is not None:
@@ -45,7 +36,7 @@ class Projection(NamedTuple):
         return Projection(weight * before.weight.diagonal(), bias)
 
     def of_columns(self, columns: Tensor) -> Projection:
-        """What this makes of numbers that are in these of its columns."""
+        """Returns this map for inputs that stand in some of its columns."""
         return Projection(self.weight[:, columns], self.bias)
 
 
@@ -79,13 +70,14 @@ def plain_projection(module: nn.Module) -> Projection | None:
     return Projection(weight.mT if is_conv else weight, bias)
 
 
-def effective_projection(module: nn.Module, width: int, like: Tensor) -> Projection:
-    """What a linear module computes: what it makes of the identity, less what it makes of zero.
+def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str) -> Projection:
+    """Returns a module's linear map: its output for the identity less its output for zero.
 
     Args:
         module: The out-projection.
         width: Its inputs, H d_v.
         like: A tensor with the type and device of these.
+        layer: The name of the attention that it belongs to, for errors.
 
     Raises:
         TypeError: The module cannot be applied to ``[1, width, width]``.
@@ -100,16 +92,22 @@ def effective_projection(module: nn.Module, width: int, like: Tensor) -> Project
             made = module(rows.unsqueeze(0))
         except Exception as error:
             raise TypeError(
-                f"record: the out-projection, a {describe(module)}, must be a linear map of "
-                f"[1, L, {width}], got an error when it was applied: {error}"
+                f"record: the out-projection of {layer}, a {describe(module)}, must be a linear "
+                f"map of [1, L, {width}], got an error when it was applied: {error}. layers=... "
+                "leaves the layer out"
             ) from error
     if not isinstance(made, Tensor) or made.dim() != 3 or made.shape[:2] != (1, width + 1):
         raise TypeError(
-            f"record: the out-projection, a {describe(module)}, must make a tensor [1, L, D] of "
-            f"[1, L, {width}]"
+            f"record: the out-projection of {layer}, a {describe(module)}, must make a tensor "
+            f"[1, L, D] of [1, L, {width}], got {_shape_of(made)}. layers=... leaves the layer out"
         )
     made = widened(made[0])
     return Projection((made[:-1] - made[-1]).mT, made[-1])
+
+
+def _shape_of(made: object) -> object:
+    """Returns how an error names what a module has made."""
+    return list(made.shape) if isinstance(made, Tensor) else type(made).__name__
 
 
 def _is_plain(x: Tensor) -> bool:

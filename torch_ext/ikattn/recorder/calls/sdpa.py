@@ -22,9 +22,6 @@ from torch.nn import functional as F
 from ikattn._precision import widened
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["calls_sdpa", "hearing_sdpa", "sdpa_call"]
-
-
 _NAME = "scaled_dot_product_attention"
 _lock = threading.Lock()
 _heard: list[Callable[[tuple[Any, ...], dict[str, Any], Tensor], None]] = []
@@ -120,7 +117,7 @@ def _bound(
 def sdpa_call(
     layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[AttentionCall, float]:
-    """What a call of the function was given, taken for self-attention, and its dropout.
+    """Returns the inputs of a call, taken for self-attention, and its dropout.
 
     Raises:
         NotImplementedError: Tensors that are not ``[B, H, L, d]``.

@@ -1,4 +1,4 @@
-"""What an ``nn.MultiheadAttention``, stock or ours, computed in one call.
+"""Calls of ``nn.MultiheadAttention``, stock or ours.
 
 Sizes: N batch, L queries, S keys, E model size, H heads, d = E / H head size.
 """
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._precision import widened
-from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
-from ikattn.nn._projection import project
-from ikattn.nn._softmax import rbf_key_bias, select_away
 from ikattn.nn.functional import ExtraKeys, with_extra_keys
+from ikattn.nn.masks import Masks, as_bias, as_visible, hidden
+from ikattn.nn.projection import project
+from ikattn.nn.softmax import rbf_key_bias, select_away
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
@@ -34,7 +34,7 @@ def torch_call(
     frequencies: tuple[Tensor, Tensor | None] | None,
     padded_length: int | None,
 ) -> AttentionCall:
-    """What the attention of a call that has just been made was given.
+    """Returns the inputs of attention in a call that has just been made.
 
     Args:
         module: The module that was called.
@@ -90,8 +90,12 @@ def inputs_of(
     return given["query"], given["key"], given["value"]
 
 
-def out_projection_of(module: StockMultiheadAttention) -> Projection:
-    """Its out-projection, whose parameters it uses without calling it.
+def out_projection_of(module: StockMultiheadAttention, layer: str) -> Projection:
+    """Returns the out-projection, whose parameters ``nn.MultiheadAttention`` uses uncalled.
+
+    Args:
+        module: The attention.
+        layer: Its name, for errors.
 
     Raises:
         TypeError: Their tensors are no plain ones.
@@ -104,8 +108,8 @@ def out_projection_of(module: StockMultiheadAttention) -> Projection:
         if not is_plain or not fits:
             where = "offloaded (a meta tensor)" if x.is_meta else f"a {type(x).__name__}, {x.dtype}"
             raise TypeError(
-                f"record: out_proj.{name} of an nn.MultiheadAttention must be a plain "
-                f"floating-point tensor [E, E] or [E], got {where}, of a {describe(out_proj)}"
+                f"record: out_proj.{name} of {layer} must be a plain floating-point tensor [E, E] "
+                f"or [E], got {where}, of a {describe(out_proj)}. layers=... leaves the layer out"
             )
     return Projection(weight, bias)
 
@@ -186,7 +190,7 @@ def _padded(
 
 
 def _key_bias(module: Any, key: Tensor, padding: Tensor | None) -> Tensor | None:
-    """What is added to the logits of keys [N, H, S, d], as [N, H or 1, S]."""
+    """Returns the bias of the logits of keys [N, H, S, d], as [N, H or 1, S]."""
     bias = None if padding is None else as_bias(padding, key.dtype).unsqueeze(1)
     kernel, learned = getattr(module, "kernel", "dot"), getattr(module, "magnitude", None)
     own = None

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.integrations.transformers._attention import scaled_query
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.attention import scaled_query
+from ikattn.integrations.transformers.interface import (
     Given,
     attention_function,
     configs_of,
@@ -27,10 +27,8 @@ from ikattn.integrations.transformers._interface import (
     mask_of,
     register_attention,
 )
-from ikattn.integrations.transformers._kernels import IMPLICIT, kernel_of
+from ikattn.integrations.transformers.kernels import IMPLICIT, kernel_of
 from ikattn.recorder.calls.attention_call import AttentionCall
-
-__all__ = ["NORMS", "interface_call", "listening"]
 
 NORMS = "ikattn_norms"
 _RECORDING = "ikattn_record_"  # and the name of the implementation that computes the output
@@ -90,7 +88,7 @@ def listening(model: nn.Module, modules: Iterable[nn.Module], listener: Listener
 
 
 def interface_call(module: nn.Module, given: Given, kind: str | None) -> AttentionCall:
-    """What the attention of a call of an attention function was given.
+    """Returns the inputs of attention in a call of an attention function.
 
     Raises:
         NotImplementedError: The call asks for something that this package cannot compute.

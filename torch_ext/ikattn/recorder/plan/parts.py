@@ -7,8 +7,6 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-__all__ = ["AttentionParts", "Side"]
-
 Side: TypeAlias = Literal["encoder", "decoder"]
 
 

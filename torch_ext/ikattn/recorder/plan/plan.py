@@ -1,4 +1,4 @@
-"""What to record of a model, found out before it runs."""
+"""Plans: the layers and maps to record of a model, found before it runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Literal
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
 from ikattn.recorder.calls.torch_attention import out_projection_of
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import Site, described_by, find_attention
 from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS, defined_maps, why_undefined
-
-__all__ = ["Asked", "Plan", "asked_maps", "describe", "left_out", "plan_layers"]
 
 _GROUPS = {"ledger": (*LEDGER, "value_norms", "per_head")}
 
@@ -32,7 +30,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What to record of one layer of attention."""
+    """A layer of attention to record, and the maps to make of it."""
 
     name: str
     module: nn.Module
@@ -57,14 +55,14 @@ class Plan:
 
     @property
     def dropout_hint(self) -> str:
-        """What helps where a sum was not seen, for errors: "" in evaluation."""
+        """Advice where a sum was not seen, for errors: "" in evaluation."""
         if not self.module.training:
             return ""
         return "; it is in training mode, where dropout may change the summands: try model.eval()"
 
     @property
     def seen_by(self) -> Literal["torch", "interface", "sdpa"]:
-        """What tells of its runs."""
+        """The source that tells of its runs."""
         if isinstance(self.module, StockMultiheadAttention):
             return "torch"
         return "interface" if calls_interface(self.module) else "sdpa"
@@ -73,6 +71,15 @@ class Plan:
     def may_be_silent(self) -> bool:
         """Whether it may compute its attention without what tells of its runs."""
         return self.seen_by == "sdpa"
+
+    def limit(self) -> nn.Module | None:
+        """Returns the module around the layer at whose end its sum must have been formed."""
+        known = self.parts.pre_norm or self.parts.norm
+        if known is not None:
+            for module in self.ancestors:
+                if any(part is known for part in module.modules()):
+                    return module
+        return self.ancestors[min(2, len(self.ancestors) - 1)] if self.ancestors else None
 
     def wants(self, name: str) -> bool:
         """Whether a map is asked for, of layers that have it at least."""
@@ -112,7 +119,7 @@ class Plan:
 def plan_layers(
     model: nn.Module, asked: Asked, layers: Selection | None, *, may_be_none: bool = False
 ) -> tuple[list[Plan], list[str]]:
-    """What to record of each selected layer; with may_be_none there need not be any.
+    """Plans each selected layer; with may_be_none there need not be any.
 
     Returns:
         The plans, and where all layers are recorded the names of attention that no recording sees.
@@ -152,7 +159,7 @@ def plan_layers(
         plan = Plan(site.name, site.module, site.ancestors, site.parts, asked)
         plan.maps(site.parts.kind)
         if isinstance(site.module, StockMultiheadAttention):
-            out_projection_of(site.module)
+            out_projection_of(site.module, site.name)
         plans.append(plan)
     if not plans and not may_be_none:
         names = ", ".join(site.name for site in sites)
@@ -166,7 +173,7 @@ def left_out(model: nn.Module, sites: Iterable[Site]) -> list[str]:
 
 
 def asked_maps(maps: Iterable[str] | Asked | None) -> Asked:
-    """What ``maps`` stands for.
+    """Returns the names that ``maps`` stands for.
 
     Raises:
         ValueError: It names no map, or one that does not exist.

@@ -13,20 +13,11 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.recorder.calls.sdpa import calls_sdpa
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.torch_parts import torch_attention
 from ikattn.recorder.plan.transformers_parts import transformers_attention
-
-__all__ = [
-    "AttentionParts",
-    "Resolver",
-    "Site",
-    "find_attention",
-    "register_resolver",
-    "resolve",
-]
 
 Resolver: TypeAlias = Callable[[nn.Module, Sequence[nn.Module]], AttentionParts | None]
 

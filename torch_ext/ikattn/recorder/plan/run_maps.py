@@ -1,4 +1,4 @@
-"""Which maps a layer has, and how they are made of one run of its attention.
+"""Maps of one run of attention: which a layer has, and how they are made.
 
 Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size of query and key,
 d_v head size of value, D model size.
@@ -24,7 +24,7 @@ from ikattn.recorder.plan.parts import AttentionParts
 
 LEDGER = ("weights", "similarity", "magnitude")
 ALL_MAPS = (*LEDGER, *MAPS, "alti")
-# What maps=None takes: no map for every head, and none of the ledger.
+# Maps of maps=None: none for every head, and none of the ledger.
 USUAL_MAPS = tuple(name for name in MAPS if name != "per_head")
 _THROUGH_NORMS = ("with_norm", "encoder")
 _AFTER_RESIDUAL = ("with_residual", *_THROUGH_NORMS)
@@ -33,7 +33,7 @@ _OF_THE_BLOCK = (*_AFTER_RESIDUAL, "alti")
 
 @dataclass
 class Surroundings:
-    """What the block around the attention did in one run.
+    """The block around the attention in one run: residual, scale and norms.
 
     Attributes:
         residual: ``[B, L, D]``, or None.
@@ -54,11 +54,11 @@ class Surroundings:
     output: Tensor | None = None
 
     def narrow(self, start: int, end: int) -> Surroundings:
-        """What it did to queries from ``start`` to before ``end``."""
+        """Returns the block for queries from ``start`` to before ``end``."""
         return self._part((slice(None), slice(start, end)))
 
     def item(self, b: int) -> Surroundings:
-        """What it did to item b alone."""
+        """Returns the block for item b alone."""
         return self._part((slice(b, b + 1),))
 
     def _part(self, part: tuple[slice, ...]) -> Surroundings:
@@ -111,7 +111,7 @@ def why_undefined(
 def defined_maps(
     names: Iterable[str], parts: AttentionParts, kind: str | None, *, has_run: bool = False
 ) -> list[str]:
-    """Those of the names that a layer has a map of."""
+    """Returns the names of maps that a layer has."""
     return [name for name in names if why_undefined(name, parts, kind, has_run=has_run) is None]
 
 
@@ -335,7 +335,7 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
     query = call.query
     key = call.key.repeat_interleave(query.size(1) // call.key.size(1), 1)
     if call.scaling is not None:
-        # ikattn.similarity_and_magnitude divides by sqrt(d): in these units that is the scaling
+        # ikattn.ops.similarity_and_magnitude divides by sqrt(d): in these units that is the scaling
         unit = math.sqrt(call.scaling * math.sqrt(query.size(-1)))
         query, key = query * unit, key * unit
     w1, w2 = call.frequencies or (None, None)

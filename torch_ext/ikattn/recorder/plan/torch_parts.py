@@ -11,8 +11,6 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.recorder.plan.parts import AttentionParts, Side
 
-__all__ = ["torch_attention"]
-
 _stock_forward = StockMultiheadAttention.forward
 
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from ikattn.recorder.plan.parts import AttentionParts, Side
 
-__all__ = ["transformers_attention"]
-
 
 class _Anatomy(NamedTuple):
     """Where the parts are, as paths from the attention module.

@@ -20,8 +20,6 @@ from ikattn.recorder.runs.transfers import Arrival
 from ikattn.recorder.sums.claims import Claim, Settlement
 from ikattn.recorder.sums.tensors import Seen, see
 
-__all__ = ["Call", "Entered", "MadeLayer", "is_running", "note_ids", "tokens_before"]
-
 
 def is_running(wanted: FrameType | None) -> bool:
     """Whether a frame is among those that this thread runs."""
@@ -45,7 +43,7 @@ class Entered:
     reports: int = 0  # of its attention, before it began
     following: FollowedHeads | None = None  # of an attention module, while it runs
     normed: list[Seen] = field(default_factory=list)  # inputs of norms that it has called
-    # What linear modules were called with since its last attention, by address, which is kept from
+    # Inputs of linear modules since its last attention, by address, which is kept from
     # others as long, and how many outputs they have made of it
     projected: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
@@ -78,6 +76,10 @@ class Call:
     pending: list[Run] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)  # not looked at yet
     query_padding: dict[str, Tensor | None] = field(default_factory=dict)  # by side
+    # Padding of the queries of self-attention, by the module around it and by itself
+    self_attention: dict[nn.Module | None, dict[nn.Module, Tensor | None]] = field(
+        default_factory=dict
+    )
     padded_length: int | None = None  # of what nn.TransformerEncoder has nested
     layers: dict[str, Layer] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)

@@ -6,7 +6,6 @@ compared at each step. With the last step the maps of the layer are made (``maki
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from functools import partial
 
@@ -15,26 +14,20 @@ from torch import Tensor, nn
 
 from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.calls.heads import Product
-from ikattn.recorder.calls.modes import as_the_model_runs
 from ikattn.recorder.calls.projection import (
     Projection,
     describe,
-    effective_projection,
-    plain_projection,
 )
-from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.plan.run_maps import awaited_norms
 from ikattn.recorder.runs.call import Call
 from ikattn.recorder.runs.making import Maker, as_batch
+from ikattn.recorder.runs.projections import Projections, check_is_alone, is_handed_on, is_unary
+from ikattn.recorder.runs.residual_sum import is_sum
 from ikattn.recorder.runs.run import Run
-from ikattn.recorder.runs.sketches import Sketches
-from ikattn.recorder.runs.torch_blocks import block_of, second_half, why_no_norm, why_no_sum
+from ikattn.recorder.runs.torch_blocks import block_of, second_half, why_no_norm
 from ikattn.recorder.sums.claims import settle
-from ikattn.recorder.sums.distances import TOLERANCES, Distance
 from ikattn.recorder.sums.known_sums import takes_waiting
 from ikattn.recorder.sums.tensors import rows_of, same_rows, see
-
-__all__ = ["Follower"]
 
 
 class Follower:
@@ -49,24 +42,20 @@ class Follower:
         self._maker = maker
         self._checks_all = checks_all
         self.norms: set[nn.Module] = set()  # of the model
-        self._projections: dict[nn.Module, Projection] = {}
-        self._sketches = Sketches()
-        self._scaling: dict[nn.Module, bool] = {}  # modules that mix no numbers of their input
+        self._projections = Projections(detach=maker.detach, checks_all=checks_all)
         self._limits: dict[nn.Module, nn.Module | None] = {}
         self.plainly_fed: set[nn.Module] = set()  # whose heads are projected as they are
         self._known_readers: set[nn.Module] = set()  # norms that act as they are taken for
 
     def forget(self) -> None:
         """Lets go of what has been learnt of out-projections and norms."""
-        self._projections.clear()
-        self._sketches = Sketches()
-        self._scaling.clear()
+        self._projections.forget()
         self._known_readers.clear()
 
     def flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
         """A module is called with ``x``."""
         if run.stage not in ("heads", "projection"):
-            self._check_is_alone(run, module, x)
+            check_is_alone(run, module, x)
         if run.stage == "heads" and module is not run.plan.module:
             if run.out_proj is module:
                 run.join()
@@ -80,7 +69,7 @@ class Follower:
             elif run.out_proj is None and self._is_fed(call, run, module, x):
                 if any(module is each.module for each in call.running):
                     return
-                if not _is_unary(module):
+                if not is_unary(module):
                     run.why_no_projection = f"a {describe(module)} takes them beside other inputs"
                     return
                 run.join()
@@ -91,7 +80,7 @@ class Follower:
         elif run.stage == "sum":
             if any(module is each.module for each in call.running):
                 return
-            if self._is_sum(call, run, module, x, is_input=True):
+            if is_sum(run, x, module, call, is_input=True):
                 self._summed(call, run, module, x)
             elif module is run.plan.parts.norm:
                 self._no_sum(call, run, module, x)
@@ -101,18 +90,6 @@ class Follower:
             run.norm_input = x
         elif run.stage == "reading norm":
             self._is_read(run, module, x)
-
-    @staticmethod
-    def _check_is_alone(run: Run, module: nn.Module, x: Tensor) -> None:
-        """Raises RuntimeError where a second module is called with heads that are projected."""
-        following = run.following
-        if following is None or run.plan.parts.out_proj is not None or not following.is_of_heads(x):
-            return
-        raise RuntimeError(
-            f"record: {run.plan.name} cannot be recorded: its heads go into a "
-            f"{describe(run.out_proj or run.plan.module)} and into a {describe(module)}, and it "
-            "has no one out-projection. layers=... leaves it out"
-        )
 
     def _is_fed(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> bool:
         """Whether ``x`` is the heads of a run, or a multiple of them."""
@@ -144,7 +121,7 @@ class Follower:
 
     @staticmethod
     def _why(run: Run) -> str:
-        """What came in between heads and an out-projection, as far as it was seen."""
+        """Returns the operation between heads and an out-projection, as far as it was seen."""
         why = run.why_no_projection
         if not why and run.following is not None and run.following.stop:
             why = f"they went through {run.following.stop!r}, which is no multiplication"
@@ -158,19 +135,19 @@ class Follower:
         if run.stage == "projection" and module is run.out_proj:
             assert run.heads is not None
             is_found = run.plan.parts.out_proj is None
-            if is_found and _is_handed_on(x, out):
+            if is_found and is_handed_on(x, out):
                 run.out_proj, run.stage = None, "heads"  # dropout in evaluation, an identity
                 return
             if run.scales is None and self._checks_all:
                 call.claim(run.heads_claim())
             elif run.scales is None:
                 run.note_heads()
-            projection = self._projection_of(call, run, module, run.heads, out)
+            projection = self._projections.of(call, run, module, run.heads, out)
             if run.scales is not None:
                 projection = projection.after(run.scales)
             if run.gate is not None:
                 projection = projection.of_columns(run.gate.columns)
-            if is_found and run.is_probed and self._scales(module, projection):
+            if is_found and run.is_probed and self._projections.scales(module, projection):
                 run.scales, run.contexts = projection, [out]
                 run.out_proj, run.stage = None, "heads"  # the out-projection comes after it
                 return
@@ -183,7 +160,7 @@ class Follower:
             if not is_around:
                 run.follow(module, x, out)
                 return
-            if self._is_sum(call, run, module, out, is_input=False):
+            if is_sum(run, out, module, call, is_input=False):
                 self._summed(call, run, None, out)
                 return
             if module is self._limit_of(run):
@@ -227,53 +204,6 @@ class Follower:
             return run.last_norm
         return None
 
-    def _projection_of(
-        self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor
-    ) -> Projection:
-        """What an out-projection computes, cached for the recording unless it has a gradient."""
-        plain = plain_projection(module)
-        run.is_probed = plain is None
-        known = plain or self._projections.get(module)
-        apart = None if known is None else self._apart(call, run, module, known, x, y)
-        has_changed = run.is_probed and apart is not None and apart.is_too_far
-        if known is None or has_changed:
-            with as_the_model_runs(gradients=not self._maker.detach):
-                known = effective_projection(module, x.size(-1), x)
-            if self._maker.detach:
-                self._projections[module] = known
-            apart = self._apart(call, run, module, known, x, y)
-        if apart is not None:
-            step = (
-                f"its out-projection, a {describe(module)}, makes something else of its heads than "
-                "the linear map that it is taken for"
-            )
-            call.claim(run.claim(step, apart))
-        return known
-
-    def _scales(self, module: nn.Module, projection: Projection) -> bool:
-        """Whether a module multiplies each number of the heads, and mixes none."""
-        known = self._scaling.get(module)
-        if known is None:
-            weight = projection.weight.detach()
-            own = weight.diagonal()
-            is_square = weight.size(0) == weight.size(1)  # all zeros are no scale
-            known = is_square and bool((weight == own.diag()).all() and (own != 0).all())
-            self._scaling[module] = known
-        return known
-
-    def _apart(
-        self, call: Call, run: Run, module: nn.Module, projection: Projection, x: Tensor, y: Tensor
-    ) -> Distance | None:
-        """How far a projection of heads ``x`` is from ``y``; None where nothing is left to see."""
-        if not x.numel():
-            return None
-        if not (self._checks_all or takes_waiting(x)):
-            tolerance = TOLERANCES.get(run.type_of_projection(x, y), 1e-1)
-            rows = rows_of(x), call.see(y).rows
-            if self._sketches.agrees(module, projection, *rows, tolerance):
-                return None
-        return run.projected(projection, x, y, self._checks_all)
-
     def projected(self, call: Call, run: Run, y: Tensor) -> None:
         parts = run.plan.parts
         if parts.block == "none":
@@ -292,36 +222,11 @@ class Follower:
             self._maker.claim_heads(call, run)
         run.begin_sum(call.see(y))
 
-    @staticmethod
-    def _is_sum(call: Call, run: Run, module: nn.Module, x: Tensor, *, is_input: bool) -> bool:
-        """``run.is_sum``, and around torch's attention so in every row."""
-        if run.order is None:
-            return run.is_sum(x, module, call.see, call.claims, is_input=is_input)
-        before, run.why_no_block, run.output_norm = run.why_no_block, "", None
-        if not run.is_sum(x, module, call.see, call.claims, is_input=is_input):
-            run.why_no_block = before
-            return False
-        if run.why_no_block:
-            return True
-        why = why_no_sum(run, x)
-        run.why_no_block = why and (before or why)  # the first is of the likeliest sum
-        return not why
-
     def _limit_of(self, run: Run) -> nn.Module | None:
         """The module around the layer at whose end its sum must have been formed."""
         if run.plan.module not in self._limits:
-            self._limits[run.plan.module] = self._find_limit(run.plan)
+            self._limits[run.plan.module] = run.plan.limit()
         return self._limits[run.plan.module]
-
-    @staticmethod
-    def _find_limit(plan: Plan) -> nn.Module | None:
-        parts, ancestors = plan.parts, plan.ancestors
-        known = parts.pre_norm or parts.norm
-        if known is not None:
-            for module in ancestors:
-                if any(part is known for part in module.modules()):
-                    return module
-        return ancestors[min(2, len(ancestors) - 1)] if ancestors else None
 
     def _summed(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
         """``x`` is the residual plus the attention's output; ``module`` is called with it."""
@@ -531,7 +436,7 @@ class Follower:
             return
         raise RuntimeError(
             f"record: {run.plan.title} ran, and {run.awaited} did not run after it in this call; "
-            f"{run.plan.source} names it"
+            f"{'it was called with the sum' if run.is_found else f'{run.plan.source} names it'}"
         )
 
 
@@ -539,17 +444,3 @@ def _is_output(out: Tensor, of_norm: Tensor) -> bool:
     """Whether what a norm has made is what a module returns."""
     is_alike = out.shape == of_norm.shape
     return is_alike and (out is of_norm or same_rows(out, rows_of(of_norm)))
-
-
-def _is_handed_on(x: Tensor, out: Tensor) -> bool:
-    """Whether a module has returned the numbers that it was given, where they were."""
-    if x.is_nested or not x.numel() or x.shape != out.shape:
-        return False
-    return x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
-
-
-def _is_unary(module: nn.Module) -> bool:
-    """Whether a module can be called with one tensor: not, for example, with a residual beside."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(x.default is x.empty for x in parameters if x.kind in kinds) <= 1

@@ -25,8 +25,6 @@ from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.transfers import Transfers
 from ikattn.recorder.sums.claims import Settlement
 
-__all__ = ["Maker", "OnLayer", "OnRun", "as_batch"]
-
 OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
 OnRun: TypeAlias = Callable[[Run], None]
 
@@ -96,7 +94,7 @@ class Maker:
         call.claim(run.noted_heads_claim())
 
     def settlement(self, call: Call) -> Settlement:
-        """What is claimed of a call so far, on its way to the host."""
+        """Returns the claims of a call so far, on their way to the host."""
         return Settlement(call.claims, lambda x: self.transfers.to_cpu(x, is_kept=False))
 
     def hand_over(self, call: Call, *, waits: bool) -> None:
@@ -178,7 +176,7 @@ class Maker:
 
 
 def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
-    """What a layer's block passes on, as ``[B, L, D]``.
+    """Returns the output of a layer's block, as ``[B, L, D]``.
 
     Raises:
         RuntimeError: It has other sizes than the attention's queries.

@@ -1,4 +1,4 @@
-"""Which tokens of a run are padding, and which key is a query's own.
+"""Padding of a run, and the key that is a query's own.
 
 Sizes: B batch, L queries, S keys.
 """
@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.nn import _masks
+from ikattn.nn import masks
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.runs.call import Entered
-
-__all__ = ["fill_padding", "has_other_keys", "mask_argument", "padding_of_decoder"]
 
 _NAME = "attention_mask"
 _decoder_signature = inspect.signature(nn.TransformerDecoderLayer.forward)
@@ -72,7 +70,7 @@ def padding_of_decoder(running: Iterable[Entered], B: int, L: int) -> Tensor | N
             given = _decoder_signature.bind(entered.module, *entered.args, **entered.kwargs)
             mask = given.arguments.get("tgt_key_padding_mask")
             padding = (
-                None if mask is None else _masks.hidden(mask if mask.dim() == 2 else mask[None])
+                None if mask is None else masks.hidden(mask if mask.dim() == 2 else mask[None])
             )
         elif entered.kwargs.get("encoder_hidden_states") is not None:
             mask = entered.mask if isinstance(entered.mask, Tensor) else None
@@ -148,7 +146,7 @@ def _ends_with(y: Tensor, x: Tensor) -> bool:
 
 
 def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module was called with as its attention_mask; ``...`` where it has none."""
+    """Returns a module's argument attention_mask; ``...`` where it has none."""
     if _NAME in kwargs:
         return kwargs[_NAME]
     kind: Any = type(module)

@@ -14,8 +14,6 @@ from ikattn.maps.sequences import AXES
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.runs.rows import RowsAsked, pair_maps
 
-__all__ = ["check_room"]
-
 
 def check_room(
     call: AttentionCall,

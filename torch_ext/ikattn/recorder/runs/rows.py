@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.reduction import (
-    Columns,
+    ColumnSums,
     Diagonal,
     FunctionOfRows,
     Groups,
@@ -35,21 +35,19 @@ from ikattn.recorder.calls.coordinates import in_own_coordinates, pays
 from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.plan.run_maps import Surroundings, make_maps, stacked
 
-__all__ = ["Queries", "RowsAsked", "check_kinds", "pair_maps", "rows_asked"]
-
 # Maps that need more than the norms of sums of a token's vectors.
 _OF_THE_BLOCK = {"with_residual", "with_norm", "encoder", "alti", "mixing_ratio"}
 
 Queries: TypeAlias = slice | Sequence[int]
 
-# Of a map, the numbers that are held while it is reduced: 64 MiB in float32.
+# Numbers of a map that are held while it is reduced: 64 MiB in float32.
 MOST_HELD = 1 << 24
 # Below this many a map is made at once; above it in four blocks at least.
 FEW = 1 << 20
 
 
 def rows_asked(reduce: Any, queries: Queries | None) -> RowsAsked | None:
-    """What ``record`` was given as reduce and queries; None: nothing.
+    """Returns the rows that reduce and queries of ``record`` ask for; None: all.
 
     Raises:
         TypeError: Neither a slice of whole numbers nor a list of them, or no reduction.
@@ -91,7 +89,7 @@ def check_kinds(plans: Iterable[Plan], rows: RowsAsked) -> None:
 
 
 def pair_maps(names: Iterable[str]) -> list[str]:
-    """Those of the names that are maps of queries and keys."""
+    """Returns the names of maps that have queries and keys."""
     return [name for name in names if "L" in AXES.get(name, "")]
 
 
@@ -116,7 +114,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsAsked:
-    """Which rows of maps to make, and what to keep of them.
+    """Rows of maps to make, and the reduction to keep of them.
 
     Attributes:
         queries: Their numbers among each sequence's own tokens in each call; less than 0: from the
@@ -175,7 +173,7 @@ class RowsAsked:
         return numbers
 
     def _as_asked(self, numbers: Sequence[int], n: int) -> Sequence[int]:
-        """The same queries of n tokens, counted from the end where ``queries`` counts from it."""
+        """Returns the numbers of queries among n tokens, negative ones counted from the end."""
         if not isinstance(self.queries, slice):
             assert self.queries is not None
             return self.queries
@@ -205,7 +203,7 @@ class RowsAsked:
                 runs = _runs([place for place in places if place is not None])
                 of_item = call.item(b), projection, around.item(b)
                 items.append(self._make(*of_item, wanted, layer, runs))
-            found = _one_batch(items, chosen, layer, has_rows=self.reduction != Columns())
+            found = _one_batch(items, chosen, layer, has_rows=self.reduction != ColumnSums())
         if not chosen.are_all(call.sizes[2]):
             found.rows = torch.tensor(list(chosen.numbers), dtype=torch.int64)
         return found

@@ -12,10 +12,7 @@ Sizes: B batch, L queries, S keys, H heads, d_v head size of value, D model size
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -34,34 +31,19 @@ from ikattn.recorder.sums.distances import (
     Distance,
     NearestRows,
     NormedRows,
-    Numbers,
     distance,
     sum_tolerance,
 )
-from ikattn.recorder.sums.known_sums import (
-    KnownSum,
-    forget,
-    known_sum,
-    remember,
-    sum_distance,
-    takes_waiting,
-)
-from ikattn.recorder.sums.multipliers import Variant, multiplier_of
+from ikattn.recorder.sums.multipliers import Variant
 from ikattn.recorder.sums.tensors import (
     Seen,
-    Sum,
     address_of,
-    find_sum,
     has_rows_like,
-    may_be_sum,
-    order_of_rows,
     rows_of,
     same_rows,
     see,
 )
 from ikattn.recorder.sums.token_order import TokenOrder
-
-__all__ = ["Run"]
 
 Stage: TypeAlias = Literal[
     "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
@@ -347,163 +329,6 @@ class Run:
         tolerance = sum_tolerance(x.tensor.dtype)
         return NearestRows(tolerance, True, x.rows, self.norm_output, tuple(self.others))
 
-    def is_sum(
-        self,
-        x: Tensor,
-        module: nn.Module,
-        look: Callable[[Tensor], Seen],
-        claims: list[Claim],
-        *,
-        is_input: bool,
-    ) -> bool:
-        """Whether a tensor is the sum of residual and output; keeps what it is a sum of.
-
-        Args:
-            x: What a module was called with, or has made.
-            module: The module.
-            look: Notes a tensor.
-            claims: Take what is not looked at yet.
-            is_input: Whether ``module`` was called with it; else other branches may be in the sum.
-        """
-        y = self.variants[0]
-        if not may_be_sum(x, y.tensor):
-            return False
-        if not x.numel():  # every tensor adds up that is none of the summands
-            summands = [seen.tensor for seen in self.residuals]
-            summands += [variant.tensor for variant in self.variants]
-            if any(x is summand for summand in summands):
-                return False
-        known = self._known(x, module, look, claims, is_input)
-        if known is not None:
-            found, is_as_it_was = known
-        else:
-            rows = [variant.rows for variant in self.variants]
-            others = () if is_input else self.others
-            is_unknown = self.plan.parts.block == "found" and self.order is None
-            sum_ = find_sum(x, y.tensor, rows, self.residuals, others)
-            if sum_ is None or (is_unknown and not sum_.is_alone):
-                return False  # not alone: the first and last token are too small to tell
-            if not x.numel():
-                sum_ = sum_._replace(has_other=bool(others))
-            found, is_as_it_was = sum_, sum_.residual.is_as_it_was
-            added = self.variants[found.variant].tensor
-            is_written_into = added.data_ptr() == x.data_ptr()
-            in_every_row = is_as_it_was and not (found.has_other or is_written_into)
-            if self.order is None:  # else its rows are compared when all of the sum is known
-                order = order_of_rows(x, added, found, in_every_row=in_every_row)
-                if order is None:
-                    return False
-                self.is_turned = (order == "turned") != self._projects_turned(added)
-            self._remember(module, found, is_as_it_was, is_input)
-        variant, scale = self.variants[found.variant], found.scale
-        self.variant, self.is_alone = found.variant, found.is_alone
-        if found.variant:
-            chain = [each.by for each in self.variants[1 : found.variant + 1]]
-            between = [by for by in chain if by is not None and not isinstance(by, nn.Dropout)]
-            if between:
-                scale = multiplier_of(self.variants[: found.variant + 1])
-                if scale is not None and not self._adds_up_written_into(x, found, scale):
-                    scale = None
-            if len(between) == 1 and scale is None and "Norm" in type(between[0]).__name__:
-                before = self.variants[chain.index(between[0])]
-                self.output_norm = between[0], before.tensor, variant.tensor
-            elif between and scale is None:
-                named = ", ".join(type(by).__name__ for by in between)
-                self.why_no_block = (
-                    f"{named} stands between its out-projection and the residual sum, and is no "
-                    "multiplication"
-                )
-        self.around.scale = scale
-        self.has_other = found.has_other
-        self.residual = found.residual
-        residual = found.residual.tensor
-        if not is_as_it_was and self.order is None:  # somebody has written into it since
-            added = variant.tensor if found.variant else y.tensor
-            residual = x - (added if found.variant or scale is None else added * scale)
-        self.around.residual = residual
-        return True
-
-    def _known(
-        self,
-        x: Tensor,
-        module: nn.Module,
-        look: Callable[[Tensor], Seen],
-        claims: list[Claim],
-        is_input: bool,
-    ) -> tuple[Sum, bool] | None:
-        """The sum as it was found in a call before, and whether its residual is as it was.
-
-        That it adds up this time, too, becomes a claim where the host would wait to see it.
-        """
-        if not self._may_be_known():
-            return None
-        layer = self.plan.module
-        known = known_sum(layer, module, is_input)
-        sizes = (len(self.residuals), len(self.variants))
-        if known is None or (known.candidates, known.variants) != sizes:
-            return None
-        residual, y = self.residuals[known.candidate], self.variants[0].tensor
-        if residual.rows.size(-1) != y.size(-1):
-            return None
-        added = self.variants[known.variant].rows
-        seen = look(x)
-        if not takes_waiting(x):
-            total = (residual.rows.to(added.dtype) + added).to(y.dtype)
-            is_same = torch.equal(total, seen.rows.to(y.dtype))
-            return (Sum(residual, known.variant), residual.is_as_it_was) if is_same else None
-        fault = partial(_forget, weakref.ref(layer))
-        step = "its output and its residual, as they were found in a call before, are not their sum"
-        apart = sum_distance(seen, y, residual, added)
-        claims.append(Claim(self.plan.name, step, apart, self.plan.class_hint, fault))
-        is_as_it_was = known.is_as_it_was
-        if residual.version >= 0:
-            is_as_it_was = residual.is_as_it_was
-        elif is_as_it_was:  # an inference tensor, of which nothing but its numbers can tell
-            step = "its residual, which did not change in a call before, has changed"
-            now = torch.stack([rows_of(residual.tensor), residual.rows])
-            apart = Numbers(0.0, True, torch.stack([now[0] - now[1], *now]).abs().amax(-1))
-            claims.append(Claim(self.plan.name, step, apart, self.plan.class_hint, fault))
-        return Sum(residual, known.variant), is_as_it_was
-
-    def _adds_up_written_into(self, x: Tensor, found: Sum, scale: float | Tensor) -> bool:
-        """Of a sum that was written into what is added: whether it is one in every row."""
-        if self.variants[found.variant].seen.is_as_it_was:
-            return True
-        whole = Sum(found.residual, 0, scale)
-        y, is_there = self.variants[0].tensor, found.residual.is_as_it_was
-        return is_there and order_of_rows(x, y, whole, in_every_row=True) is not None
-
-    def _may_be_known(self) -> bool:
-        """Whether a sum is looked for where it was; in training dropout may hide it."""
-        is_named = self.plan.parts.block != "found"
-        is_empty = not self.variants[0].tensor.numel()
-        return is_named and not self.plan.module.training and not is_empty
-
-    def _projects_turned(self, y: Tensor) -> bool:
-        """Whether the output is ``[L, B, D]``, as sizes tell; where they do not, it is not."""
-        B, _, L, _ = self.attention.sizes
-        return y.dim() == 3 and y.shape[:2] == (L, B) != (B, L)
-
-    def _remember(self, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool) -> None:
-        """Keeps how a plain sum was found that can be no other."""
-        is_plain = found.scale is None and not found.has_other and found.is_alone
-        is_plain = is_plain and not self.is_turned
-        if not is_plain or not self._may_be_known():
-            return
-        candidate = next(n for n, seen in enumerate(self.residuals) if seen is found.residual)
-        remember(
-            self.plan.module,
-            KnownSum(
-                weakref.ref(module),
-                is_input,
-                len(self.residuals),
-                candidate,
-                len(self.variants),
-                found.variant,
-                is_as_it_was,
-            ),
-        )
-
     def is_post_norm(self) -> bool:
         """Whether the residual is what the attention was called with, and calls no norm with."""
         if self.given is None or self.residual is None:
@@ -538,9 +363,3 @@ class Run:
             centered=stats.centered,
         )
         return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)
-
-
-def _forget(layer: weakref.ref[nn.Module]) -> None:
-    module = layer()
-    if module is not None:
-        forget(module)

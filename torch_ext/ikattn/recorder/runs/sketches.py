@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.recorder.calls.projection import Projection
 
-__all__ = ["Sketches"]
-
 SUMS = 8
 
 
@@ -78,7 +76,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _state_of(projection: Projection) -> object:
-    """What changes when something is written into a projection; None where nothing tells."""
+    """Returns a value that changes when a projection is written into; None: nothing tells."""
     tensors = [x for x in projection if x is not None]
     if any(x.is_inference() for x in tensors):
         return None

@@ -18,8 +18,6 @@ from ikattn.recorder.sums.distances import TOLERANCES
 from ikattn.recorder.sums.tensors import see
 from ikattn.recorder.sums.token_order import Added, normed
 
-__all__ = ["block_of", "second_half", "why_no_norm", "why_no_sum"]
-
 
 def why_no_sum(run: Run, x: Tensor) -> str:
     """Why ``x``, a sum by two of its rows, is none in every row; "" where it is.
@@ -82,7 +80,7 @@ def _recovered(run: Run, x: Tensor, added: Added) -> Tensor | None:
 
 
 def _added(run: Run) -> Added | str:
-    """What was made of the output on its way to the sum; a reason where it is not known."""
+    """Returns the operation on the output before the sum, or why it is not known."""
     order = run.order
     assert order is not None
     chain = [variant.by for variant in run.variants[1 : run.variant + 1]]
@@ -100,7 +98,7 @@ def _added(run: Run) -> Added | str:
 
 
 def block_of(run: Run, norm: nn.Module | None) -> Literal["pre", "post"] | None:
-    """Which of both a block with a proven sum is, that a norm is called with or not.
+    """Tells a "pre" from a "post" block, where its sum is proven.
 
     "pre" where the attention read what a norm makes of the residual, "post" where it read the
     residual and the norm reads the sum. Without a norm a sum of what it read is called "pre", too.

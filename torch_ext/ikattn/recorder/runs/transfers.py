@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Arrival", "Transfers"]
-
 # Memory that the system cannot move elsewhere: what a recording keeps beyond this is copied as it
 # comes, and the host waits for it.
 MOST_PAGE_LOCKED = 2 << 30

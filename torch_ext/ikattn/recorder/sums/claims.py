@@ -1,4 +1,4 @@
-"""What a recording claims of tensors that a model computed, and looks at later.
+"""Claims: equations between tensors that a model computed, looked at later.
 
 On a GPU the host would wait for every number that it looks at.
 """
@@ -11,8 +11,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ikattn.recorder.sums.distances import Distance, offs_of
-
-__all__ = ["Claim", "Settlement", "settle"]
 
 
 class Claim(NamedTuple):
@@ -28,7 +26,7 @@ class Claim(NamedTuple):
     at_fault: Callable[[], None] | None = None  # called where it does not hold
 
     def error(self, off: float) -> RuntimeError:
-        """Of rows that are so far apart, over the largest number."""
+        """Returns the error of rows that are so far apart, over the largest number."""
         return RuntimeError(
             f"record: {self.layer} does not add up: {self.step}, which is off by "
             f"{100 * off:.3g} % of the largest number{self.hint}"

@@ -15,20 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "TOLERANCES",
-    "Distance",
-    "NearestRows",
-    "NormedRows",
-    "Numbers",
-    "Rows",
-    "SumOfRows",
-    "distance",
-    "offs_of",
-    "share_of_sum",
-    "sum_tolerance",
-]
-
 # How far off, over the largest number, a row may be that the model and we both compute, where each
 # rounds by itself: products of the model's type, sums of scores and values.
 TOLERANCES = {
@@ -53,12 +39,12 @@ class Distance(ABC):
 
     @abstractmethod
     def kind(self) -> tuple[Hashable, ...]:
-        """The same for those that can be computed together."""
+        """Returns a key that is equal for distances that can be computed together."""
 
     @staticmethod
     @abstractmethod
     def together(alike: Sequence[Any]) -> Tensor:
-        """Of n of a kind ``[n, 3, rows]``: the largest difference, number found, and expected."""
+        """Returns a row's largest difference, number found, and expected: ``[n, 3, rows]``."""
 
     @property
     def is_too_far(self) -> bool:
@@ -244,7 +230,7 @@ def offs_of(distances: Iterable[Distance]) -> list[tuple[list[int], Tensor]]:
 
 
 def _off(alike: Sequence[Distance]) -> Tensor:
-    """Of distances of a kind, ``[n]``; NaN where numbers of rows that count are NaN."""
+    """Returns how far off distances of a kind are, ``[n]``; NaN where a row that counts has NaN."""
     apart, found, expected = alike[0].together(alike).unbind(1)
     if apart.size(-1) == 0:  # no rows
         return apart.new_zeros(apart.size(0))
@@ -260,5 +246,5 @@ def _like(x: Tensor) -> tuple[Hashable, ...]:
 
 
 def _apart(found: Tensor, expected: Tensor) -> Tensor:
-    """Of rows [n, rows, D]: the largest difference, number found, and expected, [n, 3, rows]."""
+    """Returns a row's largest difference, number found, and expected: [n, 3, rows]."""
     return torch.stack([found - expected, found, expected], 1).abs().amax(-1)

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ikattn.recorder.sums.distances import Distance, SumOfRows, sum_tolerance
 from ikattn.recorder.sums.tensors import Seen
 
-__all__ = ["KnownSum", "forget", "known_sum", "remember", "sum_distance", "takes_waiting"]
-
 
 class KnownSum(NamedTuple):
     """Where a sum was formed, and of what."""

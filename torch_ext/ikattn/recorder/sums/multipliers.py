@@ -1,4 +1,4 @@
-"""What modules multiply the output of an attention with, on its way to the residual."""
+"""Multipliers that modules apply to an attention's output before the residual sum."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from ikattn._precision import widened
 from ikattn.recorder.sums.tensors import Seen
-
-__all__ = ["Variant", "are_alike", "multiplied", "multiplier_of"]
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Variant:
 
 
 def multiplier_of(chain: Sequence[Variant]) -> float | Tensor | None:
-    """What modules have multiplied the first variant with to be the last.
+    """Returns the multiplier between the first variant and the last.
 
     Every row is looked at, or two where something was written into the last since.
 
@@ -59,7 +57,7 @@ def multiplier_of(chain: Sequence[Variant]) -> float | Tensor | None:
 
 @torch.no_grad()
 def multiplied(x: Tensor, y: Tensor, dtype: torch.dtype) -> float | Tensor | None:
-    """What every row of ``y`` has been multiplied with to be ``x``, both ``[.., D]``.
+    """Returns the multiplier of every row from ``y`` to ``x``, both ``[.., D]``.
 
     Args:
         x: The products.

@@ -17,20 +17,6 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.recorder.sums.distances import share_of_sum, sum_tolerance
 
-__all__ = [
-    "Seen",
-    "Sum",
-    "address_of",
-    "find_sum",
-    "first_tensor",
-    "has_rows_like",
-    "may_be_sum",
-    "order_of_rows",
-    "rows_of",
-    "same_rows",
-    "see",
-]
-
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -232,7 +218,7 @@ def _differs_nowhere(
 
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of rests [.., 2, D]: which are the rounding of sums of a size, not all of them NaN."""
+    """Tells which rests [.., 2, D] are the rounding of sums of a size, not all NaN."""
     fits = share_of_sum(rest, size) <= sum_tolerance(dtype)
     return fits.flatten(-2).all(-1) & ~rest.isnan().flatten(-2).all(-1)
 
@@ -245,7 +231,7 @@ def _find_scaled(
     rows: Tensor,
     residuals: Sequence[Seen],
 ) -> Sum | None:
-    """The same for a sum of the residual and a multiple of ``y``, of a number or one a channel."""
+    """Finds a sum of the residual and a multiple of ``y``, by a number or one a channel."""
     if y.dtype not in (torch.float64, torch.float32):
         return None  # whose rounding would hide what is added
     for index, seen in enumerate(residuals):
@@ -262,7 +248,7 @@ def _find_scaled(
 def _multiple_of(
     rest: Tensor, rows: Tensor, dtype: torch.dtype, size: float
 ) -> float | Tensor | None:
-    """What two rows [2, D] have been multiplied with: a number, [D], or None where it is neither.
+    """Returns the multiplier of two rows [2, D]: a number, [D], or None where it is neither.
 
     Args:
         rest: The products.

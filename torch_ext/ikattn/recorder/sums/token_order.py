@@ -20,14 +20,12 @@ from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.sums.multipliers import are_alike
 from ikattn.recorder.sums.tensors import Seen, see
 
-__all__ = ["Added", "TokenOrder", "normed"]
-
 _SINGLE = torch.finfo(torch.float32).eps
 MOST_OTHERS = 8  # outputs of modules that are kept to be compared in every row
 
 
 class Added(NamedTuple):
-    """What a block has made of an attention's output before it adds it to the residual.
+    """Operation of a block on an attention's output before the residual sum.
 
     Attributes:
         scale: What it is multiplied with, a number or ``[D]``; None: nothing.
@@ -97,7 +95,7 @@ class TokenOrder:
 
     @property
     def read(self) -> list[Tensor]:
-        """What it was given that has the queries' sizes and is as it was, ``[B, L, D]`` each."""
+        """Inputs that have the queries' sizes and are as they were, ``[B, L, D]`` each."""
         there = (self._on_three_axes(seen.tensor) for seen in self.inputs if seen.is_as_it_was)
         return [self.items_first(x) for x in there if x.shape == self.three_axes.shape]
 
@@ -165,13 +163,13 @@ class TokenOrder:
         return ""
 
     def before(self, x: Tensor, added: Added, *, is_turned: bool) -> Tensor:
-        """What ``x`` was before something was added to it, if rows are in that order."""
+        """Returns ``x`` before the output was added to it, if rows are in that order."""
         made = _made(widened(self.three_axes), added)
         return x - _turned(made, is_turned).reshape(x.shape)
 
     @torch.no_grad()
     def second_half(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What a second norm was given and has made, in the order of the sum.
+        """Returns input and output of a second norm, in the order of the sum.
 
         None where the first is not what the norm before made plus the output of a module, in every
         row.
@@ -203,7 +201,7 @@ class TokenOrder:
 
 
 class _Sums(NamedTuple):
-    """What is left of sums ``[N, D]`` without their residuals, to be told apart from others.
+    """Sums ``[N, D]`` less their residuals, to be told apart from others.
 
     Attributes:
         rest: The sums less the residuals.
@@ -264,7 +262,7 @@ def _order(made: Tensor, x: Tensor, fitting: set[bool]) -> bool | None:
 
 
 def _made(y: Tensor, added: Added) -> Tensor:
-    """What a block makes of an output ``[P, Q, D]``."""
+    """Applies a block's operation to an output ``[P, Q, D]``."""
     if added.norm is not None:
         return normed(y, *added.norm)
     if added.scale is not None:
@@ -273,7 +271,7 @@ def _made(y: Tensor, added: Added) -> Tensor:
 
 
 def normed(x: Tensor, norm: nn.Module, stats: NormStats) -> Tensor:
-    """What a norm makes of ``[.., D]`` if it acts as ``stats`` say."""
+    """Applies a norm to ``[.., D]`` as ``stats`` have it."""
     x = x - x.mean(-1, keepdim=True) if stats.centered else x
     x = x * stats.weight.detach() / stats.scale.detach().unsqueeze(-1)
     bias = getattr(norm, "bias", None)

@@ -1,0 +1,239 @@
+"""Opens runs: takes up what an attention was given and has made, however it was called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ikattn.integrations.transformers.interface import Given
+from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.sdpa import sdpa_call
+from ikattn.recorder.calls.torch_attention import inputs_of, out_projection_of, torch_call
+from ikattn.recorder.calls.transformers_attention import interface_call
+from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.runs.call import Call
+from ikattn.recorder.runs.following import Follower
+from ikattn.recorder.runs.making import Maker
+from ikattn.recorder.runs.padding import fill_padding, has_other_keys, padding_of_decoder
+from ikattn.recorder.runs.run import Run
+from ikattn.recorder.sums.token_order import TokenOrder
+
+_CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
+
+
+class Opener:
+    """Opens a run for each attention that is called.
+
+    Args:
+        maker: Makes the maps of runs.
+        follower: Follows them to the end of their blocks.
+        checks_all: Whether every row of heads and projections is compared, not one.
+    """
+
+    def __init__(self, maker: Maker, follower: Follower, *, checks_all: bool) -> None:
+        self._maker, self._follower, self._checks_all = maker, follower, checks_all
+
+    def torch_ran(
+        self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        module: Any = plan.module
+        with self._maker.grad_mode():
+            attention = torch_call(
+                module,
+                args,
+                kwargs,
+                plan.parts.kind,
+                call.frequencies.pop(module, None),
+                call.padded_length,
+            )
+        drops = module.training and module.dropout > 0
+        if plan.parts.block == "found" and not plan.needs_block(attention.kind):
+            plan = replace(plan, parts=replace(plan.parts, block="none"))  # nothing to follow
+        run = self._begin(call, plan, attention, None, drops)
+        y = output[0] if isinstance(output, tuple) else output
+        run.projection = out_projection_of(module, plan.title)
+        if plan.parts.block == "found" and not y.is_nested and y.numel():
+            inputs = [x for x in inputs_of(module, args, kwargs) if x.numel()]
+            run.order = TokenOrder.of(y, module.batch_first, inputs, call.norms)
+            run.residuals[1:1] = run.order.inputs[1:]  # positions may be in the first alone
+        if y.is_nested or attention.query.numel() == 0 or y.numel() == 0:
+            self._follower.projected(call, run, y)
+            return
+        if not drops and getattr(module, "kernel", "dot") in ("dot", "rbf", "implicit"):
+            self._check_torch(call, run, module, y)
+        self._follower.projected(call, run, y)
+
+    def _check_torch(self, call: Call, run: Run, module: Any, y: Tensor) -> None:
+        """Claims heads and projection at once, where a module does not call its out-projection."""
+        own = y.unsqueeze(0) if y.dim() == 2 else y if module.batch_first else y.transpose(0, 1)
+        if self._checks_all:
+            heads = run.attention.context()
+            if run.attention.query_padding is not None:
+                there = ~run.attention.query_padding
+                heads, own = heads[there].unsqueeze(0), own[there].unsqueeze(0)
+        else:
+            row = run.a_row()
+            heads, own = run.attention.context_of_row(0, row.place), row.of(own[:1])
+        step = "weights times values, through its out-projection, are not its output"
+        apart = run.projected(
+            out_projection_of(module, run.plan.title), heads, own, self._checks_all
+        )
+        call.claim(run.claim(step, apart))
+
+    def interface_called(self, call: Call, plan: Plan, given: Given, output: Any) -> None:
+        """Takes up what a module passed to its attention function, and what that returned."""
+        with self._maker.grad_mode():
+            kind = self._kind_of(call, plan, given.query, given.key.size(-2))
+            attention = interface_call(plan.module, given, kind)
+            fill_padding(attention, given.attention_mask, self._mask_of_tokens(call, attention))
+        context = output[0] if isinstance(output, tuple) else output
+        merged = context.flatten(2) if context.dim() == 4 else context
+        drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
+        run = self._begin(call, plan, attention, merged, drops)
+        if context.dim() == 4:
+            self._follow(call, run, context, turned=False)
+
+    def sdpa_called(
+        self,
+        call: Call,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> None:
+        """Takes up a call of ``F.scaled_dot_product_attention``."""
+        with self._maker.grad_mode():
+            attention, dropout_p = sdpa_call(plan.title, args, kwargs)
+            attention.kind = self._kind_of(call, plan, attention.query, attention.sizes[3])
+            for entered in call.running:
+                entered.projected.clear()
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            fill_padding(attention, mask, self._mask_of_tokens(call, attention))
+        merged = output.transpose(1, 2)
+        run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
+        self._follow(call, run, output, turned=True)
+
+    @staticmethod
+    def _follow(call: Call, run: Run, heads: Tensor, *, turned: bool) -> None:
+        """Follows heads ``[B, L, H, d_v]``, or turned, ``[B, H, L, d_v]``, in their module."""
+        number, shape, device = len(run.calls) - 1, heads.shape, heads.device
+
+        def places() -> Tensor:
+            B, one, two, d = shape
+            first = number * shape.numel()
+            own = torch.arange(first, first + shape.numel(), device=device)
+            return own.view(B, two, one, d).transpose(1, 2) if turned else own.view(shape)
+
+        for entered in reversed(call.running):
+            if entered.module is run.plan.module and entered.following is not None:
+                run.following = entered.following
+                run.following.begin(heads, places, run.keep_heads)
+
+    def _kind_of(self, call: Call, plan: Plan, query: Tensor, S: int) -> Literal["self", "cross"]:
+        """Tells self- from cross-attention, for queries ``[B, H, L, d]`` and S keys."""
+        B, H, L, d = query.shape
+        if plan.parts.kind is not None:
+            return plan.parts.kind
+        if not call.running:
+            return "cross" if L > S else "self"
+        if any(call.running[-1].kwargs.get(name) is not None for name in _CROSS):
+            return "cross"
+        # a module that computes weights alone may be called with heads, [B, H, L, d]
+        around = (each for each in reversed(call.running[-3:]) if each.was_called_with_tokens)
+        entered = next(around, call.running[-1])
+        sizes = (B, H * d, L, S)
+        return "cross" if has_other_keys(entered, sizes, plan.seen_by == "sdpa") else "self"
+
+    def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
+        """The mask [B, S] that the innermost running module was given for its own tokens."""
+        B, _, _, S = attention.sizes
+        for entered in reversed(call.running):
+            mask = entered.mask
+            if mask is None:
+                return None
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                fits = attention.kind == "self" and mask.shape == (B, S)
+                return mask if fits else None
+        return None
+
+    def _begin(
+        self,
+        call: Call,
+        plan: Plan,
+        attention: AttentionCall,
+        context: Tensor | None,
+        drops: bool,
+    ) -> Run:
+        """Opens a run of a layer, or adds to the one whose module is still at it."""
+        module, parts = plan.module, plan.parts
+        call.reports[module] = call.reports.get(module, 0) + 1
+        for run in tuple(call.pending):
+            if run.plan.module is module and run.stage == "heads":
+                run.calls.append(attention)
+                run.contexts.append(context)
+                return run
+            if run.stage == "reading norm":
+                self._follower.leave_unread(call, run)
+                continue
+            if run.plan.parts.block == "found" and run.stage == "sum":
+                self._follower.without_sum(call, run)
+            elif run.stage == "end of block":  # another attention stands before it
+                self._maker.finish(call, run, run.plan.parts)
+            elif run.plan.module is module:
+                raise RuntimeError(
+                    f"record: {plan.title} ran again, and {run.awaited} has not run since its "
+                    f"first run; {plan.source} names it"
+                )
+        times = call.times_run[module] = call.times_run.get(module, 0) + 1
+        name = plan.name if times == 1 else f"{plan.name}#{times}"
+        parent = plan.ancestors[0] if plan.ancestors else None
+        if attention.kind == "self":
+            call.query_padding[parts.side] = attention.query_padding
+            call.self_attention.setdefault(parent, {})[module] = attention.query_padding
+        else:
+            sizes = attention.sizes[::2]
+            beside = list(call.self_attention.get(parent, {}).values())
+            padding = None
+            if parts.kind != "cross" and parts.side != "decoder":  # its own block tells, if one can
+                padding = beside[0] if len(beside) == 1 else None
+            elif parts.side in call.query_padding:
+                padding = call.query_padding[parts.side]
+            else:  # its self-attention is not recorded
+                padding = padding_of_decoder(call.running, *sizes)
+            if padding is not None and padding.shape == sizes:
+                attention.query_padding = padding
+        entered = next((each for each in call.running if each.module is module), None)
+        given = None if entered is None else entered.given
+        around = [each.given for each in reversed(call.running) if each.module is not module]
+        norms = [seen for _, seen in reversed(call.norms)]
+        residuals = [seen for seen in (given, *norms, *around[:3]) if seen is not None]
+        run = Run(plan, name, [attention], [context], residuals, given, drops)
+        run.out_proj = parts.out_proj
+        run.normed = [] if entered is None else list(entered.normed)
+        if parts.block != "found":
+            run.around.residual = known = self._residual_of(call, run)
+            run.residuals.sort(key=lambda seen: seen.tensor is not known)
+        call.pending.append(run)
+        return run
+
+    def _residual_of(self, call: Call, run: Run) -> Tensor | None:
+        """Returns the input of the norm before a layer of known parts, or of the layer."""
+        parts = run.plan.parts
+        if parts.block == "none":
+            return None
+        if parts.pre_norm is None:
+            return None if run.given is None else run.given.tensor
+        for module, seen in reversed(call.norms):
+            if module is parts.pre_norm:
+                return seen.tensor
+        return next(
+            (
+                each.given.tensor
+                for each in call.running
+                if each.given and each.module is parts.pre_norm
+            ),
+            None,
+        )
