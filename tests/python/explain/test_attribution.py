@@ -552,6 +552,20 @@ def test_inputs_and_values_that_are_nothing() -> None:
         ikattn.explain.decomposed_norms(mixture, {"input_ids": PROMPT})
 
 
+@pytest.mark.parametrize("options", [{"activation": "ramp"}, {"sources": 0}, {"sources": 1.5}])
+def test_options_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    for function in (ikattn.explain.decomposed_norms, ikattn.explain.block_maps):
+        with pytest.raises(ValueError, match=r"must be .*, got"):
+            function(decoder(), {"input_ids": PROMPT}, **options)
+
+
+def test_words_have_numbers_from_zero() -> None:
+    found = Attribution(torch.ones(1, 2), torch.ones(1), torch.ones(1))
+    for number in (-1, 1.5):
+        with pytest.raises(ValueError, match=r"numbers from 0 or None, got"):
+            found.by_words([[0, number]])  # type: ignore[list-item]
+
+
 def test_autocast_and_threads() -> None:
     model = decoder("gpt2").float()
     expected = ikattn.attribute(model, PROMPT, 3)

@@ -160,6 +160,8 @@ def test_the_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|@import|url\(|<link|<img|src=", text)
     assert "<title>{{script}} &lt;b&gt; {{contents}}</title>" in text
+    assert 'id="targets"' in text
+    assert 'id="layer"' not in text  # a part of the other modes
     assert text.count("{{") == 4  # of the title, which stands twice
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -326,7 +327,9 @@ def _word_numbers(
         of_tokens = list(of_tokens)
         while len(of_tokens) > length and of_tokens[-1] is None:
             of_tokens.pop()
-        if len(of_tokens) > length or any(x is not None and x < 0 for x in of_tokens):
+        known = [x for x in of_tokens if x is not None]
+        are_words = all(isinstance(x, Integral) and x >= 0 for x in known)
+        if len(of_tokens) > length or not are_words:
             raise ValueError(
                 f"word_alignment: {name}[{b}] must hold at most {length} ({axis} of map) word "
                 f"numbers from 0, or None, got {len(of_tokens)}: {of_tokens}"

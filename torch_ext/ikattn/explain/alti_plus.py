@@ -58,6 +58,10 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
         True
     """
     recording.check_recorded()
+    if not -len(recording.batches) <= batch < len(recording.batches):
+        raise ValueError(
+            f"alti_plus: batch must be one of the {len(recording.batches)} calls, got {batch}"
+        )
     maps = recording.batches[batch]
     names = [name for name in recording.layers if name in maps]
     crossing = [i for i, name in enumerate(names) if recording.layers[name].kind == "cross"]

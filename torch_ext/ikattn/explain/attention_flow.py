@@ -57,6 +57,10 @@ def attention_flow(
         tensor([[1., 1.]])
     """
     networkx = optional("networkx", "attention_flow", "networkx")
+    if isinstance(position, slice):
+        raise TypeError(
+            f"attention_flow: position must be an int or an int64 tensor [B], got {position}"
+        )
     layers = None if layers is None else list(layers)
     steps = steps_of(maps, normalize, map, layers, residual, padding, "attention_flow")
     hidden = padding_of(maps, layers, padding, "attention_flow")

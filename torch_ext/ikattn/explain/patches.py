@@ -58,6 +58,8 @@ def patch_maps(
                 [4., 5., 6.]])
     """
     config = _vision_config(model)
+    if grid is not None and len(grid) != 2:
+        raise ValueError(f"patch_maps: grid must be (h, w), got {grid}")
     h, w = _grid_of(config) if grid is None else grid
     if scores.dim() == 0 or min(h, w) < 1 or (specials or 0) < 0:
         raise ValueError(

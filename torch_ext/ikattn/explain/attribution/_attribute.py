@@ -114,7 +114,7 @@ def attribute(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attribute: model must be a torch.nn.Module, got {type(model).__name__}")
-    kind, _, map_ = method.partition(":")
+    kind, _, map_ = str(method).partition(":")
     if kind not in ("decompx", "alti_logit", "rollout") or bool(map_) != (kind == "rollout"):
         raise ValueError(
             'attribute: method must be "decompx", "alti_logit" or "rollout:MAP", for example '

@@ -93,6 +93,8 @@ class LinearModel(TorchFunctionMode):
 
     def __init__(self, activation: Activation = "slope") -> None:
         super().__init__()
+        if activation not in ("slope", "tangent"):
+            raise ValueError(f'activation must be "slope" or "tangent", got {activation!r}')
         self.activation = activation
         self._constants: list[Tensor] = []
         self._lost: list[Tensor] = []

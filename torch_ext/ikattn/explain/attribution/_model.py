@@ -147,6 +147,8 @@ def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> St
     Raises:
         ValueError: The model has several, or the inputs are no tensors of one batch.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(inputs, Mapping):
         raise ValueError(f"{caller}: inputs must be arguments by name, got {type(inputs).__name__}")
     stacks = stacks_of(model, caller)

@@ -133,8 +133,8 @@ class Task(NamedTuple):
             return made.unsqueeze(0)
         logits = logits_of(output, "attribute")
         V = logits.size(-1)
-        if against is not None and not 0 <= against < V:
-            raise ValueError(f"attribute: against must be a logit, 0 to {V - 1}, got {against}")
+        if against is not None and not (isinstance(against, int) and 0 <= against < V):
+            raise ValueError(f"attribute: against must be a logit, 0 to {V - 1}, got {against!r}")
         n = max((len(own) for own in self.choice.ids), default=0)
         rows = []
         for b, (at, ids) in enumerate(zip(self.choice.positions, self.choice.ids, strict=True)):
@@ -298,11 +298,12 @@ def _of_logits(
     if mask is None:
         mask = torch.ones(logits.shape[:2], dtype=torch.bool)
     there = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
-    position, chosen = target if isinstance(target, tuple) else (-1, target)
-    if not is_next and not isinstance(target, tuple):
+    is_pair = isinstance(target, tuple) and len(target) == 2 and isinstance(target[0], int)
+    position, chosen = target if is_pair else (-1, target)
+    if not is_pair and (isinstance(target, tuple) or not is_next):
         raise ValueError(
-            "attribute: a model with logits for each token needs target=(position, class), or "
-            f"(position, None) for the class it predicts, got {target!r}"
+            f"attribute: logits {list(logits.shape)} for each token need target=(position, class), "
+            f"or (position, None) for the class that the model predicts, got {target!r}"
         )
     at = [_position(position, own) for own in there]
     ids = [
@@ -319,13 +320,13 @@ def _span(
             "attribute: a span of tokens as target needs a model that predicts the next token and "
             f"is given token ids, got {'no ids' if tokens is None else 'logits of something else'}"
         )
-    if span.step not in (None, 1):
-        raise ValueError(f"attribute: target must be a span without a step, got {span}")
+    asked = (span.start, span.stop)
+    if span.step not in (None, 1) or not all(x is None or isinstance(x, int) for x in asked):
+        raise ValueError(f"attribute: target must be a span of integers without a step, got {span}")
     positions, ids = [], []
     for b, row in enumerate(tokens.tolist()):
         there = range(len(row)) if mask is None else mask[b].nonzero()[:, 0].tolist()
         first, last, _ = span.indices(len(there))
-        asked = (span.start, span.stop)
         outside = any(x is not None and not -len(there) <= x <= len(there) for x in asked)
         if outside or first >= last:
             raise ValueError(

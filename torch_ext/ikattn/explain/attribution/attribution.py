@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ikattn._library import version
 from ikattn._whole_files import whole_file
 from ikattn.maps.importance import RankedToken
 from ikattn.maps.page.arrays import as_base64
-from ikattn.maps.page.template import write_mode
+from ikattn.maps.page.template import frame, write_mode
 from ikattn.maps.tokens import is_byte_level, is_special, readable_tokens
 from ikattn.maps.words import text_span, texts_of, words_of_text
 
@@ -157,7 +158,10 @@ class Attribution:
                 f"by_words: words must hold {S} numbers for each of {self.scores.size(0)} "
                 f"sequences, got {[len(own) for own in words]}"
             )
-        count = max((i + 1 for own in words for i in own if i is not None), default=0)
+        numbers = [i for own in words for i in own if i is not None]
+        if wrong := [i for i in numbers if not (isinstance(i, Integral) and i >= 0)]:
+            raise ValueError(f"by_words: words must hold numbers from 0 or None, got {wrong[0]!r}")
+        count = max(numbers, default=-1) + 1
         sums = self.scores.new_zeros(*self.scores.shape[:-1], count)
         names: list[list[str]] = [[""] * count for _ in words]
         for b, own in enumerate(words):
@@ -268,15 +272,11 @@ def _frame(found: Attribution) -> str:
         contents = _contents(found)
         written = BytesIO()
         write_mode(written, "attribution", "Attribution", lambda arrays: contents, kind="small")
-        page = html.escape(written.getvalue().decode())
+        shown = contents["sequences"]
+        longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
+        page = frame(written.getvalue(), "Attribution", min(560, 260 + 2 * longest))
         if len(page) < _LARGEST_FRAME:
-            shown = contents["sequences"]
-            longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
-            height = min(560, 260 + 2 * longest)
-            return (
-                f'<iframe sandbox="allow-scripts" title="Attribution" srcdoc="{page}" style="'
-                f'width: 100%; height: {height}px; border: 0; resize: vertical"></iframe>'
-            )
+            return page
     if found.scores.dim() == 3:
         prefix = None if found.prefix_scores is None else found.prefix_scores.sum(1)
         value, bias = found.value.sum(1), found.bias.sum(1)

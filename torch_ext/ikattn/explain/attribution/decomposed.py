@@ -161,8 +161,8 @@ def _of_sequences(
     maps: Callable[[Stack, dict[str, Any]], Tensor],
 ) -> Tensor:
     """Stacks the maps of each sequence, ``[N, L, S]``, as ``[N, B, L, S]``."""
-    if sources < 1:
-        raise ValueError(f"{caller}: sources must be 1 or more, got {sources}")
+    if not isinstance(sources, int) or sources < 1:
+        raise ValueError(f"{caller}: sources must be an integer, 1 or more, got {sources!r}")
     stack = the_stack_of(model, inputs, caller)
     with alone(model, caller):
         return torch.stack([maps(stack, item) for item in sequences_of(inputs)], 1)

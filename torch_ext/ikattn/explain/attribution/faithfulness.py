@@ -133,13 +133,17 @@ def faithfulness(
         raise ValueError(f'{_CALLER}: replace must be "mask", "zero" or "drop", got {replace!r}')
     if replace == "mask" and mask_id is None:
         raise ValueError(
-            f'{_CALLER}: replace="mask" needs mask_id, the id of the mask token, got None, '
-            'or take replace="zero" or "drop"'
+            f'{_CALLER}: replace="mask" needs mask_id, the id of the mask token, got None: '
+            'give it, or take replace="zero" or "drop"'
         )
     if not shares or not all(0 < share <= 1 for share in shares):
         raise ValueError(f"{_CALLER}: shares must be in (0, 1], got {list(shares)}")
     mask = inputs.get("attention_mask")
     there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if keep is not None and (keep.dtype != torch.bool or keep.shape != ids.shape):
+        raise ValueError(
+            f"{_CALLER}: keep must be bool {list(ids.shape)}, got {keep.dtype} {list(keep.shape)}"
+        )
     free = there if keep is None else there & ~keep
     if not bool(free.any(1).all()):
         texts = (~free.any(1)).nonzero()[:, 0].tolist()

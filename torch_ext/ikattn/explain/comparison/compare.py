@@ -90,6 +90,10 @@ def compare(
         if not isinstance(model, nn.Module) or model.training:
             got = "one in training mode" if isinstance(model, nn.Module) else type(model).__name__
             raise ValueError(f"compare: {name} must be a torch.nn.Module in eval mode, got {got}")
+    if keep < 0 or not (names is None or len(names) == 2):
+        raise ValueError(
+            f"compare: keep must be 0 or more, and names two, got {keep} and {names!r}"
+        )
     asked = maps if maps is None or isinstance(maps, str) else tuple(maps)
     running = _Running(keep, tokenizer)
     with ExitStack() as stack:
@@ -240,6 +244,11 @@ def _batches(
     """Gives what the models are called with, texts ``batch_size`` at a time."""
     if batch_size < 1:
         raise ValueError(f"compare: batch_size must be 1 or more, got {batch_size}")
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            "compare: texts_or_inputs must be texts, tensors or mappings of arguments, got "
+            f"{type(given).__name__}"
+        )
     waiting: list[str] = []
     for item in [given] if isinstance(given, (str, Tensor, Mapping)) else given:
         if isinstance(item, str):

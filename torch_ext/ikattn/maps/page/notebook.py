@@ -7,6 +7,7 @@ from io import BytesIO
 
 from ikattn.maps.layers import Layer, RecordedMaps
 from ikattn.maps.page import describe, page_bytes, write_page_to
+from ikattn.maps.page.template import frame
 from ikattn.maps.sequences import AXES
 
 __all__ = ["notebook_view"]
@@ -42,10 +43,7 @@ def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
         write_page_to(page, recording)
     except ValueError as error:  # to_html says the same, where it can be mended
         return _table(recording, str(error))
-    return (
-        f'<iframe sandbox="allow-scripts" title="Attention maps" width="100%" height="{_HEIGHT}" '
-        f'style="border: 0" srcdoc="{html.escape(page.getvalue().decode())}"></iframe>'
-    )
+    return frame(page.getvalue(), "Attention maps", _HEIGHT)
 
 
 def _table(recording: RecordedMaps, reason: str) -> str:

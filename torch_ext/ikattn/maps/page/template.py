@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 
 from ikattn.maps.page.arrays import Arrays
 
-__all__ = ["Mode", "template", "write_mode"]
+__all__ = ["Mode", "frame", "template", "write_mode"]
 
 Mode: TypeAlias = Literal["maps", "attribution", "comparison"]
 
@@ -58,6 +58,14 @@ def write_mode(
     )
     file.write(before)
     file.write(between + _json_in_script(contents(Arrays(file))) + after)
+
+
+def frame(page: bytes, title: str, height: int) -> str:
+    """Returns HTML for a notebook: a page in a frame that its script cannot leave."""
+    return (
+        f'<iframe sandbox="allow-scripts" title="{title}" width="100%" height="{height}" '
+        f'style="border: 0; resize: vertical" srcdoc="{html.escape(page.decode())}"></iframe>'
+    )
 
 
 def template(
