@@ -25,23 +25,24 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
 
 def encoded(
-    model: nn.Module, given: str | Conversation, tokenizer: Any, caller: str
+    model: nn.Module, given: str | Conversation, tokenizer: Any
 ) -> tuple[dict[str, Tensor], int | None]:
-    """What the model is called with, and how many tokens stand before the answer.
+    """Encodes a text or conversation, and counts the tokens before the answer.
 
     Args:
-        model: Of transformers.
+        model: A model of transformers.
         given: A text, or a conversation: one that ends with the assistant's turn holds its answer,
             which ends with that turn's text; after another turn the answer begins.
-        tokenizer: Of transformers.
-        caller: For errors.
+        tokenizer: A tokenizer of transformers.
 
     Raises:
-        ValueError: There is no tokenizer, no token, no chat template, or one that writes the turns
-            before an answer otherwise when it follows.
+        ValueError: The tokenizer, a token or the chat template is missing, or the template writes
+            the turns before an answer otherwise when it follows.
     """
     if tokenizer is None:
-        raise ValueError(f"{caller}: inputs that are text need a tokenizer=")
+        raise ValueError(
+            f"attribute: inputs that are text need tokenizer=, got None and {given!r:.60}"
+        )
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     length = None
     if isinstance(given, str):
@@ -56,39 +57,42 @@ def encoded(
         is_answered = bool(turns) and turns[-1]["role"] == "assistant"
         if len(turns) < len(given) or len(turns) < 1 + is_answered or is_pair:
             raise ValueError(
-                f"{caller}: inputs must be a text, arguments by name, or, for a decoder, turns of "
+                f"attribute: inputs must be a text, arguments by name, or, for a decoder, turns of "
                 "a chat with 'role' and 'content' that begin before the assistant's, got "
                 f"{given!r:.80}"
             )
         if is_answered and not turns[-1]["content"]:
-            raise ValueError(f"{caller}: the assistant's turn must have text, got ''")
+            raise ValueError("attribute: the assistant's turn must have text, got ''")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(f"{caller}: a conversation needs a tokenizer with a chat template")
+            raise ValueError(
+                "attribute: a conversation needs a tokenizer with a chat template, and "
+                f"{type(tokenizer).__name__} has none: set tokenizer.chat_template, or give a text"
+            )
         made = _of_turns(given, tokenizer)
         if is_answered:
             before = _of_turns(given[:-1], tokenizer)["input_ids"]
             length = before.size(1)
             if not torch.equal(made["input_ids"][:, :length], before):
                 raise ValueError(
-                    f"{caller}: the chat template writes the turns before the answer otherwise "
+                    "attribute: the chat template writes the turns before the answer otherwise "
                     "when the answer follows; give token ids and prompt_length"
                 )
     if made["input_ids"].numel() == 0:
-        raise ValueError(f"{caller}: inputs must hold a token, got {given!r}")
+        raise ValueError(f"attribute: inputs must hold a token, got {given!r}")
     made = taken_by(model, made)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return {name: x.to(device) for name, x in made.items() if isinstance(x, Tensor)}, length
 
 
 def taken_by(model: nn.Module, made: dict[str, Any]) -> dict[str, Any]:
-    """What a tokenizer made, without what the model does not take, such as types of tokens."""
+    """Leaves out what the model does not take, such as types of tokens."""
     if not takes(model, "input_ids"):
         return made  # a wrapper, which does not say
     return {name: x for name, x in made.items() if takes(model, name)}
 
 
 def _of_turns(turns: Conversation, tokenizer: Any) -> dict[str, Tensor]:
-    """A conversation in the tokenizer's template, open for the assistant's words."""
+    """Encodes a conversation in the tokenizer's template, open for the assistant's words."""
     is_answered = bool(turns) and turns[-1].get("role") == "assistant"
     option = "continue_final_message" if is_answered else "add_generation_prompt"
     return dict(
@@ -99,56 +103,56 @@ def _of_turns(turns: Conversation, tokenizer: Any) -> dict[str, Tensor]:
 
 
 def target_of_text(
-    model: Any, named: dict[str, Any], text: str, tokenizer: Any, caller: str
+    model: Any, named: dict[str, Any], text: str, tokenizer: Any
 ) -> tuple[dict[str, Any], int | list[int]]:
-    """A target that is text: a class by its label, or the tokens of an answer.
+    """Reads a target that is text: a class by its label, or the tokens of an answer.
 
     Returns:
-        What the model is called with, with a decoder's first token where it had none; and the class
+        The arguments of the model, with a decoder's first token where it had none; and the class
         or the tokens.
 
     Raises:
         ValueError: No class has the label, or the text has no token.
     """
     if not predicts_next(model):
-        return named, _label(model, text, "target", caller)
+        return named, _label(model, text, "target")
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     argument = "text_target" if is_pair else "text"
     ids = list(tokenizer(**{argument: text}, add_special_tokens=is_pair)["input_ids"])
     if not ids:
-        raise ValueError(f"{caller}: target must have a token, got {text!r}")
+        raise ValueError(f"attribute: target must have a token, got {text!r}")
     return with_first_token(model, named), ids
 
 
-def number_of_text(model: Any, text: str, tokenizer: Any, caller: str) -> int:
-    """A class by its label, or the only token of a text.
+def number_of_text(model: Any, text: str, tokenizer: Any) -> int:
+    """Reads a class by its label, or the only token of a text.
 
     Raises:
-        ValueError: There is none, or several tokens.
+        ValueError: The text is no label, or not one token.
     """
     if not predicts_next(model):
-        return _label(model, text, "against", caller)
+        return _label(model, text, "against")
     ids = [] if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         raise ValueError(
-            f"{caller}: against must be one token, by a tokenizer=, got {text!r}, which has "
+            f"attribute: against must be one token, by a tokenizer=, got {text!r}, which has "
             f"{len(ids) or 'none'}"
         )
     return int(ids[0])
 
 
-def _label(model: Any, text: str, argument: str, caller: str) -> int:
+def _label(model: Any, text: str, argument: str) -> int:
     labels = getattr(getattr(model, "config", None), "label2id", None) or {}
     if text not in labels:
         known = ", ".join(map(repr, labels)) or "none"
         raise ValueError(
-            f"{caller}: {argument} must be a label of the model, {known}, got {text!r}"
+            f"attribute: {argument} must be a label of the model, {known}, got {text!r}"
         )
     return int(labels[text])
 
 
 def with_first_token(model: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with the token that an encoder-decoder's decoder begins with."""
+    """Adds the token that an encoder-decoder's decoder begins with to the arguments."""
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     if not is_pair or named.get("decoder_input_ids") is not None:
         return named

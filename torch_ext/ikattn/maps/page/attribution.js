@@ -1,16 +1,14 @@
-// Colours texts by what their tokens add to a value. Every text reaches the page through
-// textContent, never as markup.
-//
-// A text's scores are base64 of float32 [n, S], n targets and S tokens, little-endian.
+// Colours texts by what their tokens add to a value. A text's scores are base64 of float32 [n, S],
+// n targets and S tokens, little-endian.
 
-const contents = JSON.parse(document.getElementById("contents").textContent);
+const contents = JSON.parse(byId("contents").textContent);
 
 const LONG = 400;  // a text of more tokens scrolls by itself
-const LISTED = 15;  // of the largest parts
+const LISTED = 15;  // how many of the largest parts are listed
 
 // Targets first..last are summed, anchor is where their choice began; contrast is 0 to 100.
 const state = { sequence: 0, first: 0, last: 0, anchor: 0, focus: 0, contrast: 0 };
-let shown = [];  // of each text: its contents, elements, scores [n, S], and sums [S] of the targets
+let shown = [];  // contents, elements, scores [n, S] and sums [S] over the targets, for each text
 let options = [];  // elements of the targets
 
 const sequence = () => contents.sequences[state.sequence];
@@ -21,7 +19,7 @@ function decode(base64) {
   return new Float32Array(bytesOf(base64).buffer);
 }
 
-// [S]: of the chosen targets together.
+// Returns [S], the scores of the chosen targets added up.
 function summed(scores, S) {
   const sums = new Float64Array(S);
   for (let target = state.first; target <= state.last; target++) {
@@ -30,7 +28,7 @@ function summed(scores, S) {
   return sums;
 }
 
-// Of the chosen targets; null where one has no finite number.
+// Adds up numbers of the chosen targets; null where one is not finite.
 function total(numbers) {
   let sum = 0;
   for (const number of numbers.slice(state.first, state.last + 1)) {
@@ -53,7 +51,7 @@ const signed = (value) => (value > 0 && Number.isFinite(value) ? "+" : "") + num
 
 // --- Tokens ------------------------------------------------------------------------------------------
 
-// What stands before a token, what is coloured of it, and what stands after it.
+// Returns what stands before a token, what is coloured of it, and what stands after it.
 function partsOf(text) {
   if (text === "") return ["", "\u00b7", ""];  // its letter stands at a token that follows
   if (/^[ \t]+$/.test(text)) return ["", text, ""];
@@ -61,7 +59,7 @@ function partsOf(text) {
   return [before, core.replace(/\n/g, "\u21b5\n").replace(/\r/g, "\u240d") + "\u21b5".repeat(after.length), after];
 }
 
-// For lists and labels: a token by itself, in one line.
+// Returns a token by itself in one line, for lists and labels.
 function alone(text) {
   const [, core] = partsOf(text);
   return core.replace(/\n/g, "").replace(/^[ \t]+$/, (spaces) => "\u2423".repeat(spaces.length));
@@ -92,14 +90,14 @@ function fill(container, texts, special, label) {
   return elements;
 }
 
-// Tokens are isolated from each other, so a text of right-to-left letters has to say it as a whole.
+// Returns the direction of a whole text: its tokens are isolated from each other and do not tell.
 function direction(texts) {
   const text = texts.join("");
   const right = (text.match(/[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/g) || []).length;
   return right > (text.match(/\p{L}/gu) || []).length / 2 ? "rtl" : "ltr";
 }
 
-// The token that a key leads to from one of a text's; undefined for other keys.
+// Returns the token that a key leads to from one of a text's; undefined for other keys.
 function led(elements, at, key) {
   const ahead = getComputedStyle(elements[at].parentElement).direction === "rtl" ? -1 : 1;
   const last = elements.length - 1;
@@ -110,7 +108,7 @@ function led(elements, at, key) {
   return undefined;
 }
 
-// The nearest token of the line above or below.
+// Returns the nearest token of the line above or below.
 function lineBeside(elements, at, step) {
   const own = elements[at].getBoundingClientRect();
   let best = at;
@@ -232,7 +230,7 @@ function showTexts() {
   byId("texts").replaceChildren(...shown.map((own) => own.node));
 }
 
-// Everything that depends on the chosen targets and on the contrast.
+// Shows everything that depends on the chosen targets and on the contrast.
 function colour() {
   let largest = 0;
   for (const own of shown) {
@@ -269,7 +267,7 @@ function showLegend(full) {
   byId("meaning").textContent = isShare ? "orange: the token's share" : "orange: for the answer, blue: against it";
 }
 
-// What the value is the sum of.
+// Shows the terms of the value.
 function showSum() {
   const { value, bias } = sequence();
   const rest = total(bias);
@@ -308,7 +306,7 @@ function showLargest(largest) {
   }));
 }
 
-// A token's own number, beside it.
+// Shows a token's own number beside it.
 function tell(own, j = null) {
   const tip = byId("tip");
   tip.hidden = !own || j === null;
@@ -333,18 +331,11 @@ function showSequence(index) {
   chooseAll();
 }
 
-function start() {
-  byId("about").textContent = contents.about;
-  byId("choose").hidden = contents.sequences.length < 2;
-  byId("sequence").replaceChildren(...contents.sequences.map(({ title }, i) =>
-    element("option", { value: String(i) }, `${i + 1}  \u2068${title}\u2069`)));
-  byId("sequence").addEventListener("change", (event) => showSequence(Number(event.target.value)));
-  byId("contrast").addEventListener("input", (event) => {
-    state.contrast = Number(event.target.value);
-    colour();
-  });
-  listenToAnswer();
-  showSequence(0);
-}
-
-start();
+byId("choose").hidden = contents.sequences.length < 2;
+byId("contrast").addEventListener("input", (event) => {
+  state.contrast = Number(event.target.value);
+  colour();
+});
+listenToAnswer();
+startPage(contents, showSequence, () => {});
+showSequence(0);
