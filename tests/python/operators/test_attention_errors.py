@@ -487,3 +487,23 @@ def test_other_backwards_refuse_a_gradient_unlike_the_result(operator: str) -> N
         function = torch.ops.ikattn.spectral_features_backward
     with pytest.raises(RuntimeError, match=rf"grad_{operator} must be .*got"):
         function(grad, *tensors, **options)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ikattn.implicit_kernel_attention,
+        ikattn.which_kernels,
+        ikattn.reference.implicit_kernel_attention,
+        ikattn.implicit_kernel_weights,
+        ikattn.reference.implicit_kernel_weights,
+    ],
+)
+def test_an_option_that_is_none_is_a_type_error_that_names_it(function) -> None:
+    x, w1 = torch.randn(1, 2, 3, 4), torch.randn(2, 4, 5)
+    tensors = (x, x, w1) if "weights" in function.__name__ else (x, x, x, w1)
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'causal'.*is_causal"):
+        function(*tensors, causal=True)
+    edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 1], [1, 0]]), num_targets=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attn_mask'"):
+        ikattn.ops.softmax_edge_attention(*torch.randn(3, 2, 1, 4), edges, attn_mask=None)

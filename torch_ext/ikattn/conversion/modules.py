@@ -145,10 +145,13 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
     if not report:
         types = sorted({type(module).__name__ for module in model.modules()})
         alike = [name for name in types if "Attention" in name or "Attn" in name]
+        is_timm = any(type(module).__module__.startswith("timm.") for module in model.modules())
         raise ValueError(
             f"no attention that can be changed in this model of {', '.join(alike or types)}: "
             "expected nn.MultiheadAttention, modules of transformers that call its "
             "AttentionInterface, or GATConv, GATv2Conv and TransformerConv of PyG"
+            + "; models of timm take ikattn.integrations.timm.ImplicitAttention"
+            * is_timm
         )
     selected = []
     for found in report:

@@ -73,23 +73,23 @@ def _gradients(
     )
 
 
+def _each_like(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Makes a gradient like each tensor, empty if unwanted."""
+    return tuple(
+        torch.empty_like(tensor) if want else tensor.new_empty((0,))
+        for tensor, want in zip(tensors, wanted, strict=False)
+    )
+
+
 @_fake("implicit_kernel_attention_backward")
 def _attention_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None,
-    output: Tensor,
-    log_normalizer: Tensor,
-    *,
+    *tensors: Any,
     key_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
     wanted: Sequence[bool],
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    return _gradients((query, key, value), (w1, w2, key_bias, attn_mask), wanted)
+    return _gradients(tensors[1:4], (*tensors[4:6], key_bias, attn_mask), wanted)
 
 
 @_fake("implicit_kernel_attention_varlen")
@@ -105,20 +105,9 @@ def _packed_attention(
 
 @_fake("implicit_kernel_attention_varlen_backward")
 def _packed_attention_backward(
-    grad_output: Tensor,
-    output: Tensor,
-    log_normalizer: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None,
-    *_: Any,
-    key_bias: Tensor | None = None,
-    wanted: Sequence[bool],
-    **__: Any,
+    *tensors: Any, key_bias: Tensor | None = None, wanted: Sequence[bool], **_: Any
 ) -> tuple[Tensor, ...]:
-    return _gradients((), (query, key, value, w1, w2, key_bias), wanted)
+    return _gradients((), (*tensors[3:8], key_bias), wanted)
 
 
 @_fake("implicit_kernel_weights")
@@ -206,18 +195,8 @@ def _add_key_moments(
 
 
 @_fake("key_moments_backward")
-def _key_moments_backward(
-    grad_moments: Tensor,
-    key_features: Tensor,
-    logits: Tensor,
-    value: Tensor,
-    reference: Tensor,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty_like(tensor) if want else tensor.new_empty((0,))
-        for tensor, want in zip((key_features, logits, value), wanted, strict=True)
-    )
+def _key_moments_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _each_like(arguments[1:4], arguments[-1])
 
 
 @_fake("attention_from_moments")
@@ -230,18 +209,9 @@ def _from_moments(
 
 
 @_fake("attention_from_moments_backward")
-def _from_moments_backward(
-    grad_output: Tensor,
-    query_features: Tensor,
-    moments: Tensor,
-    reference: Tensor,
-    output: Tensor,
-    log_normalizer: Tensor,
-    eps: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    features = torch.empty_like(query_features) if wanted[0] else query_features.new_empty((0,))
-    return features, moments.new_empty(moments.shape if wanted[1] else (0,))
+def _from_moments_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    features, moments, wanted = arguments[1], arguments[2], arguments[-1]
+    return *_each_like((features,), wanted), moments.new_empty(moments.shape if wanted[1] else (0,))
 
 
 @_fake("causal_attention_from_moments")
@@ -259,25 +229,9 @@ def _causal(
 
 
 @_fake("causal_attention_from_moments_backward")
-def _causal_backward(
-    grad_output: Tensor,
-    grad_all_moments: Tensor | None,
-    query_features: Tensor,
-    key_features: Tensor,
-    logits: Tensor,
-    value: Tensor,
-    moments: Tensor,
-    reference: Tensor,
-    output: Tensor,
-    log_normalizer: Tensor,
-    eps: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    inputs = (query_features, key_features, logits, value)
-    gradients = [
-        torch.empty_like(tensor) if want else tensor.new_empty((0,))
-        for tensor, want in zip(inputs, wanted, strict=False)
-    ]
+def _causal_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    moments, wanted = arguments[6], arguments[-1]
+    gradients = _each_like(arguments[2:6], wanted)
     return *gradients, moments.new_empty(moments.shape if wanted[4] else (0,))
 
 
@@ -352,56 +306,38 @@ def _contribution_maps_backward(
     ]
 
 
+def _edges_in(others: Sequence[Any]) -> int:
+    """Returns E: logits of keys and edges, what is kept, and rowptr stand before the sources."""
+    return others[4].shape[0]  # type: ignore[no-any-return]
+
+
 @_fake("edge_attention_from_features")
 def _edge_attention(
-    query_features: Tensor,
-    key_features: Tensor,
-    value: Tensor,
-    key_logits: Tensor,
-    edge_logits: Tensor | None,
-    keep: Tensor | None,
-    rowptr: Tensor,
-    col: Tensor,
-    *_: float | None,
-    **__: float | None,
+    query_features: Tensor, key_features: Tensor, value: Tensor, *others: Any, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     nodes, heads, _features = query_features.shape
     return (
         query_features.new_empty((nodes, heads, value.shape[2])),
-        query_features.new_empty((col.shape[0], heads)),
+        query_features.new_empty((_edges_in(others), heads)),
         query_features.new_empty((nodes, heads), dtype=torch.float64),
     )
 
 
 @_fake("edge_query_gradients")
 def _edge_query_gradients(
-    query_features: Tensor,
-    key_features: Tensor,
-    value: Tensor,
-    key_logits: Tensor,
-    edge_logits: Tensor | None,
-    keep: Tensor | None,
-    rowptr: Tensor,
-    col: Tensor,
-    *_: Any,
-    **__: Any,
+    query_features: Tensor, key_features: Tensor, value: Tensor, *others: Any, **_: Any
 ) -> tuple[Tensor, Tensor]:
     return (
         query_features.new_empty(query_features.shape),
-        query_features.new_empty((col.shape[0], 3, query_features.shape[1])),
+        query_features.new_empty((_edges_in(others), 3, query_features.shape[1])),
     )
 
 
 @_fake("edge_key_gradients")
 def _edge_key_gradients(
-    of_edges: Tensor,
-    query_features: Tensor,
-    grad_output: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    sources: int,
+    of_edges: Tensor, query_features: Tensor, grad_output: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _nodes, heads, features = query_features.shape
+    sources, (heads, features) = others[2], query_features.shape[1:]
     return (
         query_features.new_empty((sources, heads, features)),
         query_features.new_empty((sources, heads, grad_output.shape[2])),

@@ -6,7 +6,7 @@ Sizes: N nodes, E edges, H heads, C ``out_channels``, M frequencies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from ikattn.nn.with_kernel import ModuleOptions, WithKernel
 from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
 
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
-Mapped: TypeAlias = "tuple[Tensor, Tensor | None]"
+Pair: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 _HOOKS = (
     "_propagate_forward_pre_hooks",
@@ -42,6 +42,15 @@ _HOOKS = (
     "_edge_update_forward_pre_hooks",
     "_edge_update_forward_hooks",
 )
+
+
+class Mapped(NamedTuple):
+    """The arguments of attention in the GAT form."""
+
+    target: Tensor  # [N, H, C]
+    source: Tensor  # [N, H, C]
+    graph: Graph
+    of_edges: Tensor | None  # [E, H, C]
 
 
 class GraphAttention(WithKernel):
@@ -151,9 +160,9 @@ class _GATForm(GraphAttention):
             )
         has_residual = self.res is not None and of_target is not None
         residual = self.res(of_target) if has_residual else None
-        mapped = self._map_nodes(of_source, of_target)
         source, target = (
-            None if x is None else x.view(-1, self.heads, self.out_channels) for x in mapped
+            None if x is None else x.view(-1, self.heads, self.out_channels)
+            for x in self._map_nodes(of_source, of_target)
         )
         assert source is not None
         num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
@@ -168,14 +177,14 @@ class _GATForm(GraphAttention):
             "return_weights": needs_messages or bool(return_attention_weights),
         }
         attend: Any = self._attend_as_stock if self.kernel == "dot" else self._attend_by_kernel
-        of_edges = self._map_edges(edge_index, edge_attr)
-        attended = attend(self._vector, ends, source, graph, of_edges, options)
+        mapped = Mapped(ends, source, graph, self._map_edges(edge_index, edge_attr))
+        attended = attend(mapped, options)
         output, weights = attended if isinstance(attended, tuple) else (attended, None)
         if needs_messages:
             output = self.propagate(edge_index, x=(source, target), alpha=weights, size=size)
         return self._finish(output, weights, edge_index, residual, return_attention_weights)
 
-    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Mapped:
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Pair:
         """Returns the mapped sources and targets, [N, H C] each; the latter may be None."""
         raise NotImplementedError
 
@@ -184,15 +193,8 @@ class _GATForm(GraphAttention):
         """The learned vector, [H, 2 C], first the part for targets."""
         raise NotImplementedError
 
-    def _attend_by_kernel(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _attend_by_kernel(self, mapped: Mapped, options: dict[str, Any]) -> Any:
+        vector, (target, source, graph, of_edges) = self._vector, mapped
         w1 = w2 = None
         if self.kernel == "implicit":
             query = ends = vector.unsqueeze(0)
@@ -217,15 +219,7 @@ class _GATForm(GraphAttention):
             **options,
         )
 
-    def _attend_as_stock(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def _bias_of(self, of_edges: Tensor | None) -> Tensor | None:
@@ -343,7 +337,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
             return GATConv.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
         return self._forward(x, edge_index, edge_attr, size, return_attention_weights)
 
-    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Mapped:
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Pair:
         if self.lin is None:
             return self.lin_src(of_source), None if of_target is None else self.lin_dst(of_target)
         source = self.lin(of_source)
@@ -360,15 +354,8 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         attention: Tensor = self.att_edge
         return attention
 
-    def _attend_as_stock(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
+        vector, (target, source, graph, of_edges) = self._vector, mapped
         return gat_edge_attention(
             vector * vector.size(-1) ** 0.5,  # the operator divides by it
             target,
@@ -417,7 +404,7 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
             return GATv2Conv.forward(self, x, edge_index, edge_attr, return_attention_weights)
         return self._forward(x, edge_index, edge_attr, None, return_attention_weights)
 
-    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Mapped:
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Pair:
         source = self.lin_l(of_source)
         if self.share_weights and of_target is of_source:
             return source, source
@@ -432,15 +419,8 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         attention: Tensor = self.att
         return attention
 
-    def _attend_as_stock(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
+        target, source, graph, of_edges = mapped
         ends = source.index_select(0, graph.source) + target.index_select(0, graph.target)
         if of_edges is not None:
             ends = ends + of_edges
