@@ -21,7 +21,6 @@ Arguments = dict[str, Any]
 # The arguments that may have a gradient, in the order of the operator.
 DIFFERENTIABLE = ("query", "key", "value", "w1", "w2", "key_bias", "attn_mask")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LOWER_DTYPES = DTYPES[1:]
 
 
 def _strided(x: Tensor) -> Tensor:
