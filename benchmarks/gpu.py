@@ -238,7 +238,7 @@ def compare_both(
     dropout: float = 0.0,
 ) -> None:
     """Forward without grad, and the backward alone."""
-    reason = ikattn.why_not_fast(*tensors, is_causal=causal, attn_mask=mask)
+    reason = ikattn.which_kernels(*tensors, is_causal=causal, attn_mask=mask).forward.reason
     said = {"causal": causal, "mask": mask, "with_flex": options.flex, "dropout": dropout}
     name = f"{name}, {options.dtype}{'' if reason is None else f' ({reason})'}"
     with torch.no_grad():

@@ -138,7 +138,7 @@ def compare_memory(is_causal: bool) -> None:
 
 
 def feature_rows(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    phi: Tensor = ikattn.spectral_features(x[None, None], w1[None], w2[None])[0, 0]
+    phi: Tensor = ikattn.ops.spectral_features(x[None, None], w1[None], w2[None])[0, 0]
     return phi / (4 * w1.shape[1]) ** 0.5
 
 

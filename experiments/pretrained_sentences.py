@@ -236,7 +236,7 @@ def steps_of(
     """
     model = copy.deepcopy(minilm.original)
     # without a magnitude: exp(|k|^2 / 2 sqrt d) is far from 1 in trained models
-    ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
+    ikattn.convert(model, p=None, num_frequencies=frequencies, seed=0)
     yield "as drawn", model, 0.0
     by_length = [batch for _, batch in minilm.batches(unlabelled)]
     batches = [by_length[i] for i in torch.randperm(len(by_length), generator=_seeded()).tolist()]

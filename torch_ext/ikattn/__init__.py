@@ -11,24 +11,16 @@ __version__ = _library.load()
 from ikattn import nn, ops, spectral
 from ikattn._info import info
 from ikattn._optional import when_imported
-from ikattn.nn import MultiheadAttention, multi_head_attention_forward, parameter_groups
+from ikattn.nn import MultiheadAttention, parameter_groups
 from ikattn.ops import (
-    Edges,
     KeyFeatures,
     RecurrentState,
-    attention_from_features,
-    decompositions,
     deterministic,
-    gat_edge_attention,
     implicit_kernel_attention,
     implicit_kernel_attention_varlen,
     implicit_kernel_edge_attention,
     implicit_kernel_weights,
-    similarity_and_magnitude,
-    softmax_edge_attention,
-    spectral_features,
     which_kernels,
-    why_not_fast,
 )
 from ikattn.spectral import regularization_loss
 
@@ -36,12 +28,7 @@ if TYPE_CHECKING:
     from ikattn import conversion, explain, integrations, maps, parallel, recorder, reference
     from ikattn.conversion import calibrate, conversion_report, convert, revert
     from ikattn.explain import attribute
-    from ikattn.integrations.transformers import (
-        decoding_cache,
-        feature_cache,
-        state_cache,
-        use_implicit_attention,
-    )
+    from ikattn.integrations.transformers import decoding_cache
     from ikattn.maps import (
         Contributions,
         contributions,
@@ -53,12 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Contributions",
-    "Edges",
     "KeyFeatures",
     "MultiheadAttention",
     "RecurrentState",
     "__version__",
-    "attention_from_features",
     "attribute",
     "calibrate",
     "contributions",
@@ -66,11 +51,8 @@ __all__ = [
     "conversion_report",
     "convert",
     "decoding_cache",
-    "decompositions",
     "deterministic",
     "explain",
-    "feature_cache",
-    "gat_edge_attention",
     "implicit_kernel_attention",
     "implicit_kernel_attention_varlen",
     "implicit_kernel_edge_attention",
@@ -79,7 +61,6 @@ __all__ = [
     "integrations",
     "load_maps",
     "maps",
-    "multi_head_attention_forward",
     "nn",
     "ops",
     "parallel",
@@ -90,15 +71,9 @@ __all__ = [
     "regularization_loss",
     "revert",
     "rollout",
-    "similarity_and_magnitude",
-    "softmax_edge_attention",
     "spectral",
-    "spectral_features",
-    "state_cache",
     "streamed_contributions",
-    "use_implicit_attention",
     "which_kernels",
-    "why_not_fast",
 ]
 
 # Rooms that are imported when they are first used, each with its names that stand here, too.
@@ -106,12 +81,7 @@ _LATER = {
     "conversion": ("calibrate", "conversion_report", "convert", "revert"),
     "explain": ("attribute",),
     "integrations": (),
-    "integrations.transformers": (
-        "decoding_cache",
-        "feature_cache",
-        "state_cache",
-        "use_implicit_attention",
-    ),
+    "integrations.transformers": ("decoding_cache",),
     "maps": ("Contributions", "contributions", "load_maps", "rollout", "streamed_contributions"),
     "parallel": (),
     "recorder": ("record",),

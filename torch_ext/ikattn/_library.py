@@ -13,7 +13,7 @@ import torch
 
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "lib" / "libikattn.so"
-_BUILD_INFO = _PACKAGE / "build_info.json"  # what it was built for
+_BUILD_INFO = _PACKAGE / "build_info.json"  # versions that it was built for
 _REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
@@ -43,7 +43,7 @@ def load() -> str:
 
 
 def version() -> str:
-    """The version of the package that is built."""
+    """Returns the version of the package that is built."""
     built: dict[str, str] = json.loads(_BUILD_INFO.read_text())
     return built["version"]
 
@@ -58,7 +58,7 @@ def check_torch_version(built_for: str, running: str) -> None:
 
 
 def cmake_prefix_path() -> str:
-    """The directory to put on CMAKE_PREFIX_PATH so that find_package(ikattn) finds this package.
+    """Returns the directory for CMAKE_PREFIX_PATH in which find_package(ikattn) finds ikattn.
 
     LibTorch is found too where torch is installed beside ikattn, as pip does; otherwise add
     torch.utils.cmake_prefix_path. ``python -m ikattn cmake-prefix-path`` prints both.

@@ -15,7 +15,7 @@ __all__ = ["optional", "when_imported"]
 
 
 def optional(module: str, purpose: str, install: str) -> Any:
-    """The module of an optional library.
+    """Imports the module of an optional library.
 
     Args:
         module: Its name, for example "matplotlib.figure".

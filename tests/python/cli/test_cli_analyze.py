@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+import ikattn
 from ikattn import Contributions, cli
 from ikattn.cli import analyze as analyzing
 from ikattn.cli import results
 from ikattn.cli.index import overview
-from ikattn.integrations.transformers import use_implicit_attention
 from ikattn.maps import Batch, Layer, Recording, load_maps
 from ikattn.recorder import record
 from saved_models import SIZES, save_model
@@ -76,7 +76,7 @@ def recorded_alone(folder: Path, text: str, maps: tuple[str, ...]) -> Any:
 def test_a_model_with_implicit_attention_is_analyzed_with_its_frequencies(tmp_path, bert, text):
     folder, out = shutil.copytree(bert, tmp_path / "implicit"), tmp_path / "out"
     model = transformers.AutoModel.from_pretrained(bert).eval()
-    use_implicit_attention(model, num_frequencies=4, seed=0).save_pretrained(folder)
+    ikattn.convert(model, num_frequencies=4, seed=0).save_pretrained(folder)
     assert analyze("--model", folder, "--file", text, "--format", "npz", "--out", out) == 0
     first = load_maps(out / "line-000001.npz")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

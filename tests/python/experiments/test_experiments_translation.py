@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from experiment_programs import ATTENTIONS, rows_of, run
-from ikattn.explain import GoldAlignments
+from ikattn.explain import Alignments
 from programs import import_program
 
 NOUNS = {"hund": "dog", "kind": "child", "mann": "man", "ball": "ball", "haus": "house"}
@@ -150,7 +150,7 @@ def test_padding_does_not_change_a_translation(translation: ModuleType, attentio
 
 def test_the_layer_that_aligns_is_chosen_on_the_other_pairs(translation: ModuleType) -> None:
     right, wrong = {(0, 0)}, {(1, 0)}
-    gold = GoldAlignments([right] * 4, [right] * 4)
+    gold = Alignments([right] * 4, [right] * 4)
     layers = {1: [right, wrong] * 2, 2: [wrong, right] * 2}
     found = {("norms", "AWO", layer): links for layer, links in layers.items()}
     (row,) = translation.measure_alignment(found, gold, ("softmax", "-", 0))

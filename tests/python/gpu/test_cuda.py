@@ -413,11 +413,11 @@ def test_features_and_their_gradients_are_those_of_the_cpu(dtype, stationary):
     names = ["x", "w1"] if stationary else ["x", "w1", "w2"]
     arguments |= {name: arguments[name].to(dtype) for name in names}
     wide = arguments | {name: arguments[name].double() for name in names}
-    found = ikattn.spectral_features(**on_gpu(arguments))
-    assert_close(found.cpu(), ikattn.spectral_features(**wide), 64 * torch.finfo(dtype).eps)
-    incoming = direction(ikattn.spectral_features(**arguments))
-    got = gradients(ikattn.spectral_features, on_gpu(arguments), names, incoming.to(DEVICE))
-    expected = gradients(ikattn.spectral_features, wide, names, incoming.double())
+    found = ikattn.ops.spectral_features(**on_gpu(arguments))
+    assert_close(found.cpu(), ikattn.ops.spectral_features(**wide), 64 * torch.finfo(dtype).eps)
+    incoming = direction(ikattn.ops.spectral_features(**arguments))
+    got = gradients(ikattn.ops.spectral_features, on_gpu(arguments), names, incoming.to(DEVICE))
+    expected = gradients(ikattn.ops.spectral_features, wide, names, incoming.double())
     for name, gradient in got.items():
         assert_close(gradient.cpu(), expected[name], 64 * torch.finfo(dtype).eps, name)
 

@@ -123,7 +123,7 @@ def all_maps(maps: Callable[..., ikattn.Contributions], names: list[str], heads:
 def features() -> Work:
     call = drawn_on_gpu(2, 4, 200, 200, 64, 16, torch.bfloat16)
     tokens = {"x": call["query"], "w1": call["w1"], "w2": call["w2"]}
-    return Work(ikattn.spectral_features, tokens, list(tokens))
+    return Work(ikattn.ops.spectral_features, tokens, list(tokens))
 
 
 def kept(seed: Tensor) -> Tensor:

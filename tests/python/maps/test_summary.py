@@ -13,7 +13,7 @@ from torch import Tensor
 import ikattn
 from ikattn.maps import (
     Batch,
-    Factors,
+    LedgerFactors,
     LedgerShares,
     head_mean,
     layer_mean,
@@ -117,7 +117,7 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float64)
 
 
-def every_share(shares: LedgerShares) -> list[Factors]:
+def every_share(shares: LedgerShares) -> list[LedgerFactors]:
     return [shares.per_head, shares.per_token, shares.per_head_and_token]
 
 
@@ -269,10 +269,10 @@ def test_ledger_of_real_attention_has_no_bias(kernel: str) -> None:
     q, k = torch.randn(2, 1, 2, 7, 8, dtype=torch.float64)
     w1, w2 = torch.randn(2, 2, 8, 4, dtype=torch.float64) * 0.1
     if kernel == "dot":
-        similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
     else:
-        similarity, magnitude = ikattn.similarity_and_magnitude(
+        similarity, magnitude = ikattn.ops.similarity_and_magnitude(
             q, k, kernel="implicit", w1=w1, w2=w2
         )
         weights = ikattn.implicit_kernel_weights(q, k, w1, w2)

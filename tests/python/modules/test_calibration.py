@@ -1,4 +1,4 @@
-"""ikattn.calibrate, and convert(calibration=...): implicit kernels fitted to softmax attention."""
+"""ikattn.calibrate: implicit kernels fitted to softmax attention."""
 
 from __future__ import annotations
 
@@ -121,11 +121,12 @@ def test_inference_mode_changes_nothing(encoder: nn.TransformerEncoder) -> None:
     twin = copy.deepcopy(encoder)
     x, padding = data(10), torch.arange(L) >= torch.full((10, 1), L - 2)
     batch = {"src": x, "src_key_padding_mask": padding, "mask": torch.zeros(L, L) > 0}
-    options = {"num_frequencies": 8, "seed": 0}
-    ikattn.convert(encoder, calibration=[batch], **options)
+    for model in (encoder, twin):
+        ikattn.convert(model, num_frequencies=8, seed=0)
+    ikattn.calibrate(encoder, [batch])
     with torch.inference_mode():
         inference = {name: x.clone() for name, x in batch.items()}
-        ikattn.convert(twin, calibration=[inference], **options)
+        ikattn.calibrate(twin, [inference])
     for found, expected in zip(twin.parameters(), encoder.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -141,21 +142,6 @@ def test_padding_has_no_part_in_the_fit(encoder: nn.TransformerEncoder) -> None:
     ikattn.calibrate(twin, [batch], steps=5, output_steps=2)
     for found, expected in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_convert_calibrates_what_it_converts(encoder: nn.TransformerEncoder) -> None:
-    by_hand = ikattn.convert(copy.deepcopy(encoder), num_frequencies=4, seed=0)
-    ikattn.calibrate(by_hand, [(data(5),)])
-    ikattn.convert(encoder, num_frequencies=4, seed=0, calibration=[(data(5),)])
-    for found, expected in zip(encoder.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_convert_says_what_it_does_not_calibrate(encoder, caplog):
-    ikattn.convert(encoder, num_frequencies=4, select="layers.1.*")
-    ikattn.convert(encoder, num_frequencies=4, calibration=[(data(5),)])
-    (warning,) = [record for record in caplog.records if "not calibrated" in record.message]
-    assert "not calibrated, for kernel='implicit' before: layers.1.self_attn" in warning.message
 
 
 def test_single_tokens_and_padding_alone_are_refused() -> None:
@@ -197,8 +183,6 @@ class Unused(nn.Module):
 def test_errors_say_what_was_expected_and_got(encoder: nn.TransformerEncoder) -> None:
     with pytest.raises(ValueError, match="expected a model with implicit kernels"):
         ikattn.calibrate(encoder, [data()])
-    with pytest.raises(ValueError, match="calibration is for kernel='implicit', got kernel='rbf'"):
-        ikattn.convert(encoder, "rbf", calibration=[data()])
     model = ikattn.convert(encoder, num_frequencies=4)
     with pytest.raises(ValueError, match="at least one batch"):
         ikattn.calibrate(model, [])

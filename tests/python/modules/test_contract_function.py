@@ -1,4 +1,4 @@
-"""The contract of F.multi_head_attention_forward: ikattn.multi_head_attention_forward beside it."""
+"""The contract of F.multi_head_attention_forward, beside the function of ikattn.nn."""
 
 from __future__ import annotations
 

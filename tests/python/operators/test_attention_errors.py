@@ -302,13 +302,13 @@ FEATURE_MISTAKES = mistakes_of_shape("""
 def test_features_name_the_wrong_argument(mistake: Mistake, device: str) -> None:
     call = of_features(correct_call())
     with pytest.raises(mistake.error, match=mistake.message("spectral_features")):
-        ikattn.spectral_features(**on(device, call | mistake.change(call)))
+        ikattn.ops.spectral_features(**on(device, call | mistake.change(call)))
 
 
 def test_features_never_speak_of_a_query() -> None:
     call = correct_call()
     with pytest.raises(RuntimeError, match="spectral_features") as caught:
-        ikattn.spectral_features(call["query"], call["w1"][:, :7])
+        ikattn.ops.spectral_features(call["query"], call["w1"][:, :7])
     assert "query" not in str(caught.value)
 
 
@@ -349,7 +349,7 @@ def test_a_feature_argument_on_another_device_is_named(name: str, inference: boo
         torch.inference_mode(inference),
         pytest.raises(RuntimeError, match=f"spectral_features: {message}"),
     ):
-        ikattn.spectral_features(**call)
+        ikattn.ops.spectral_features(**call)
 
 
 @each_mode
@@ -427,7 +427,7 @@ def test_decompose_names_what_does_not_fit(options: Arguments, pattern: str) -> 
     call = correct_call()
     tokens = {"query": call["query"], "key": call["key"]}
     with pytest.raises(ValueError, match=pattern):
-        ikattn.similarity_and_magnitude(**tokens | options)
+        ikattn.ops.similarity_and_magnitude(**tokens | options)
 
 
 @pytest.mark.parametrize(

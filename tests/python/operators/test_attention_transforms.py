@@ -43,7 +43,7 @@ average_weights = functools.partial(weights, average_heads=True)
 
 def features(query: Tensor, w1: Tensor, w2: Tensor | None, **_: Any) -> Tensor:
     """Returns the features of a call's queries."""
-    return ikattn.spectral_features(query, w1, w2)
+    return ikattn.ops.spectral_features(query, w1, w2)
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -213,7 +213,7 @@ def test_features_and_mask_are_registered_as_torch_expects(stationary: bool) -> 
     x, w1 = (arguments[name].detach().requires_grad_() for name in ("query", "w1"))
     w2 = None if stationary else arguments["w2"].requires_grad_()
     torch.library.opcheck(operators.spectral_features.default, (x, w1, w2))
-    incoming = direction(ikattn.spectral_features(x, w1, w2))
+    incoming = direction(ikattn.ops.spectral_features(x, w1, w2))
     for wanted in ([True, True, not stationary], [False, True, False], [False] * 3):
         plain = (x.detach(), w1.detach(), None if w2 is None else w2.detach())
         torch.library.opcheck(
@@ -440,10 +440,10 @@ def test_autocast_lowers_the_features_but_not_their_angles() -> None:
     arguments = BY_NAME["15 queries, 17 keys"].arguments(torch.float32)
     call = {"x": arguments["query"], "w1": arguments["w1"], "w2": arguments["w2"]}
     with torch.autocast("cpu", torch.bfloat16):
-        found = ikattn.spectral_features(**call)
+        found = ikattn.ops.spectral_features(**call)
     lowered = call | {"x": call["x"].bfloat16()}
     assert found.dtype == torch.bfloat16
-    assert_identical([found], [ikattn.spectral_features(**lowered)])
+    assert_identical([found], [ikattn.ops.spectral_features(**lowered)])
 
 
 def test_autocast_leaves_float64_alone() -> None:

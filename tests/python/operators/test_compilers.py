@@ -276,7 +276,7 @@ def test_an_aot_inductor_package_computes_what_eager_does(kernel: str, tmp_path:
 
 
 def test_decompositions_leave_torchs_operators_alone() -> None:
-    program = export(make(Encoder, "implicit")).run_decompositions(ikattn.decompositions())
+    program = export(make(Encoder, "implicit")).run_decompositions(ikattn.ops.decompositions())
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not {name for name in names if name.startswith("ikattn")}
     assert "aten.layer_norm.default" in names
@@ -294,7 +294,7 @@ def test_the_contribution_operators_decompose_too() -> None:
 
     x = torch.randn(2, H, 5, 5), torch.randn(2, H, 5, E // H), torch.randn(E, E)
     program = torch.export.export(Norms(), x)
-    decomposed = program.run_decompositions(ikattn.decompositions())
+    decomposed = program.run_decompositions(ikattn.ops.decompositions())
     assert "ikattn" in str(program.graph)
     assert "ikattn" not in str(decomposed.graph)
     torch.testing.assert_close(decomposed.module()(*x), Norms()(*x), rtol=1e-4, atol=1e-5)
@@ -305,7 +305,7 @@ def test_exported_to_onnx_it_computes_what_eager_does(model_type, kernel, tmp_pa
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs it: pip install onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
     model = make(model_type, kernel)
-    program = export(model).run_decompositions(ikattn.decompositions())
+    program = export(model).run_decompositions(ikattn.ops.decompositions())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own deprecations
         torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "model.onnx")

@@ -66,8 +66,8 @@ def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
         weights,
         averaged,
         *gradients(ikattn.implicit_kernel_weights, of_weights(arguments)).values(),
-        ikattn.spectral_features(**features),
-        *gradients(ikattn.spectral_features, features, ["x", "w1"]).values(),
+        ikattn.ops.spectral_features(**features),
+        *gradients(ikattn.ops.spectral_features, features, ["x", "w1"]).values(),
     ]
 
 

@@ -19,7 +19,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import context_programs as programs
 import ikattn
 from context_programs import CALLS, LAYOUTS, SIZES, N
-from ikattn.nn._over_ranks import is_over_ranks
+from ikattn.nn.over_ranks import is_over_ranks
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
 from ikattn.parallel._sums import _Sharing
@@ -336,7 +336,7 @@ def test_models_of_transformers_that_cannot_be_shared_out(alone: None) -> None:
     with context_parallel(model), pytest.raises(NotImplementedError, match="more than padding"):
         model(ids, position_ids=packed, use_cache=False)
     with context_parallel(model), pytest.raises(NotImplementedError, match="got a cache"):
-        model(ids, past_key_values=ikattn.feature_cache(model))
+        model(ids, past_key_values=ikattn.decoding_cache(model, "features"))
     with context_parallel(model):
         model.set_attn_implementation("sdpa")
         with pytest.raises(RuntimeError, match="ended without the attention of its implicit"):

@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ikattn
+
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 pytest.importorskip("transformers.distributed.tensor_parallel")
 
 import llama_programs
 from agreement import assert_close
-from ikattn.integrations.transformers import from_pretrained, use_implicit_attention
+from ikattn.integrations.transformers import from_pretrained
 from llama_programs import KERNELS, LLAMA, TOKENS
 from processes import run_processes
 
@@ -24,13 +26,13 @@ TOLERANCE = 1e-11  # all of it in float64
 
 
 def test_kernels_are_in_the_plan_where_their_heads_are() -> None:
-    model = use_implicit_attention(llama_programs.make_model(), num_frequencies=6)
+    model = ikattn.convert(llama_programs.make_model(), num_frequencies=6)
     assert model.tp_plan["model.layers.*.self_attn.spectral"] == "ikattn_heads"
     assert model.model.tp_plan["layers.*.self_attn.spectral"] == "ikattn_heads"
     whole = llama_programs.make_model()
     whole.tp_plan = {"model.layers.*.self_attn.q_proj": "colwise_gather_output"}
-    assert len(use_implicit_attention(whole, num_frequencies=6).tp_plan) == 1
-    assert not use_implicit_attention(llama_programs.make_bert(), num_frequencies=6).tp_plan
+    assert len(ikattn.convert(whole, num_frequencies=6).tp_plan) == 1
+    assert not ikattn.convert(llama_programs.make_bert(), num_frequencies=6).tp_plan
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_what_two_ranks_save_one_process_loads(folder: Path) -> None:
 
 def test_a_model_that_was_shared_out_before_takes_the_first_ranks_frequencies(results, folder):
     first = results[0]["changed when loaded"]
-    plain = use_implicit_attention(LLAMA.from_pretrained(folder / "softmax"), num_frequencies=6)
+    plain = ikattn.convert(LLAMA.from_pretrained(folder / "softmax"), num_frequencies=6)
     plain.load_state_dict(first["state"], strict=False)
     for of_rank in results:
         found = of_rank["changed when loaded"]
@@ -99,7 +101,7 @@ ERRORS = {
     "whole generators": "RuntimeError: ikattn_implicit: LlamaAttention got queries of 2 heads, and",
     "key heads": "ValueError: ikattn_implicit, keys: expected a number of ranks that divides the 1",
     "keys of all": "RuntimeError: ikattn_implicit: LlamaAttention got keys of 2 heads, expected",
-    "wrapped": "ValueError: use_implicit_attention: expected a model that is not wrapped yet, got",
+    "wrapped": "ValueError: convert: expected a model that is not wrapped yet, got",
     "without kernels": "RuntimeError: LlamaAttention has the attention implementation",
 }
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 import ikattn
 from attention_cases import E, H, L, N, batch, ignore
-from ikattn.spectral import SOURCES, Direct, Ikan, Mikan, OddNetwork
+from ikattn.spectral import Direct, Ikan, Mikan
+from ikattn.spectral.factory import SOURCES
+from ikattn.spectral.networks import OddNetwork
 from spectral_cases import D, M, each_generator, generator, leaky, perturbed, tokens
 
 

@@ -155,7 +155,7 @@ def make_llama() -> Any:
     sizes = {"hidden_size": E, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 9}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=H, num_key_value_heads=2)
     model = transformers.LlamaModel(config).double()
-    return ikattn.use_implicit_attention(model, num_frequencies=M, seed=1)
+    return ikattn.convert(model, num_frequencies=M, seed=1)
 
 
 def encoder_inputs() -> tuple[Tensor, Tensor]:

@@ -82,7 +82,8 @@ def assert_on_tensor_cores(call: Arguments) -> None:
     """That a call goes there; of the interpreter's device the library cannot be asked."""
     if not IN_THE_INTERPRETER:
         tensors = [call[name] for name in ("query", "key", "value", "w1", "w2")]
-        assert ikattn.why_not_fast(*tensors, is_causal=call.get("is_causal", False)) is None
+        choice = ikattn.which_kernels(*tensors, is_causal=call.get("is_causal", False)).forward
+        assert choice.unit not in ("none", "cuda_cores"), choice
 
 
 def turn(patch: pytest.MonkeyPatch, setting: str) -> None:

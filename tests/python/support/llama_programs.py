@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ikattn
-from ikattn.integrations.transformers import feature_cache, from_pretrained, use_implicit_attention
+from ikattn.integrations.transformers import decoding_cache, from_pretrained
 from ikattn.parallel import tensor_parallel_plan
 from ikattn.spectral import Generator
 from processes import messages_of, whole
@@ -36,9 +36,9 @@ def make_model(key_heads: int = 2) -> Any:
 def save_models(folder: Path) -> None:
     """The checkpoints that the processes load."""
     for name, options in KERNELS.items():
-        model = use_implicit_attention(make_model(), num_frequencies=6, seed=1, **options)
+        model = ikattn.convert(make_model(), num_frequencies=6, seed=1, **options)
         model.save_pretrained(folder / name)
-    use_implicit_attention(make_model(1), num_frequencies=6).save_pretrained(folder / "one key")
+    ikattn.convert(make_model(1), num_frequencies=6).save_pretrained(folder / "one key")
     make_model().save_pretrained(folder / "softmax")
 
 
@@ -54,7 +54,7 @@ def evaluate(model: Any) -> dict[str, Tensor]:
     found |= {f"gradient of {name}": whole(w.grad) for name, w in model.named_parameters()}
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     found["tokens"] = model.eval().generate(TOKENS, **options)
-    kept = model.generate(TOKENS, past_key_values=feature_cache(model), **options)
+    kept = model.generate(TOKENS, past_key_values=decoding_cache(model, "features"), **options)
     assert torch.equal(kept, found["tokens"])
     return found
 
@@ -82,7 +82,7 @@ def _change_loaded(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Ranks that draw different frequencies take the first one's."""
     model = LLAMA.from_pretrained(folder / "softmax", **plan)
     torch.manual_seed(10 + dist.get_rank())
-    use_implicit_attention(model, num_frequencies=6)
+    ikattn.convert(model, num_frequencies=6)
     state = {name: whole(w.detach()) for name, w in model.named_parameters()}
     return {"state": state, "logits": model(TOKENS).logits.detach()}
 
@@ -105,7 +105,7 @@ def make_bert() -> Any:
 
 
 def use_mikan(model: Any) -> Any:
-    return use_implicit_attention(model, num_frequencies=6, seed=1, spectral="mikan")
+    return ikattn.convert(model, num_frequencies=6, seed=1, spectral="mikan")
 
 
 def evaluate_bert(model: Any) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def _errors(folder: Path, plan: dict[str, Any]) -> dict[str, str]:
         )(TOKENS),
         "key heads": lambda: from_pretrained(LLAMA, folder / "one key", **plan),
         "keys of all": lambda: _shared_by_torch(folder, "q")(TOKENS),
-        "wrapped": lambda: use_implicit_attention(fully_shard(make_model())),
+        "wrapped": lambda: ikattn.convert(fully_shard(make_model())),
         "without kernels": lambda: LLAMA.from_pretrained(folder / "direct", **plan)(TOKENS),
     }
     return messages_of(calls)

@@ -415,5 +415,5 @@ def of_weights(arguments: Arguments) -> Arguments:
 
 
 def of_features(arguments: Arguments) -> Arguments:
-    """The call of ``ikattn.spectral_features`` on the queries of a call."""
+    """The call of ``ikattn.ops.spectral_features`` on the queries of a call."""
     return {"x": arguments["query"], "w1": arguments["w1"], "w2": arguments["w2"]}

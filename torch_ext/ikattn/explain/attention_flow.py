@@ -29,7 +29,7 @@ def attention_flow(
     residual: Residual = None,
     padding: Tensor | None = None,
 ) -> Tensor:
-    """How much can flow from an output token to each input token, if maps are capacities.
+    """Measures how much can flow from an output token to each input token, maps being capacities.
 
     An edge from token i after layer l to token j before it carries at most ``A_l[i, j]``. Rollout
     adds the products along all paths; the largest flow takes no more through a token than its edges
@@ -37,16 +37,16 @@ def attention_flow(
     sentences, not for documents.
 
     Args:
-        maps, map, normalize, layers, residual, padding: As for :func:`ikattn.rollout`; attention
-            flow as published is ``map="weights", residual=0.5``.
-        position: As for :func:`token_importance`, no slice.
+        maps, map, normalize, layers, residual, padding: Arguments of :func:`ikattn.rollout`;
+            attention flow as published is ``map="weights", residual=0.5``.
+        position: A token's place, as for :func:`token_importance`, or one for each sequence.
 
     Returns:
         ``[B, L]``, 0 at padding; not normalised: each is at most the sum of a row.
 
     Raises:
         ModuleNotFoundError: networkx is missing.
-        ValueError, KeyError, LookupError: As :func:`token_importance`.
+        ValueError, KeyError, LookupError: Errors of :func:`token_importance`.
 
     Example:
         >>> import pytest, torch

@@ -97,7 +97,7 @@ def _layer(
     linear2_bias: Tensor,
     *mask: Any,
 ) -> Tensor:
-    """What ``nn.TransformerEncoderLayer.forward`` computes; arguments are the fused function's."""
+    """Computes ``nn.TransformerEncoderLayer.forward`` from the fused function's arguments."""
     attn_mask, padding = masks
 
     def attend(x: Tensor) -> Tensor:

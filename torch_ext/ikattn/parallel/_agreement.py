@@ -104,7 +104,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 def _told(name: str, number: Tensor) -> str:
-    """A number of a signature as the argument it stands for."""
+    """Names a number of a signature by the argument it stands for."""
     value = float(number)
     if name.startswith("dtype"):
         return "none" if value < 0 else str(_DTYPES[int(value)])

@@ -1,4 +1,4 @@
-"""What a calibration tells of each layer and head."""
+"""The report of a calibration, by layer and head."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CalibrationReport(tuple[CalibratedModule, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """A line a layer: errors of the heads' weights after the fit, then those of the output.
+        """Prints a line a layer: errors of the heads' weights after the fit, then of the output.
 
         Heads that compute softmax are in brackets.
         """

@@ -108,7 +108,7 @@ def fit_to_weights(
 
 
 def _groups(calls: list[AttentionCall]) -> list[list[AttentionCall]]:
-    """The calls in parts of about as many weights as a step takes."""
+    """Yields the calls in parts of about as many weights as a step takes."""
     groups: list[list[AttentionCall]] = []
     left = 0
     for call in calls:
@@ -163,7 +163,7 @@ def _errors(layer: Layer, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:
 
 
 def by_what_is_held_out(of_rows: Tensor) -> Tensor:
-    """Sums over sequences and queries: of what is fitted to, and of the rest, in front.
+    """Sums over sequences and queries: those that are fitted to, and the rest, in front.
 
     Of fewer than five sequences queries are held out instead.
 

@@ -17,11 +17,11 @@ _HEIGHT = 720
 
 
 def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
-    """HTML for a cell's output.
+    """Returns HTML for a cell's output.
 
     Args:
-        recording: Of any number of forward calls.
-        graphs: How many calls over a graph were recorded beside them, which pages do not hold.
+        recording: Maps of any number of forward calls.
+        graphs: The number of calls over a graph recorded beside them, which pages do not hold.
 
     Returns:
         The page in a frame that may run its script, and has neither an origin nor the notebook's
@@ -62,7 +62,7 @@ def _table(recording: RecordedMaps, reason: str) -> str:
 
 
 def _row(recording: RecordedMaps, layer: Layer) -> str:
-    """A layer with its maps, and their shapes in the first call that it ran in."""
+    """Returns a layer with its maps, and their shapes in the first call that it ran in."""
     maps = next((batch[layer.name] for batch in recording.batches if layer.name in batch), None)
     found = {name: getattr(maps, name, None) for name in AXES}
     shapes = [f"{name} {list(x.shape)}" for name, x in found.items() if x is not None]
