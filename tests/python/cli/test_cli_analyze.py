@@ -261,27 +261,10 @@ def stop_after(
 
 
 @pytest.mark.parametrize("lines", [0, 1, 4])
-def test_interrupted_run_goes_on_without_losing_or_repeating(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_run_goes_on(tmp_path, bert, text, lines, monkeypatch, capsys):
     out = tmp_path / "out"
-    arguments = (
-        "--model",
-        bert,
-        "--file",
-        text,
-        "--out",
-        out,
-        "--format",
-        "npz",
-        "--batch-size",
-        2,
-    )
+    options = ("--format", "npz", "--batch-size", 2)
+    arguments = ("--model", bert, "--file", text, "--out", out, *options)
     with monkeypatch.context() as patched:
         stop_after(patched, lines)
         assert analyze(*arguments) == 130
@@ -583,14 +566,7 @@ def test_a_long_line_is_cut_by_the_model_s_table_of_positions(tmp_path, family, 
 @pytest.mark.parametrize(
     ("library", "command"), [("transformers", "'ikattn[analyze]'"), ("matplotlib", "'ikattn[viz]'")]
 )
-def test_missing_library_is_named_with_its_command(
-    tmp_path: Path,
-    text: Path,
-    library: str,
-    command: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_library_is_named(tmp_path, text, library, command, monkeypatch, capsys):
     monkeypatch.setattr(analyzing, "find_spec", lambda name: None if name == library else object())
     arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
     said = refused(capsys, "--model", "model", *arguments)
