@@ -156,7 +156,7 @@ asan: $(stamps)/tools $(stamps)/googletest
 	done
 
 cuda-check: $(stamps)/constraints.txt $(filter $(packaged_nvcc),$(nvcc))
-	NVCC=$(nvcc) $(python) cmake/cuda_check.py $(CUDA_CHECK)
+	NVCC=$(nvcc) $(python) tools/cuda_check.py $(CUDA_CHECK)
 
 lint: $(stamps)/lint
 	$(VENV)/bin/clang-format --dry-run -Werror $(cpp_files)

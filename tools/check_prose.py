@@ -1,22 +1,47 @@
-"""Tells where a page has a sentence of more than 40 words, or a paragraph of more than 120.
+"""Tells where a page is long-winded, and where a comment cannot be read alone.
 
-    python tools/check_prose.py README.md docs/guide/cuda.md     # default: all
+    python tools/check_prose.py README.md csrc/interpreter torch_ext/ikattn/nn/heads.py
 
-Exits with 1 where there are any. Tables, code and headings are left out; a code span is a word.
+checks these files and folders; without arguments all pages, and the folders of CLEAN. Exits with 1
+where it finds
+
+* on a page (.md) a sentence of more than 40 words, or a paragraph of more than 120. Tables, code
+  and headings are left out; a code span is a word.
+* in code (.py, .h, .cpp, .cu) a comment or docstring that begins with a word of FRAGMENT, or is one
+  line that has no subject: it begins with a word of REST, or with one of PREPOSITION and has no
+  verb. A comment on a function begins with a verb ("Loads", "Returns"), on a field or type with a
+  noun. First lines count, of comments that have a line of their own.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE, PARAGRAPH = 40, 120
+CLEAN = (  # folders and files without fragments; more are added as they become so
+    "csrc/attention/cuda",
+    "csrc/contributions/cuda",
+    "csrc/edge_attention/cuda",
+    "csrc/interpreter",
+    "csrc/support/cuda",
+    "tests/cpp",
+    "tools",
+)
+CODE = (".py", ".h", ".cpp", ".cu")
+FRAGMENT = re.compile(r"(?:Of|The same|Those|As|By|From|So|What|Which)\b(?!-)")
+REST = re.compile(r"(?:Also|And|But|Else|Likewise|Not|Ones|Or|Theirs|Them|They|To|Until|Whose)\b")
+PREPOSITION = re.compile(
+    r"(?:After|At|Before|Behind|Beside|Between|Beyond|For|In|Into|On|Over|Per|With|Without)\b"
+)
+VERB = re.compile(r"[,:;]|\b(?:is|are|was|were|has|have|do|does|can|may|must|would|will)\b")
 
 
 def paragraphs(text: str) -> list[tuple[int, str]]:
-    """Of prose, each with the line that it begins in; a point of a list is one."""
+    """Splits prose; each paragraph has the line that it begins in. A point of a list is one."""
     found: list[tuple[int, str]] = []
     in_code = False
     begun = False
@@ -47,7 +72,7 @@ def sentences(paragraph: str) -> list[str]:
 
 
 def long_passages(path: Path) -> list[str]:
-    """What is too long on a page, with its line."""
+    """Names what is too long on a page, with its line."""
     found = []
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     for line, paragraph in paragraphs(path.read_text()):
@@ -60,13 +85,53 @@ def long_passages(path: Path) -> list[str]:
     return found
 
 
+def comments(path: Path) -> list[tuple[int, str, bool]]:
+    """Comments and docstrings: the first line's number, its text, and whether it is all."""
+    text = path.read_text()
+    is_python = path.suffix == ".py"
+    mark = re.compile(r"\s*#(?!!) ?(.*)" if is_python else r"\s*// ?(.*)")
+    found: list[tuple[int, str, bool]] = []
+    goes_on = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = mark.match(line)
+        if match and goes_on:
+            found[-1] = (*found[-1][:2], False)
+        elif match:
+            found.append((number, match[1], True))
+        goes_on = match is not None
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)) if is_python else ():
+        if isinstance(node, holders) and (docstring := ast.get_docstring(node)):
+            first, _, rest = docstring.partition("\n")
+            found.append((node.body[0].lineno, first, not rest))
+    return found
+
+
+def fragments(path: Path) -> list[str]:
+    """Names the comments of a file of code that cannot be read alone, with their lines."""
+    found = []
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    for line, text, is_all in comments(path):
+        no_subject = REST.match(text) or (PREPOSITION.match(text) and not VERB.search(text))
+        if FRAGMENT.match(text) or (is_all and no_subject):
+            found.append(f"{name}:{line}: a comment that is a fragment: {text}")
+    return found
+
+
+def files(path: Path) -> list[Path]:
+    """Lists what a folder has of pages and code; a file is itself."""
+    inner = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [file for file in inner if file.suffix in (".md", *CODE)]
+
+
 def main() -> int:
     given = [Path(name).resolve() for name in sys.argv[1:]]
-    pages = given or [
-        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
-        *sorted((ROOT / "docs").rglob("*.md")),
-    ]
-    found = [passage for page in pages for passage in long_passages(page)]
+    if not given:
+        given = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+        given += [ROOT / name for name in ("docs", *CLEAN)]
+    found = []
+    for path in (file for name in given for file in files(name)):
+        found += long_passages(path) if path.suffix == ".md" else fragments(path)
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 

@@ -1,6 +1,6 @@
 """Fails where a room of the code knows one above it. A part of `make lint`.
 
-Rooms are folders, and files that stand alone: those of csrc, those of csrc/attention/cpu
+Rooms are folders, and files that stand alone: those of csrc, those of csrc/attention and of its cpu
 and cuda, as their README.md have them, and those of torch_ext/ikattn, as CONTRIBUTING.md has them.
 """
 
@@ -28,15 +28,24 @@ HOUSES = (
     House(
         "csrc",
         r"\.(cu|h|cpp)$",
-        r'#include "((?:attention|contributions|edge_attention|moments|nn|packed_attention|support)'
-        r'/[^"]+)"',
+        # The words of CUDA are the interpreter's where it stands in for a GPU.
+        r"(?<!#if defined\(IKATTN_INTERPRETER\)\n)"
+        r'#include "((?:attention|contributions|edge_attention|interpreter|moments|nn'
+        r'|packed_attention|support)/[^"]+)"',
         [
             {"nn"},
             {"contributions", "edge_attention", "moments", "packed_attention"},
             {"attention"},
+            {"interpreter"},
             {"support"},
             {"include"},
         ],
+    ),
+    House(
+        "csrc/attention",
+        r"\.(cu|h|cpp)$",
+        r'#include "attention/([^"]+)"',
+        [{"cpu", "cuda"}, {"operator"}, {"calls"}],
     ),
     House(
         "csrc/attention/cuda",
@@ -56,7 +65,7 @@ HOUSES = (
     House(
         "csrc/attention/cpu",
         r"\.(h|cpp)$",
-        r'#include "attention/cpu/([^"]+)"',
+        r'#include "attention/cpu/(?!route\.h)([^"]+)"',  # every room may read the route
         [
             {""},  # the table of kernels
             {"backward", "decoding"},
@@ -114,7 +123,7 @@ def level_of(house: House, room: str) -> int:
 
 
 def arrows_upward(house: House, path: Path) -> list[str]:
-    """What a file knows that it may not, in words."""
+    """Names the rooms that a file knows and may not, in words."""
     own = room_of(house, path.relative_to(ROOT / house.folder).as_posix())
     wrong = []
     for name in re.findall(house.known, path.read_text(), re.MULTILINE):

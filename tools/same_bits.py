@@ -42,7 +42,7 @@ def placed(arguments: Arguments) -> Arguments:
 
 
 def results() -> dict[str, str]:
-    """Of every sample in every type: a hash of the output, and of each gradient."""
+    """Hashes the output and each gradient of every sample in every type."""
     found: dict[str, str] = {}
     for sample in SAMPLES:
         for dtype in DTYPES:

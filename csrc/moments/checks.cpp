@@ -1,12 +1,12 @@
-// Argument checks of the operators of moments, and operators that do nothing else: what every fake
-// kernel begins with.
+// Argument checks of the operators of moments, and operators that only check, with which fake
+// kernels start.
 #include "support/checks.h"
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
-#include "attention/arguments.h"
+#include "attention/operator/arguments.h"
 #include "moments/arguments.h"
 
 namespace ikattn {

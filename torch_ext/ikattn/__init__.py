@@ -8,7 +8,9 @@ from ikattn import _library
 # Before the other modules, which register fake kernels of the operators.
 __version__ = _library.load()
 
-from ikattn import nn, ops, spectral
+from ikattn import nn as nn
+from ikattn import ops as ops
+from ikattn import spectral as spectral
 from ikattn._info import info
 from ikattn._optional import when_imported
 from ikattn.nn import MultiheadAttention, parameter_groups
@@ -25,7 +27,13 @@ from ikattn.ops import (
 from ikattn.spectral import regularization_loss
 
 if TYPE_CHECKING:
-    from ikattn import conversion, explain, integrations, maps, parallel, recorder, reference
+    from ikattn import conversion as conversion
+    from ikattn import explain as explain
+    from ikattn import integrations as integrations
+    from ikattn import maps as maps
+    from ikattn import parallel as parallel
+    from ikattn import recorder as recorder
+    from ikattn import reference as reference
     from ikattn.conversion import calibrate, conversion_report, convert, revert
     from ikattn.explain import attribute
     from ikattn.integrations.transformers import decoding_cache
@@ -47,31 +55,21 @@ __all__ = [
     "attribute",
     "calibrate",
     "contributions",
-    "conversion",
     "conversion_report",
     "convert",
     "decoding_cache",
     "deterministic",
-    "explain",
     "implicit_kernel_attention",
     "implicit_kernel_attention_varlen",
     "implicit_kernel_edge_attention",
     "implicit_kernel_weights",
     "info",
-    "integrations",
     "load_maps",
-    "maps",
-    "nn",
-    "ops",
-    "parallel",
     "parameter_groups",
     "record",
-    "recorder",
-    "reference",
     "regularization_loss",
     "revert",
     "rollout",
-    "spectral",
     "streamed_contributions",
     "which_kernels",
 ]
@@ -101,7 +99,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the names of this module with those that are imported later."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LATER})
 
 
 def _register_attentions() -> None:

@@ -1,4 +1,5 @@
-// Compiled once per instruction set, with IKATTN_ISA naming it. Includes no torch header.
+// The kernels of one instruction set, which IKATTN_ISA names; compiled once for each. No torch
+// header.
 #include "attention/cpu/kernel.h"
 
 #include "attention/cpu/backward/backward.h"
@@ -15,6 +16,7 @@ const AttentionKernels attention_kernels = {
     {attention_weights<float>, attention_weights<double>},
     {spectral_features<float>, spectral_features<double>},
     {attention_from_features<float>, attention_from_features<double>},
+    dropout_keep_mask,
 };
 
 }  // namespace ikattn::IKATTN_ISA

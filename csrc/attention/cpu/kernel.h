@@ -1,36 +1,22 @@
-// The table through which glue.cpp reaches the kernels of one instruction set.
+// The table of kernels of one instruction set, which glue.cpp calls.
 #pragma once
 
-#include "attention/params.h"
-#include "support/executor.h"
+#include "attention/cpu/route.h"
 
 namespace ikattn {
 
 struct AttentionKernels {
-  // Index 0: compute in float32; 1: in float64.
-  void (*forward[2])(const AttentionParams&, const Executor&);
-  void (*backward[2])(const AttentionBackwardParams&, const Executor&);
+  // Kernels that compute in float32 at index 0, in float64 at index 1.
+  void (*forward[2])(const AttentionParams&, const Route&, const Executor&);
+  void (*backward[2])(const AttentionBackwardParams&, const Route&, const Executor&);
   void (*weights[2])(const WeightsParams&, const Executor&);
   void (*features[2])(const FeaturesParams&, bool backward, const Executor&);
   void (*from_features[2])(const FromFeaturesParams&, const Executor&);
+  // Writes the mask of dropout, [B, H, L, S], 1 or 0.
+  void (*keep_mask)(const AttentionParams&, uint8_t* keep, const Executor&);
 };
 
-// For bfloat16 inputs, and float32 that may be rounded to it, in place of index 0.
-struct SixteenBitKernels {
-  void (*forward)(const AttentionParams&, const Executor&);
-  void (*backward)(const AttentionBackwardParams&, const Executor&);
-};
-
-// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern const AttentionKernels attention_kernels;
-}
-namespace avx2 {
-extern const AttentionKernels attention_kernels;
-}
-namespace avx512 {
-extern const AttentionKernels attention_kernels;
-}
+IKATTN_DECLARE_KERNELS(AttentionKernels, attention_kernels)
 namespace avx512_vnni {
 extern const SixteenBitKernels sixteen_bit_kernels;
 }

@@ -1,5 +1,5 @@
 // The passes over the pairs for bfloat16 inputs, where the processor multiplies numbers of 16 bits
-// faster than float32. Compiled as kernel.cpp is, once per set of instructions that do.
+// faster than float32. Compiled like kernel.cpp, once per set of such instructions.
 #include "attention/cpu/backward/backward.h"
 #include "attention/cpu/kernel.h"
 

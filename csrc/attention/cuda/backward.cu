@@ -5,13 +5,13 @@
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
-#include "attention/cuda/tensor_cores/begins.h"
+#include "attention/cuda/tensor_cores/initial_sums.h"
 #include "attention/cuda/tensor_cores/rows.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// As far as `gradients` and grad_value.
+// Computes grad_value, and all that `gradients` asks for, on tensor cores.
 const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
                                   const DeviceExecutor& executor, const Route& route,
                                   const SplitLogits<float>& keys, FoldedTokens& tokens,
@@ -20,10 +20,10 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const float* logits = keys.high;
   const bool on_hopper = route.unit == Unit::kHopper;
   const bool in_one = route.is_short && wants_queries(params) && wants_keys(params);
-  GradientBegins begins;
+  InitialGradients initial;
   const char* error = nullptr;
   if (route.algorithm == Algorithm::kLinear) {
-    error = linear_backward(params, executor, tokens, rows, logits, gradients, begins);
+    error = linear_backward(params, executor, tokens, rows, logits, gradients, initial);
   }
   if (in_one) error = warpgroup_short_backward(params, executor, tokens, rows, logits, gradients);
   if (error == nullptr && wants_queries(params)) {
@@ -32,7 +32,7 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     if (error == nullptr) {
       error = route.is_wide
                   ? wide_query_gradients(params, stream, tokens, rows, to)
-                  : folded_query_gradients(params, stream, tokens, rows, to, begins, on_hopper);
+                  : folded_query_gradients(params, stream, tokens, rows, to, initial, on_hopper);
     }
   }
   if (error == nullptr && wants_keys(params)) {
@@ -42,7 +42,7 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     if (error == nullptr) {
       error = route.is_wide ? wide_key_gradients(params, stream, tokens, rows, logits, gradients)
                             : folded_key_gradients(params, stream, tokens, rows, logits, gradients,
-                                                   begins, on_hopper);
+                                                   initial, on_hopper);
     }
   }
   return error;
@@ -58,7 +58,7 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   AngleOperands operands;
   FoldedTokens tokens;
   FoldedRows rows;
-  if (const char* error = prepare_turns(params, executor, true, operands)) return error;
+  if (const char* error = prepare_angles(params, executor, true, operands)) return error;
   if (const char* error = fold_tokens(params, executor, operands, keys, route, true, tokens)) {
     return error;
   }
@@ -70,7 +70,7 @@ const char* backward_on_tensor_cores(const AttentionBackwardParams& params,
   return feature_gradients_on_tensor_cores(params, executor, operands, keys, gradients);
 }
 
-// The same in float32, by split products or on CUDA cores, or in float64.
+// Computes the gradients of pairs in float32, by split products or on CUDA cores, or in float64.
 template <typename T>
 const char* float_pairs(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                         const Route& route, const PreparedTokens<T>& tokens,

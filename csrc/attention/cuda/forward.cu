@@ -21,19 +21,19 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
                                     FoldedTokens& tokens) {
   const Stream stream = executor.stream;
   AngleOperands operands;
-  if (const char* error = prepare_turns(params, executor, false, operands)) return error;
+  if (const char* error = prepare_angles(params, executor, false, operands)) return error;
   if (const char* error = fold_tokens(params, executor, operands, logits, route, false, tokens)) {
     return error;
   }
   const Parts parts = take_parts(params, executor, route.parts);
-  Begins begins;
+  InitialSums initial;
   const char* error = nullptr;
   if (route.is_wide) {
     error = wide_forward(params, stream, tokens, parts);
   } else {
     const bool on_hopper = route.unit == Unit::kHopper;
     if (route.algorithm == Algorithm::kLinear) {
-      error = linear_forward(params, executor, tokens, begins);
+      error = linear_forward(params, executor, tokens, initial);
     } else if (route.is_short) {
       error = warpgroup_short_forward(params, stream, operands, tokens, route.int8_scores);
     } else if (on_hopper) {
@@ -41,7 +41,7 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
                                 : warpgroup_forward(params, executor, tokens);
     }
     if (error == nullptr) {
-      error = folded_forward(params, stream, tokens, parts, begins, on_hopper);
+      error = folded_forward(params, stream, tokens, parts, initial, on_hopper);
     }
   }
   return error != nullptr ? error : combine_parts(params, stream, tokens, parts);

@@ -1,10 +1,9 @@
 // CUDA: tensors to params, the stream. Built where torch has CUDA.
-#include "attention/glue.h"
+#include "attention/operator/glue.h"
 
+#include "attention/calls/determinism.h"
 #include "attention/cuda/decoding/decoding.h"
 #include "attention/cuda/kernels.h"
-#include "attention/determinism.h"
-#include "attention/linear_time_setting.h"
 #include "support/cuda/glue.h"
 
 namespace ikattn {
@@ -40,6 +39,11 @@ struct Cuda {
                                                      : cuda::attention_from_features<float>;
     call.check(kernel(params, executor_of(call)));
   }
+  static void keep_mask(const AttentionParams& params, const at::Tensor& keep) {
+    const cuda::Call call("dropout_keep_mask", keep);
+    call.check(cuda::dropout_keep_mask(
+        params, reinterpret_cast<uint8_t*>(keep.mutable_data_ptr<bool>()), call.stream()));
+  }
 
  private:
   static cuda::DeviceExecutor executor_of(cuda::Call& call) {
@@ -57,37 +61,11 @@ struct Cuda {
                   const char* (*const (&kernels)[2])(const Params&, const cuda::DeviceExecutor&),
                   const Params& params) {
     cuda::Call call(function, query);
-    Params with_context = params;
-    with_context.allow_tf32 = torch_allows_tf32();
-    with_context.linear_time = linear_time_setting();
-    with_context.batch_invariant = is_batch_invariant();
-    call.check(kernels[compute_index(query)](with_context, executor_of(call)));
+    call.check(kernels[compute_index(query)](params, executor_of(call)));
   }
 };
 
-at::Tensor dropout_keep_mask_cuda(const at::Tensor& dropout_seed, int64_t B, int64_t H, int64_t L,
-                                  int64_t S, double dropout_p) {
-  check_dropout("dropout_keep_mask", dropout_p, dropout_seed);
-  const at::Tensor keep = whole_keep_mask(dropout_seed, B, H, L, S);
-  if (dropout_p == 0) return keep;
-  const at::Tensor state = dropout_seed.contiguous();
-  AttentionParams params;
-  params.B = B;
-  params.H = H;
-  params.L = L;
-  params.S = S;
-  params.dropout_threshold = dropout_threshold(dropout_p);
-  params.dropout = dropout_state(state, H);
-  const cuda::Call call("dropout_keep_mask", keep);
-  call.check(cuda::dropout_keep_mask(
-      params, reinterpret_cast<uint8_t*>(keep.mutable_data_ptr<bool>()), call.stream()));
-  return keep;
-}
-
-TORCH_LIBRARY_IMPL(ikattn, IKATTN_CUDA_KEY, m) {
-  AttentionOperators<Cuda>::register_in(m);
-  implement<"dropout_keep_mask", dropout_keep_mask_cuda>(m);
-}
+TORCH_LIBRARY_IMPL(ikattn, IKATTN_CUDA_KEY, m) { AttentionOperators<Cuda>::register_in(m); }
 
 }  // namespace
 }  // namespace ikattn

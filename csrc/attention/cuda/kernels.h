@@ -2,7 +2,7 @@
 // kernels take.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/cuda/executor.h"
 
 namespace ikattn::cuda {

@@ -3,18 +3,18 @@
 #include <array>
 #include <string>
 
+#include "attention/calls/determinism.h"
+#include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/hopper/pipeline.h"
 #include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
-#include "attention/determinism.h"
-#include "attention/tensor_core_calls.h"
 #include "support/cuda/families.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// Why a family is off.
+// Returns why a family is off.
 const char* why_off(Family family) {
   static const auto reasons = [] {
     std::array<std::string, kFamilies> said;
@@ -30,7 +30,7 @@ const char* why_off(Family family) {
   return reasons[static_cast<size_t>(family)].c_str();
 }
 
-// nullptr, or why a call in float32 cannot take products of two numbers of Half.
+// Returns nullptr, or why a call in float32 cannot take split products.
 const char* why_no_split_products(const AttentionParams& params) {
   if (params.M > 64 || params.d_v > 128) {
     return "without TF32 (torch.backends.cuda.matmul.fp32_precision = 'tf32') float32 takes at "
@@ -69,15 +69,15 @@ const char* why_no_linear_time(const AttentionParams& params, Pass pass) {
   return nullptr;
 }
 
-// Whether a call may have scores of integers.
+// Returns whether a call may have scores of integers.
 bool allows_int8(const AttentionParams& params) {
   return params.query.type == params.value.type && params.value.type == ElementType::kBFloat16 &&
          is_on(Family::kInt8);
 }
 
-// Whether features of 8 bits serve: they err about as much as weights and values in bfloat16 do,
-// and more than those in float16. Of few keys, errors of scores do not average out; with fewer
-// frequencies a row would be half empty.
+// Returns whether features of 8 bits are exact enough: their errors are about as large as those of
+// weights and values in bfloat16, and larger than in float16. With few keys, errors of scores do
+// not average out; with fewer frequencies a row would be half empty.
 bool serves_int8(const AttentionParams& params) {
   return params.S > kFewKeys && padded_columns(2 * params.M) == Int8Features::kColumns &&
          params.eps <= 0.9 && allows_int8(params);
@@ -85,8 +85,8 @@ bool serves_int8(const AttentionParams& params) {
 
 bool linear_time_pays(const AttentionParams& params, Pass pass);
 
-// Whether pairs of the forward may have scores of integers: not those of causal calls whose
-// backward takes linear time (takes_int8).
+// Returns whether the forward may have scores of integers: not in causal calls whose backward takes
+// linear time (takes_int8).
 bool forward_may_take_int8(const AttentionParams& params) {
   const bool has_linear_backward = params.is_causal &&
                                    why_no_linear_time(params, Pass::kBackward) == nullptr &&
@@ -94,10 +94,10 @@ bool forward_may_take_int8(const AttentionParams& params) {
   return serves_int8(params) && !has_linear_backward;
 }
 
-// Whether a pass takes less time in linear time, where it can. Multiply-adds are counted: pairs get
-// more of them done in a time, and what surrounds the sums of a token counts like so many of them.
-// These numbers are where the two algorithms took the same time on an H100, with scores of integers
-// on an H200; 1.3, of other GPUs, is not measured.
+// Returns whether linear time is the faster algorithm, where it is possible. The cost model counts
+// multiply-adds: pairs do more of them per second, and the overhead of a token counts as a number
+// of them. The constants make both algorithms equally fast where they were on an H100, with scores
+// of integers on an H200; 1.3, for other GPUs, is not measured.
 bool linear_time_pays(const AttentionParams& params, Pass pass) {
   const bool is_backward = pass == Pass::kBackward;
   const FeatureChunks chunks(params);
@@ -143,7 +143,7 @@ bool can_take_hopper(const AttentionParams& params) {
   return has_warpgroups() && why_not_hopper(params) == nullptr;
 }
 
-// Blocks of queries that the forward on tensor cores has.
+// Returns how many blocks of queries the forward on tensor cores has.
 int64_t blocks_of(const AttentionParams& params) {
   const int64_t heads = params.B * params.H;
   if (is_wide(params)) return heads * ceil_div(params.L, kStep) * ceil_div(params.d_v, 128);
@@ -151,9 +151,9 @@ int64_t blocks_of(const AttentionParams& params) {
   return heads * ceil_div(params.L, int64_t{kWarps} * tiles * 16);
 }
 
-// As many parts as give every multiprocessor two blocks, of four tiles or more. Hopper's kernels
-// take whole rows, and a multiprocessor has one of their blocks; where the general form may be
-// needed, it decides.
+// Returns as many parts as give every multiprocessor two blocks, of four tiles or more. Hopper's
+// kernels take whole rows, and a multiprocessor has one of their blocks; where the general form may
+// be needed, it decides.
 int parts_of(const AttentionParams& params) {
   if (every_row_sees_all(params) && can_take_hopper(params) &&
       params.B * params.H * ceil_div(params.L, kWarpgroupRows) >= multiprocessors()) {
@@ -212,7 +212,7 @@ Route route_without_int8(const AttentionParams& params, bool in_double, Pass pas
   return route;
 }
 
-// Whether scores are products of integers, of the pass that takes this route otherwise.
+// Returns whether scores are products of integers, of the pass that takes this route otherwise.
 bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const Route& route) {
   if (!serves_int8(params)) return false;
   // Both passes have the same scores, or a row's weights would not add up to 1 in the backward.

@@ -1,5 +1,5 @@
 // CUDA's answer to which_kernels. Built where torch has CUDA.
-#include "attention/which_kernels.h"
+#include "attention/operator/which_kernels.h"
 
 #include <c10/cuda/CUDAGuard.h>
 
@@ -9,7 +9,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of all families that a pass takes: "" where one of them is not proven.
+// Names who has proven all families that a pass takes: "" where one of them is not proven.
 std::string proven_by_all(const std::vector<Family>& families) {
   if (families.empty()) return "H200 at c2071f5";  // CUDA cores
   std::string all;

@@ -1,7 +1,8 @@
 // The norms |R_j a_ij| of given weights, float32 or of 16 bits, on tensor cores: of each key a
 // product of weights, queries by heads, and the transposed factor, heads by rows. A weight of
-// float32 is two numbers of Half, one of 16 bits is one, over a power of two of its pair; a factor
-// is always two. So weights may be of any size, and a pair's digits are those of its own heads.
+// float32 is split into two operands of Half, a weight of 16 bits is one, over a power of two of
+// its pair; a factor is always two. So weights may be of any size, and a pair's digits are those of
+// its own heads.
 //
 // A block takes the keys of one row of copies, and 64 queries, 16 at a time, which are copied while
 // those before are multiplied. A warp takes four keys, of many heads two.
@@ -31,8 +32,8 @@ struct GivenTile {
   static constexpr int64_t kFactorWords = fragment_words(16 * kHeadTiles, true);
 
   IKATTN_HOST_DEVICE static int64_t stage_bytes(int64_t H) { return H * kTileQueries * kRowBytes; }
-  // Of the weights [head][query][key], a byte of a row. Pieces of 16 bytes are turned, so that
-  // those that neighbouring lanes read lie in different banks.
+  // Returns the place of a byte of a row of the weights [head][query][key]. Pieces of 16 bytes are
+  // rotated, and neighbouring lanes read from different banks.
   __device__ static __forceinline__ uint32_t place(int head, int query, int byte) {
     const int turn = query % 2 * 4 + head / 2 % 4;
     return static_cast<uint32_t>((head * kTileQueries + query) * kRowBytes +
@@ -53,7 +54,7 @@ __device__ __forceinline__ GivenPlace given_place(const PairParams& params) {
           min(params.rows, i0 + kBlockQueries)};
 }
 
-// Whether rows of weights lie in pieces of 16 bytes.
+// Returns whether rows of weights lie in pieces of 16 bytes.
 template <typename W>
 bool is_in_pieces(const Array& weights) {
   constexpr int64_t kCount = 16 / int64_t{sizeof(W)};
@@ -125,7 +126,7 @@ struct GivenWeights {
       }
     }
   }
-  // Of the warp's key c.
+  // Returns the weight of the warp's key c.
   __device__ __forceinline__ float weight(int r, int m, int c) const {
     if constexpr (sizeof(W) == 4) {
       return __uint_as_float(words[r][m][c]);
@@ -134,7 +135,7 @@ struct GivenWeights {
       return c % 2 == 0 ? two.x : two.y;
     }
   }
-  // The largest of a pair's weights without their signs, as bits, of which those of NaN are the
+  // Returns the largest of a pair's weights without their signs, as bits, of which NaN's are the
   // largest.
   __device__ __forceinline__ uint32_t largest(int r, int c) const {
     uint32_t bits = 0;
@@ -146,40 +147,41 @@ struct GivenWeights {
   }
 };
 
-// The k-th 16 heads of a key's weights as left operands: leading numbers of Half, then the rest.
-template <int kParts, typename W, int kHeadTiles>
+// Splits the k-th 16 heads of a key's weights into left operands: leading ones of Half, then the
+// rest.
+template <int kSplits, typename W, int kHeadTiles>
 __device__ __forceinline__ void left_operands(const GivenWeights<W, kHeadTiles>& weights, int k,
                                               int c, const RowScale (&scales)[2],
-                                              uint32_t (&parts)[kParts][4]) {
+                                              uint32_t (&parts)[kSplits][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int m = 4 * k + 2 * half;
       const float scale = scales[r].scale;
-      uint32_t numbers[kParts];
-      split_pair<kParts>(weights.weight(r, m, c) * scale, weights.weight(r, m + 1, c) * scale,
-                         numbers);
+      uint32_t numbers[kSplits];
+      split_pair<kSplits>(weights.weight(r, m, c) * scale, weights.weight(r, m + 1, c) * scale,
+                          numbers);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) parts[part][2 * half + r] = numbers[part];
+      for (int part = 0; part < kSplits; ++part) parts[part][2 * half + r] = numbers[part];
     }
   }
 }
 
-// |R_j a_ij|^2 over scales, of a warp's key c and the queries g and g + 8. What is small times
-// small is below what float32 holds.
+// Computes |R_j a_ij|^2 over scales, of a warp's key c and the queries g and g + 8. Products of two
+// small parts are below float32's digits.
 template <typename W, int kHeadTiles>
 __device__ __forceinline__ void square_sums(const GivenWeights<W, kHeadTiles>& weights,
                                             const uint32_t* fragments, int c,
                                             const RowScale (&scales)[2], float (&squares)[2]) {
-  constexpr int kParts = sizeof(W) == 4 ? 2 : 1;
+  constexpr int kSplits = sizeof(W) == 4 ? 2 : 1;
   constexpr int kTiles = static_cast<int>(fragment_tiles(kHeadTiles));
   const uint32_t* own = fragments + threadIdx.x % 32 * 2;
-  uint32_t a[kHeadTiles][kParts][4];
+  uint32_t a[kHeadTiles][kSplits][4];
 #pragma unroll
   for (int k = 0; k < kHeadTiles; ++k) left_operands(weights, k, c, scales, a[k]);
   squares[0] = squares[1] = 0;
-  // Of many heads not all at once: their fragments would be in registers together.
+  // Many heads are not unrolled all at once: their fragments would be in registers together.
   [[maybe_unused]] constexpr int kUnrolled = kHeadTiles > 2 ? 2 : 2 * kHeadTiles;
 #pragma unroll kUnrolled
   for (int n = 0; n < 2 * kHeadTiles; ++n) {  // 8 rows
@@ -190,7 +192,7 @@ __device__ __forceinline__ void square_sums(const GivenWeights<W, kHeadTiles>& w
       const uint2 leading = load_vector<uint2>(own);
       const uint2 rest = load_vector<uint2>(own + kTiles * 64);
       own += 64;
-      if constexpr (kParts == 2) mma_m16n8k16<Half>(sums, a[k][1], leading.x, leading.y);
+      if constexpr (kSplits == 2) mma_m16n8k16<Half>(sums, a[k][1], leading.x, leading.y);
       mma_m16n8k16<Half>(sums, a[k][0], rest.x, rest.y);
       mma_m16n8k16<Half>(sums, a[k][0], leading.x, leading.y);
     }
@@ -233,7 +235,7 @@ __device__ __forceinline__ void store_norms(const PairParams& params, const Give
   }
 }
 
-// The norms of 16 queries and a warp's keys, of all variants.
+// Computes the norms of 16 queries and a warp's keys, of all variants.
 template <typename W, int kHeadTiles>
 __device__ __forceinline__ void make_norms(const PairParams& params, const GivenPlace& at,
                                            int64_t i0, Shared<const unsigned char> stage) {
@@ -247,7 +249,7 @@ __device__ __forceinline__ void make_norms(const PairParams& params, const Given
                                                          : variant == 1 ? params.fragments[1]
                                                                         : params.fragments[2]);
     const float* units = units_of(fragments, params.B * params.S, params.H);
-    float own[2] = {};  // of the lane's key, first + t
+    float own[2] = {};  // sums of the lane's key, first + t
 #pragma unroll
     for (int c = 0; c < kWarpKeys; ++c) {
       const uint32_t largest[2] = {weights.largest(0, c), weights.largest(1, c)};

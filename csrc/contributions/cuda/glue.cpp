@@ -28,7 +28,7 @@ struct Cuda {
     }
     return fits ? rows : rows.clone(at::MemoryFormat::Contiguous);
   }
-  // What the norms make of vectors is linear, so the projection has passed through them.
+  // Norms act on vectors linearly, and the projection has passed through them.
   static void factors_by_grams(const FactorParams& common, Keys& keys,
                                const ContributionSizes& sizes) {
     const auto [B, H, G, L, S, d_v, D] = sizes;

@@ -1,11 +1,11 @@
 // The Gram matrices of tokens' transformed vectors, of which gram_roots.cu makes their factors.
 //
 // Vectors never leave the chip. A block makes those of 32 tokens, 16 dimensions at a time, as
-// products of Half on tensor cores. Both sides are two numbers over a power of two for each row of
-// a head, or one where they were given in 16 bits; what is small times small is left out. Rows
-// whose elements differ by more than Half has digits for are multiplied in float32. The Gram
-// matrices are sums of products in float64, exact but for the sum. Up to 16 heads half of the warps
-// make vectors while the others multiply those before. Blocks share the dimensions.
+// products of Half on tensor cores. Both sides are split into two operands, over a power of two for
+// each row of a head, or one where they were given in 16 bits; what is small times small is left
+// out. Rows whose elements differ by more than Half has digits for are multiplied in float32. The
+// Gram matrices are sums of products in float64, exact but for the sum. Up to 16 heads half of the
+// warps make vectors while the others multiply those before. Blocks share the dimensions.
 #include <algorithm>
 
 #include "contributions/cuda/gram_factors.h"
@@ -20,7 +20,7 @@ constexpr int kTokens = 32, kOfWarp = kTokens / kWarps;
 constexpr int kColumns = 16;    // dimensions that are made at a time
 constexpr int kHeadGroup = 16;  // heads whose products with as many a block makes
 
-// Where vectors lie in shared memory: [slot of a head][token], columns by eights in another order
+// Layout of vectors in shared memory: [slot of a head][token], columns by eights in another order
 // in every 32 elements. Neither lanes that store tokens nor those that load heads meet in a bank.
 constexpr int kHeadPitch = kTokens * kColumns + 16;
 __device__ __forceinline__ int place_of(int slot, int token, int column) {
@@ -46,7 +46,7 @@ struct GramBlock {
     k0 = h0 + pair * kHeadGroup;
   }
   __device__ __forceinline__ bool is_diagonal() const { return h0 == k0; }
-  // Heads from h0 on, and behind the first group those from k0 on.
+  // Returns how many heads there are: from h0 on, and behind the first group from k0 on.
   __device__ __forceinline__ int heads() const {
     const int last = min(kHeadGroup, static_cast<int>(params.H) - k0);
     return is_diagonal() ? last : kHeadGroup + last;
@@ -54,7 +54,7 @@ struct GramBlock {
   __device__ __forceinline__ int head(int slot) const {
     return slot < kHeadGroup ? h0 + slot : k0 + slot - kHeadGroup;
   }
-  // Beyond the last token there is nothing to read.
+  // Returns how many tokens there are to read.
   __device__ __forceinline__ int tokens() const {
     return min(kTokens, static_cast<int>(params.tokens) - first);
   }
@@ -65,19 +65,20 @@ struct GramBlock {
     return static_cast<const float*>(params.value.data) + b * stride[0] + g * stride[1] +
            j * stride[2];
   }
-  // nullptr: there is no such dimension
+  // Returns a row of the projection; nullptr: there is no such dimension
   __device__ __forceinline__ const float* projection(int h, int c) const {
     return c < params.D ? params.projection + (int64_t{c} * params.H + h) * params.width : nullptr;
   }
 };
 
-// Four elements of a row from r on.
+// Loads four elements of a row from r on.
 __device__ __forceinline__ float4 load_four(const float* row, int r) {
   return row != nullptr ? load_vector<float4>(row + r) : make_float4(0, 0, 0, 0);
 }
 
-// Of a row that the four lanes of a `t` share, as kNumbers of Half; they all come.
-template <int kNumbers>
+// Returns the scale of a row that the four lanes of a `t` share, for kSplits split operands of
+// Half; all lanes come.
+template <int kSplits>
 __device__ __forceinline__ RowScale scale_of_row(const float* row, int width) {
   RowRange range;
   for (int r = threadIdx.x % 4 * 4; r < width; r += kGramWidth) {
@@ -88,31 +89,31 @@ __device__ __forceinline__ RowScale scale_of_row(const float* row, int width) {
     range.add(four.w);
   }
   range.combine<4>();
-  return RowScale(range.largest, range.is_wide<kNumbers>());
+  return RowScale(range.largest, range.is_wide<kSplits>());
 }
 
-// The values' scales, [slot][token], by the whole block.
-template <int kNumbers>
+// Finds the values' scales, [slot][token]; all threads of the block call it.
+template <int kSplits>
 __device__ __forceinline__ void find_value_scales(const GramBlock& block, Shared<float> scales) {
   const int lane = threadIdx.x % 32, width = static_cast<int>(block.params.width);
 #pragma unroll 1
   for (int item = threadIdx.x / 32; item < block.heads() * kTokens / 8; item += kWarps) {
     const int slot = item / (kTokens / 8), token = item % (kTokens / 8) * 8 + lane / 4;
     const float* row = token < block.tokens() ? block.value(block.head(slot), token) : nullptr;
-    const RowScale scale = scale_of_row<kNumbers>(row, width);
+    const RowScale scale = scale_of_row<kSplits>(row, width);
     if (lane % 4 == 0) scales[slot * kTokens + token] = scale.scale;
   }
 }
 
-// Four elements of a row, times its scale, as kNumbers of Half: the inner places 2t, 2t + 1, 2t + 8
-// and 2t + 9 of a product.
-template <int kNumbers>
-struct FourNumbers {
-  uint32_t two[2][kNumbers];
+// Splits four elements of a row, times its scale, into kSplits operands of Half: the inner places
+// 2t, 2t + 1, 2t + 8 and 2t + 9 of a product.
+template <int kSplits>
+struct FourSplits {
+  uint32_t two[2][kSplits];
 
-  __device__ __forceinline__ FourNumbers(const float4& four, float scale) {
-    split_pair<kNumbers>(four.x * scale, four.y * scale, two[0]);
-    split_pair<kNumbers>(four.z * scale, four.w * scale, two[1]);
+  __device__ __forceinline__ FourSplits(const float4& four, float scale) {
+    split_pair<kSplits>(four.x * scale, four.y * scale, two[0]);
+    split_pair<kSplits>(four.z * scale, four.w * scale, two[1]);
   }
 };
 
@@ -133,7 +134,7 @@ struct ValueRows {
 
 // The vectors of a head, 32 tokens and 16 dimensions, as sums of products: of tokens
 // 16 m + g + 8 r and dimensions 8 n + 2t + i in sums[m][n][2 r + i]. A warp makes them.
-template <int kValueNumbers, int kProjectionNumbers>
+template <int kValueSplits, int kProjectionSplits>
 struct HeadVectors {
   float sums[2][2][4] = {};
   RowScale of_dimensions[2];      // g + 8 n
@@ -142,7 +143,8 @@ struct HeadVectors {
   __device__ __forceinline__ HeadVectors(const GramBlock& block, int slot, int c0,
                                          Shared<const float> scales)
       : of_tokens(scales + slot * kTokens + threadIdx.x % 32 / 4) {
-    // Or addresses would be in registers from one step to the next.
+    // Unknown to the compiler, addresses are computed anew in each step, and take no registers
+    // between.
     const int g = unknown_to_compiler(threadIdx.x) % 32 / 4, h = block.head(slot);
     const int width = static_cast<int>(block.params.width);
     const ValueRows values(block, h, g);
@@ -151,19 +153,19 @@ struct HeadVectors {
     for (int n = 0; n < 2; ++n) {
       columns[n] = block.projection(h, c0 + g + 8 * n);
       // L1 has it when it is read again.
-      of_dimensions[n] = scale_of_row<kProjectionNumbers>(columns[n], width);
+      of_dimensions[n] = scale_of_row<kProjectionSplits>(columns[n], width);
     }
 #pragma unroll 1
     for (int r = threadIdx.x % 4 * 4; r < width; r += kGramWidth) {
-      const FourNumbers<kProjectionNumbers> sides[2] = {
+      const FourSplits<kProjectionSplits> sides[2] = {
           {load_four(columns[0], r), of_dimensions[0].scale},
           {load_four(columns[1], r), of_dimensions[1].scale}};
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         // Read again where they are needed, for registers are few.
         Shared<const float> own = of_tokens + unknown_to_compiler(16 * m);
-        const FourNumbers<kValueNumbers> rows[2] = {{values(2 * m, r), own[0]},
-                                                    {values(2 * m + 1, r), own[8]}};
+        const FourSplits<kValueSplits> rows[2] = {{values(2 * m, r), own[0]},
+                                                  {values(2 * m + 1, r), own[8]}};
         add(rows, sides, sums[m]);
       }
     }
@@ -172,7 +174,7 @@ struct HeadVectors {
     const int lane = unknown_to_compiler(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      float halves[2][2];  // of the inverse scales of the dimensions 2t and 2t + 1
+      float halves[2][2];  // halves of the inverse scales of the dimensions 2t and 2t + 1
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         RowScale own;
@@ -196,8 +198,8 @@ struct HeadVectors {
     }
   }
 
-  // Of wide rows, behind store(): sums of float32 take the place of products. Those of a token do
-  // not depend on others.
+  // Replaces the products of wide rows by sums in float32, after store(). A token's sums do not
+  // depend on others.
   __device__ __forceinline__ void mend_wide_rows(const GramBlock& block, int slot, int c0,
                                                  Shared<float> vectors) const {
     bool is_wide = of_dimensions[0].is_wide() || of_dimensions[1].is_wide();
@@ -227,20 +229,20 @@ struct HeadVectors {
   }
 
  private:
-  static __device__ __forceinline__ void add(const FourNumbers<kValueNumbers> (&rows)[2],
-                                             const FourNumbers<kProjectionNumbers> (&sides)[2],
+  static __device__ __forceinline__ void add(const FourSplits<kValueSplits> (&rows)[2],
+                                             const FourSplits<kProjectionSplits> (&sides)[2],
                                              float (&sums)[2][4]) {
-    uint32_t a[kValueNumbers][4];
+    uint32_t a[kValueSplits][4];
 #pragma unroll
-    for (int number = 0; number < kValueNumbers; ++number) {
+    for (int number = 0; number < kValueSplits; ++number) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[number][i] = rows[i % 2].two[i / 2][number];
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const uint32_t (&b)[2][kProjectionNumbers] = sides[n].two;
-      if constexpr (kValueNumbers == 2) mma_m16n8k16<Half>(sums[n], a[1], b[0][0], b[1][0]);
-      if constexpr (kProjectionNumbers == 2) mma_m16n8k16<Half>(sums[n], a[0], b[0][1], b[1][1]);
+      const uint32_t (&b)[2][kProjectionSplits] = sides[n].two;
+      if constexpr (kValueSplits == 2) mma_m16n8k16<Half>(sums[n], a[1], b[0][0], b[1][0]);
+      if constexpr (kProjectionSplits == 2) mma_m16n8k16<Half>(sums[n], a[0], b[0][1], b[1][1]);
       mma_m16n8k16<Half>(sums[n], a[0], b[0][0], b[1][0]);
     }
   }
@@ -281,9 +283,10 @@ struct TokenGram {
   static __device__ __forceinline__ double element(const float4& four, int i) {
     return static_cast<double>(i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w);
   }
-  // To entries [triangle(H)] of the token; begins anew.
+  // Stores the entries [triangle(H)] of the token, and begins anew.
   __device__ __forceinline__ void store(const GramBlock& block, double* entries) {
-    // Or places would be in registers from one part to the next.
+    // Unknown to the compiler, places are computed anew in each part, and take no registers
+    // between.
     const int lane = unknown_to_compiler(threadIdx.x) % 32, H = static_cast<int>(block.params.H);
 #pragma unroll
     for (int index = 0; index < 8; ++index) {
@@ -295,7 +298,7 @@ struct TokenGram {
   }
 };
 
-// Where a block's vectors lie, and when. Of one group of heads there is room for two steps: each
+// Place of a block's vectors, by step. For one group of heads there is room for two steps: each
 // warp makes vectors of the next before or behind the products of this one. Of two there is one.
 template <bool kIsOneGroup>
 struct Steps {
@@ -311,7 +314,8 @@ struct Steps {
     const int step = c0 / kColumns % kCount;
     return dynamic_shared<float>(kScaleBytes) + step * heads * kHeadPitch;
   }
-  // Of the turns 0 and 1; on each scheduler there are warps of both.
+  // Returns in which of the turns 0 and 1 a warp makes vectors; on each scheduler there are warps
+  // of both.
   __device__ static __forceinline__ int turn_of_making() {
     return kIsOneGroup ? threadIdx.x / 128 % 2 : 1;
   }
@@ -320,7 +324,7 @@ struct Steps {
 // params.parts, of blocks (tokens, parts, pairs of groups of heads), of which each takes
 // params.parts_of_block parts, one after the other. Dynamic shared memory: scales of values
 // [slot][token]; vectors [steps][slot][token][column].
-template <bool kIsOneGroup, int kValueNumbers, int kProjectionNumbers>
+template <bool kIsOneGroup, int kValueSplits, int kProjectionSplits>
 __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams params) {
   Shared<float> scales = dynamic_shared<float>();
   const GramBlock block(params);
@@ -331,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams
   const int warp = threadIdx.x / 32, heads = block.heads();
   const int making = Steps<kIsOneGroup>::turn_of_making();
   TokenGram<kIsOneGroup> grams[kOfWarp];
-  find_value_scales<kValueNumbers>(block, scales);
+  find_value_scales<kValueSplits>(block, scales);
   __syncthreads();
 #pragma unroll 1
   for (int c0 = begin - kColumns; c0 < end; c0 += kColumns) {
@@ -341,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams
       if (turn == making) {
 #pragma unroll 1
         for (int slot = unknown_to_compiler(warp); slot < heads && next < end; slot += kWarps) {
-          const HeadVectors<kValueNumbers, kProjectionNumbers> own(block, slot, next, scales);
+          const HeadVectors<kValueSplits, kProjectionSplits> own(block, slot, next, scales);
           Shared<float> vectors = Steps<kIsOneGroup>::vectors(heads, next);
           own.store(slot, vectors);
           own.mend_wide_rows(block, slot, next, vectors);
@@ -365,8 +369,8 @@ __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams
   }
 }
 
-// Blocks of several parts read values once for all of them. As many as take no longer, where a
-// multiprocessor has one block at a time.
+// Returns how many parts a block has: it reads values once for all of them. They are as many as
+// take no longer, where a multiprocessor has one block at a time.
 //   blocks: of one part
 int64_t parts_of_block(int64_t blocks, int64_t parts) {
   const int64_t room = std::max<int64_t>(1, multiprocessors());
@@ -381,24 +385,24 @@ int64_t parts_of_block(int64_t blocks, int64_t parts) {
   return best;
 }
 
-template <bool kIsOneGroup, int kValueNumbers, int kProjectionNumbers>
+template <bool kIsOneGroup, int kValueSplits, int kProjectionSplits>
 const char* launch_grams(TokenGramParams params, Stream stream) {
   const int64_t groups = (params.H + kHeadGroup - 1) / kHeadGroup, pairs = triangle(groups);
   const int64_t blocks = params.B * ((params.tokens + kTokens - 1) / kTokens);
   const int64_t parts = gram_parts(params.D);
   params.parts_of_block = parts_of_block(blocks * pairs, parts);
   const int64_t shares = (parts + params.parts_of_block - 1) / params.parts_of_block;
-  return launch(token_gram_kernel<kIsOneGroup, kValueNumbers, kProjectionNumbers>,
+  return launch(token_gram_kernel<kIsOneGroup, kValueSplits, kProjectionSplits>,
                 dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(shares),
                      static_cast<unsigned>(pairs)),
                 dim3(kThreads), Steps<kIsOneGroup>::shared_bytes(params.H), stream, params);
 }
 
-template <int kValueNumbers, int kProjectionNumbers>
+template <int kValueSplits, int kProjectionSplits>
 const char* token_grams(const TokenGramParams& params, Stream stream) {
   return params.H <= kHeadGroup
-             ? launch_grams<true, kValueNumbers, kProjectionNumbers>(params, stream)
-             : launch_grams<false, kValueNumbers, kProjectionNumbers>(params, stream);
+             ? launch_grams<true, kValueSplits, kProjectionSplits>(params, stream)
+             : launch_grams<false, kValueSplits, kProjectionSplits>(params, stream);
 }
 
 }  // namespace

@@ -6,9 +6,9 @@
 
 namespace ikattn::cuda {
 
-// As in ContributionKernels.
+// Computes ContributionKernels::gram_factors.
 const char* gram_factors(const TokenGramParams& params, Stream stream);
-// From the sums in params.parts to all that is wanted.
+// Computes all wanted results from the sums in params.parts.
 const char* gram_roots(const TokenGramParams& params, Stream stream);
 
 }  // namespace ikattn::cuda

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kRootThreads = 128, kRootWarps = kRootThreads / 32;
 
-// The row and the column, 64 times the first and the second, of every entry; by the whole block.
+// Writes the row and the column, 64 times the first and the second, of every entry; all threads of
+// the block call it.
 __device__ __forceinline__ void number_entries(int H, Shared<uint16_t> places) {
   for (int index = threadIdx.x; index < H * H; index += kRootThreads) {
     const int h = index / H, k = index % H;
@@ -19,7 +20,8 @@ __device__ __forceinline__ void number_entries(int H, Shared<uint16_t> places) {
   }
 }
 
-// gram becomes its root R, and goes to `factors`, every kFactorBlock-th; by one warp.
+// Replaces gram by its root R, and stores it in `factors`, every kFactorBlock-th; one warp calls
+// it.
 //   sizes [H]: the diagonal of gram
 //   places [triangle(H)]: of number_entries()
 __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<const double> sizes,
@@ -27,7 +29,7 @@ __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<con
   const int lane = threadIdx.x % 32, entries = factor_entry(H, H - 1, H - 1) + 1;
   for (int h = 0; h < H; ++h) {
     const double pivot = gram[factor_entry(H, h, h)], size = sizes[h];
-    // What is left of a vector that depends on those before it is rounding. NaN stays.
+    // Rounding is all that remains of a vector that depends on others before it. NaN stays.
     const bool vanishes = pivot <= size * (4 * H * 0x1p-53);
     const double inverse = vanishes ? 0.0 : rsqrt(pivot), norm = pivot * inverse;
     float* row = factors + int64_t{factor_entry(H, h, h)} * kFactorBlock;
@@ -50,8 +52,8 @@ __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<con
   }
 }
 
-// A factor in shared memory as fragments of two numbers, [2][tiles][32][2], and its unit; by one
-// warp.
+// Splits a factor in shared memory into two fragments, [2][tiles][32][2], and tells its unit; by
+// one warp.
 __device__ __forceinline__ void store_fragments(int H, Shared<const double> root,
                                                 uint32_t* fragments, float* unit) {
   const int lane = threadIdx.x % 32, tiles = static_cast<int>(head_tiles(H));
@@ -77,7 +79,7 @@ __device__ __forceinline__ void store_fragments(int H, Shared<const double> root
   }
 }
 
-// What the parts of a Gram matrix leave, and its root, by a warp for each token. Dynamic shared
+// Adds up the parts of a Gram matrix and computes its root, a token in each warp. Dynamic shared
 // memory: for each warp gram [triangle(H)] and sizes [H]; places [triangle(H)].
 __global__ void __launch_bounds__(kRootThreads) gram_root_kernel(TokenGramParams params) {
   const int H = static_cast<int>(params.H), entries = static_cast<int>(triangle(H));

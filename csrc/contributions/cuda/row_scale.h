@@ -1,4 +1,4 @@
-// Powers of two that rows of float32 are multiplied with before they become numbers of Half.
+// Powers of two that scale rows of float32 before they are split into operands of Half.
 #pragma once
 
 #include "support/cuda/intrinsics.h"
@@ -7,12 +7,13 @@
 namespace ikattn::cuda {
 namespace {
 
-// The number without its sign as bits, which are ordered as numbers are, those of NaN the last.
+// Returns the number without its sign as bits, which are ordered as numbers are, NaN's last.
 __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7fffffffu;
 }
 
-// Of a row's elements the largest magnitude, and the smallest that is not zero, less one, as bits.
+// Range of a row's elements: the largest magnitude, and the smallest that is not zero, less one, as
+// bits.
 struct RowRange {
   uint32_t largest = 0, smallest = ~0u;
 
@@ -20,18 +21,18 @@ struct RowRange {
     largest = max(largest, magnitude_bits(x));
     smallest = min(smallest, magnitude_bits(x) - 1);  // zero is the largest of all then
   }
-  // Of all that the `kLanes` neighbours have.
+  // Combines the ranges of `kLanes` neighbours.
   template <int kLanes>
   __device__ __forceinline__ void combine() {
     largest = max_of_lanes<kLanes>(largest);
     smallest = ~max_of_lanes<kLanes>(~smallest);
   }
-  // Whether elements differ by more than kNumbers of Half have digits for. An element 2^20 times
-  // smaller than the largest keeps 19 bits. In one number an element of bfloat16 that is 2^28 times
-  // smaller keeps all.
-  template <int kNumbers>
+  // Returns whether elements differ by more than kSplits operands of Half have digits for. An
+  // element 2^20 times smaller than the largest keeps 19 bits. In one number an element of bfloat16
+  // that is 2^28 times smaller keeps all.
+  template <int kSplits>
   __device__ __forceinline__ bool is_wide() const {
-    constexpr uint32_t kReach = kNumbers == 2 ? 20 : 28;
+    constexpr uint32_t kReach = kSplits == 2 ? 20 : 28;
     const bool is_finite = largest < 0x7f800000u;
     return largest != 0 && is_finite && largest >> 23 > ((smallest + 1) >> 23) + kReach;
   }
@@ -51,8 +52,9 @@ struct RowScale {
   __device__ __forceinline__ float inverse() const {
     return __uint_as_float((254u - exponent()) << 23);
   }
-  // The inverse is the product of both halves, which differ by a factor of two at most. So where
-  // it meets another row's inverse, what is between stays within float32 if the product does.
+  // Returns one of two halves whose product is the inverse; they differ by a factor of two at most.
+  // Multiplied by another row's inverse, all numbers between stay within float32 if the product
+  // does.
   __device__ __forceinline__ float half_of_inverse(uint32_t half) const {
     return __uint_as_float((381u - exponent() + half) / 2 << 23);
   }
@@ -61,12 +63,12 @@ struct RowScale {
   __device__ __forceinline__ uint32_t exponent() const { return __float_as_uint(scale) >> 23; }
 };
 
-// Two neighbours of a row, times its scale, as kNumbers of Half each: the first rounded, the second
-// what it leaves.
-template <int kNumbers>
-__device__ __forceinline__ void split_pair(float x, float y, uint32_t (&numbers)[kNumbers]) {
+// Splits two neighbours of a row, times its scale, into kSplits operands of Half: the first
+// rounded, the second what it leaves.
+template <int kSplits>
+__device__ __forceinline__ void split_pair(float x, float y, uint32_t (&numbers)[kSplits]) {
   numbers[0] = pack_f16x2(x, y);
-  if constexpr (kNumbers == 2) {
+  if constexpr (kSplits == 2) {
     const float2 first = unpack<Half>(numbers[0]);
     numbers[1] = pack_f16x2(x - first.x, y - first.y);
   }

@@ -1,4 +1,4 @@
-// The table through which glue.cpp reaches the kernels of one instruction set.
+// The table of kernels of one instruction set, which glue.cpp calls.
 #pragma once
 
 #include "edge_attention/params.h"
@@ -18,15 +18,6 @@ struct EdgeAttentionKernels {
   EdgeAttentionKernelsOf<double> of_double;
 };
 
-// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern const EdgeAttentionKernels edge_attention_kernels;
-}
-namespace avx2 {
-extern const EdgeAttentionKernels edge_attention_kernels;
-}
-namespace avx512 {
-extern const EdgeAttentionKernels edge_attention_kernels;
-}
+IKATTN_DECLARE_KERNELS(EdgeAttentionKernels, edge_attention_kernels)
 
 }  // namespace ikattn

@@ -13,7 +13,7 @@ constexpr int kEdgeLanes = 8, kEdgesAtOnce = 32 / kEdgeLanes;
 // Twice, so that the second loads are under way while the first are waited for.
 constexpr int kTurns = 2, kEdgeStep = kTurns * kEdgesAtOnce;
 
-// Which of the edges, and which of its columns, a lane has.
+// Edge of a lane, and the first of its columns.
 struct EdgeLane {
   int edge, first;
 
@@ -43,14 +43,15 @@ struct Columns {
   }
 };
 
-// Whether rows of so many elements, one after the other from `data` on, can be read by fours.
+// Returns whether rows of so many elements, one after the other from `data` on, can be read by
+// fours.
 template <typename T>
 inline bool has_fours(const T* data, int64_t width) {
   return width % 4 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// products[turn] = a . rows[turn] of `count` columns, in every lane of the edge; rows that are null
-// are not read.
+// Computes products[turn] = a . rows[turn] of `count` columns, in every lane of the edge; rows that
+// are null are not read.
 template <int kWidth, typename T>
 __device__ __forceinline__ void edge_products(T (&products)[kTurns], const T* a,
                                               const T* const (&rows)[kTurns], int64_t count,
@@ -78,7 +79,8 @@ struct ScaledRow {
   T factor;
 };
 
-// to = the sum of row_of(k) over begin <= k < end, of `count` columns. By the whole warp.
+// Computes `to`, the sum of row_of(k) over begin <= k < end, of `count` columns. All lanes of the
+// warp call it.
 template <int kWidth, typename T, typename RowOf>
 __device__ __forceinline__ void add_rows(int64_t begin, int64_t end, int64_t count, T* to, int lane,
                                          const RowOf& row_of) {
@@ -122,7 +124,7 @@ inline bool reads_fours(const EdgeParams<T>& p) {
          has_fours(p.value, p.d_v);
 }
 
-// a.b of rows in global memory, in every lane.
+// Returns a.b of rows in global memory, in every lane.
 template <typename T>
 __device__ __forceinline__ T warp_dot(const T* a, const T* b, int64_t count, int lane) {
   T sum = 0;
@@ -130,7 +132,8 @@ __device__ __forceinline__ T warp_dot(const T* a, const T* b, int64_t count, int
   return sum_of_lanes(sum);
 }
 
-// What is added to the logarithm of the score of edge e; of an exponential score, without it.
+// Returns the term that is added to the logarithm of the score of edge e; for an exponential score,
+// to the score.
 template <typename T>
 __device__ __forceinline__ T bias_of(const EdgeParams<T>& p, int64_t e, int64_t h) {
   const T of_key = p.key_logits[p.source[e] * p.H + h];
@@ -147,14 +150,14 @@ __device__ __forceinline__ const T* value_of(const EdgeParams<T>& p, int64_t e, 
   return p.value + (p.source[e] * p.H + h) * p.d_v;
 }
 
-// What a score is made of, of the product of features.
+// Returns the similarity for a product of features.
 template <typename T>
 __device__ __forceinline__ T scaled(const EdgeParams<T>& p, T product) {
   return p.exponential ? product : product / static_cast<T>(2 * p.F);
 }
 
 // Calls use(e, products) along the edges begin to end, of which a lane's are e and kEdgesAtOnce
-// after the other, products those of the query's features. By the whole warp.
+// after the other, products those of the query's features. All lanes of the warp call it.
 template <int kWidth, typename T, typename Use>
 __device__ __forceinline__ void visit_products(const EdgeParams<T>& p, int64_t i, int64_t h,
                                                int64_t begin, int64_t end, const EdgeLane& at,
@@ -176,12 +179,12 @@ __device__ __forceinline__ void visit_products(const EdgeParams<T>& p, int64_t i
   }
 }
 
-// The slope of the LeakyReLU at a sum of a product and its bias.
+// Returns the slope of the LeakyReLU at a sum of a product and its bias.
 template <typename T>
 __device__ __forceinline__ T slope_at(const EdgeParams<T>& p, T sum) {
   return sum > 0 ? T(1) : p.negative_slope;
 }
-// The logit of an exponential score that is not hidden.
+// Returns the logit of an exponential score that is not hidden.
 template <typename T>
 __device__ __forceinline__ T logit_of(const EdgeParams<T>& p, T sum) {
   return sum * slope_at(p, sum);
@@ -190,7 +193,8 @@ __device__ __forceinline__ T logit_of(const EdgeParams<T>& p, T sum) {
 __device__ __forceinline__ float exponential_of(float x) { return expf(x); }
 __device__ __forceinline__ double exponential_of(double x) { return exp(x); }
 
-// score * exp(bias - shift); 0 where the edge is hidden. A shift of -inf: none of them is seen.
+// Returns score * exp(bias - shift); 0 where the edge is hidden. A shift of -inf: none of them is
+// seen.
 template <typename T>
 __device__ __forceinline__ T weight_of(const EdgeParams<T>& p, T product, T bias, double shift) {
   if (bias == -INFINITY) return 0;

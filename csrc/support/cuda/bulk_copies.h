@@ -5,21 +5,22 @@
 // come as barrier_init said, and all bytes that some of them announced. What was done before an
 // arrival, or copied, is seen by those who have waited for the end of its phase.
 //
-// In the interpreter (csrc/support/interpreter/bulk_copies.h) a copy comes as late as it may: when
+// In the interpreter (csrc/interpreter/bulk_copies.h) a copy comes as late as it may: when
 // no thread can go on without it; until then its bytes are NaN.
 #pragma once
 
 #include "support/cuda/launch.h"
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/bulk_copies.h"
+#include "interpreter/bulk_copies.h"
 #else
 
 #include <cuda.h>
 
 namespace ikattn {
 
-// By one thread. Before others use it: fence_barriers() by that thread, and __syncthreads.
+// Initialises a barrier; one thread does. Before others use it: fence_barriers() by that thread,
+// and __syncthreads.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -34,7 +35,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Until the phase of this parity is over, of the one that goes on and the one before.
+// Waits until the phase of this parity is over, of the one that goes on and the one before.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t is_over = 0;
   while (is_over == 0) {
@@ -64,8 +65,8 @@ struct RowMap {
   int batch_step, head_step;  // 0 where all have the same rows
 };
 
-// Begins to copy a box, rows of 128 bytes whose 16-byte chunks are turned by the row (`to` is a
-// multiple of 1024); zeros for what lies beyond the array. column: a multiple of 64.
+// Begins to copy a box, rows of 128 bytes whose 16-byte chunks are swizzled by the row (`to`
+// is a multiple of 1024); zeros for what lies beyond the array. column: a multiple of 64.
 __device__ __forceinline__ void begin_box(uint32_t to, const RowMap& map, int batch, int head,
                                           int row, int column, uint32_t barrier) {
   asm volatile(
@@ -78,7 +79,7 @@ __device__ __forceinline__ void begin_box(uint32_t to, const RowMap& map, int ba
 
 namespace detail {
 
-// Of the driver, without linking it; nullptr: it is too old.
+// Finds the driver's function without linking it; nullptr: the driver is too old.
 inline auto tensor_map_encoder() {
   static const auto encoder = [] {
     void* symbol = nullptr;
@@ -93,9 +94,9 @@ inline auto tensor_map_encoder() {
 
 }  // namespace detail
 
-// Boxes of `box_rows` rows. sizes and strides: of batches, heads, rows, columns, in elements, the
-// last stride 1, others and the address multiples of 8 elements, rows apart from each other.
-// Returns nullptr, or what is wrong.
+// Makes a map of boxes of `box_rows` rows. sizes and strides: of batches, heads, rows, columns, in
+// elements, the last stride 1, others and the address multiples of 8 elements, rows apart from each
+// other. Returns nullptr, or what is wrong.
 inline const char* map_rows(RowMap& map, const void* data, const int64_t (&sizes)[4],
                             const int64_t (&strides)[4], int box_rows) {
   const auto encode = detail::tensor_map_encoder();

@@ -9,7 +9,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// One element of any storage type.
+// Loads one element of any storage type.
 template <typename T>
 __device__ __forceinline__ T load_element(const Array& array, int64_t offset) {
   switch (array.type) {
@@ -42,7 +42,8 @@ __device__ __forceinline__ void store_element(const Array& array, int64_t offset
 }
 
 // Stores 16 columns of a row at `row`, of which a product's lanes have two of every eight, tile0
-// and tile1: four neighbours from each lane, so that they are whole sectors. By the whole warp.
+// and tile1: four neighbours from each lane, so that they are whole sectors. All lanes of the warp
+// call it.
 __device__ __forceinline__ void store_tiles(Half* row, bool there, uint32_t tile0, uint32_t tile1) {
   const int t = threadIdx.x % 4;
   const bool odd = t % 2 != 0;
@@ -66,13 +67,13 @@ class RowPairs {
                    ((rows.stride[0] | rows.stride[1] | rows.stride[2]) & 1) == 0 &&
                    reinterpret_cast<uintptr_t>(rows.data) % pair_bytes == 0;
   }
-  // kWidth columns from the even column `first` on, of those below `columns`, of the row at
+  // Stores kWidth columns from the even column `first` on, as far as below `columns`, of the row at
   // `offset`; pair(n): of the n-th eight columns.
   template <int kWidth, typename Pair>
   __device__ __forceinline__ void store(int64_t offset, int64_t first, int64_t columns,
                                         const Pair& pair) const {
     const int64_t own = first + threadIdx.x % 4 * 2;
-    // Of an even number of columns, each pair lies within the row or beyond it as a whole.
+    // Pairs of an even number of columns lie within the row or beyond it as a whole.
     if (!is_together_ || (columns % 2 != 0 && first + kWidth > columns)) {
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {

@@ -1,4 +1,4 @@
-// Which families of kernels calls on the current GPU take.
+// Families of kernels that calls on the current GPU take.
 #pragma once
 
 #include <string>
@@ -7,20 +7,21 @@
 
 namespace ikattn::cuda {
 
-// What IKATTN_KERNELS says; else whether the ledger has proven the family, or this machine has.
+// Returns what IKATTN_KERNELS says; else whether the ledger has proven the family, or this machine
+// has.
 bool is_on(Family family);
 
-// The day on which this machine proved a family, by `python -m ikattn selftest --enable`; "": it
-// has not.
+// Returns the day on which this machine proved a family, by `python -m ikattn selftest --enable`;
+// "": it has not.
 std::string proven_here(Family family);
 
 // Reads the file of this machine's proofs again when it is asked for next.
 void forget_proofs();
 
-// "H200 at c2071f5" or "this machine, on 2026-11-28"; "": nobody has proven it.
+// Returns "H200 at c2071f5" or "this machine, on 2026-11-28"; "": nobody has proven it.
 std::string proven_by(Family family);
 
-// What a proof of this machine holds for: the library's build, the GPU and its driver.
+// Names the library's build, the GPU and its driver, for which a proof of this machine holds.
 std::string machine_key();
 
 }  // namespace ikattn::cuda

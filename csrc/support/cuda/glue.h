@@ -1,4 +1,4 @@
-// What the glue of every CUDA kernel needs: the stream, memory, errors. Includes torch.
+// Parts that the glue of every CUDA kernel needs: the stream, memory, errors. Includes torch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,13 +12,13 @@
 #include "support/memory.h"
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/torch/device_call.h"
+#include "interpreter/torch/device_call.h"
 #else
 
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-// Of the tensors that the kernels take.
+// Dispatch key of the tensors that the kernels take.
 #define IKATTN_CUDA_KEY CUDA
 
 namespace ikattn::cuda {
@@ -58,7 +58,7 @@ class Call {
     return memory_.back().mutable_data_ptr();
   }
 
-  // `error` is what a launch returned.
+  // Raises an error where `error`, the result of a launch, is one.
   void check(const char* error) const {
     TORCH_CHECK(error == nullptr, function_,
                 ": the CUDA kernels could not be launched: ", why_not_on_this_gpu(error));

@@ -9,8 +9,8 @@
 #include "support/cuda/float16.h"
 #include "support/cuda/launch.h"
 
-// Whether wgmma can be compiled. Of a kernel that uses it, code for other processors is compiled
-// beside it (by some nvcc even for sm_90a alone), and never launched.
+// Whether wgmma can be compiled. For a kernel that uses it, code for other processors is
+// compiled beside it (by some nvcc even for sm_90a alone), and never launched.
 #if defined(IKATTN_INTERPRETER) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define IKATTN_WARPGROUP_CODE 1
 #else
@@ -18,7 +18,8 @@
 
 namespace ikattn {
 
-// What a kernel of warpgroups is for other processors: nothing, with all of its parameters.
+// Stands for a kernel of warpgroups in code for other processors: does nothing, with all of its
+// parameters.
 template <typename... Parameters>
 __device__ __forceinline__ void trap_without_warpgroups(const Parameters&...) {
   __trap();
@@ -28,7 +29,7 @@ __device__ __forceinline__ void trap_without_warpgroups(const Parameters&...) {
 #endif
 
 #if defined(IKATTN_INTERPRETER)
-#include "support/interpreter/warpgroups.h"
+#include "interpreter/warpgroups.h"
 #else
 
 namespace ikattn {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void take_registers() {
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-// The products begun since the last commit become one group.
+// Makes one group of the products begun since the last commit.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -58,8 +59,8 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Of sums that have been waited for: the compiler may not read them before, as it might what no
-// instruction of the wait names.
+// Keeps the compiler from reading sums before they have been waited for, which it might, as no
+// instruction of the wait names them.
 template <int kCount>
 __device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
 #pragma unroll
@@ -92,9 +93,9 @@ __device__ __forceinline__ void fence_async() {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d (+)= a b, begun; accumulate false: what d holds does not count. a is [64][16]. By columns: b
-// [16][128, 64 or 8] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies
-// in shared memory, too, it lies [row][inner].
+// Begins d (+)= a b; accumulate false: d is overwritten. a is [64][16]. By columns: b [16][128, 64
+// or 8] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies in shared
+// memory, too, it lies [row][inner].
 template <typename T>
 __device__ __forceinline__ void wgmma_by_columns(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
                                                  bool accumulate);
@@ -165,7 +166,7 @@ IKATTN_WGMMA_8(BFloat16, "bf16")
 IKATTN_WGMMA_128(Half, "f16")
 IKATTN_WGMMA_128(BFloat16, "bf16")
 
-// The same of integers of 8 bits: a is [64][32], b [32][128 or 64] lies [column][inner]. Sums are
+// Products of integers of 8 bits: a is [64][32], b [32][128 or 64] lies [column][inner]. Sums are
 // exact.
 #undef IKATTN_SUM
 #define IKATTN_SUM(i) "+r"(d[i])
@@ -202,16 +203,17 @@ __device__ __forceinline__ void wgmma_int8(int32_t (&d)[32], uint64_t a, uint64_
 
 namespace ikattn {
 
-// How wgmma finds an operand in shared memory: rows of 128 bytes, eight of them an atom of 1024
-// bytes that begins at a multiple of 1024, in which the 16-byte chunk is turned by the row. Its
+// Describes an operand in shared memory to wgmma: rows of 128 bytes, eight of them an atom of 1024
+// bytes that begins at a multiple of 1024, in which the 16-byte chunk is swizzled by the row. Its
 // first row begins at `address`: 32 bytes on for the next 16 of the inner axis where it lies
 // [column][inner] or [row][inner], 2048 where it lies [inner][column].
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
-  constexpr uint64_t kTurned128 = 1, kAtom = 1024;
-  return kTurned128 << 62 | kAtom >> 4 << 32 | uint64_t{1} << 16 |
+  constexpr uint64_t kSwizzled128 = 1, kAtom = 1024;
+  return kSwizzled128 << 62 | kAtom >> 4 << 32 | uint64_t{1} << 16 |
          static_cast<uint64_t>((address & 0x3ffff) >> 4);
 }
-// The same, some bytes on: shared memory ends before 2^18, and nothing is carried.
+// Returns the operand some bytes further on: shared memory ends before 2^18, and nothing is
+// carried.
 __device__ __forceinline__ uint64_t wgmma_operand_after(uint64_t operand, uint32_t bytes) {
   return operand + (bytes >> 4);
 }

@@ -37,7 +37,7 @@ struct Tiles {
   Configuration shapes;
   uint8_t data[kTiles][kRows][kRowBytes];
 };
-// Of the thread; in static storage, for a signal handler must not allocate.
+// Tiles of the thread; in static storage, for a signal handler must not allocate.
 __attribute__((tls_model("initial-exec"))) thread_local Tiles tiles;
 
 long products = 0;

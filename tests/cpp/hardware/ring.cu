@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <cstring>
 
-// Not with nvcc from NVIDIA's packages.
+// NVIDIA's packages of nvcc do not have this header.
 #if __has_include(<cuda/barrier>)
 #include <cuda/barrier>
 #define IKATTN_HAS_LIBRARY 1
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(64) ring_kernel(const float* numbers, float* s
 }
 
 #if IKATTN_HAS_LIBRARY
-// The same by barriers that the tool has a word for.
+// Adds up by barriers that the tool has a word for.
 __global__ void __launch_bounds__(64) library_kernel(const float* numbers, float* sum) {
   using Barrier = ::cuda::barrier<::cuda::thread_scope_block>;
   IKATTN_SHARED(float, stage, kNumbers);

@@ -10,24 +10,25 @@
 #include "attention/cuda/hopper/pipeline.h"
 #include "hardware/managed.h"
 #include "support/cuda/narrow_products.h"
-#include "support/cuda/turned_products.h"
+#include "support/cuda/transposed_products.h"
 
 namespace ikattn::cuda {
 namespace {
 
-enum class Form { kByColumns, kByColumnsBothShared, kByRows, kTurned };
+enum class Form { kByColumns, kByColumnsBothShared, kByRows, kTransposed };
 
-// out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N]; turned a does,
-// too, as [K][128].
+// out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N]; transposed a
+// does, too, as [K][128].
 template <typename T, Form kForm, int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_kernel(float* out, const __grid_constant__ RowMap left_rows,
                    const __grid_constant__ RowMap right_rows) {
 #if IKATTN_WARPGROUP_CODE
-  constexpr bool kIsTurned = kForm == Form::kTurned,
-                 kIsByRows = kForm == Form::kByRows || kIsTurned;
+  constexpr bool kIsTransposed = kForm == Form::kTransposed,
+                 kIsByRows = kForm == Form::kByRows || kIsTransposed;
   constexpr int kRows = kIsByRows ? K : N, kColumns = kIsByRows ? N : K;
-  using Left = std::conditional_t<kIsTurned, Boxes<K, kWarpgroupRows>, Boxes<kWarpgroupRows, K>>;
+  using Left =
+      std::conditional_t<kIsTransposed, Boxes<K, kWarpgroupRows>, Boxes<kWarpgroupRows, K>>;
   using Right = Boxes<kRows, kColumns>;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int row0 = warp * 16 + g;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   }
   barrier_wait(copied, 0);
   [[maybe_unused]] uint32_t held[K / 16][4];
-  if constexpr (!kIsTurned) load_left<K>(held, left);
+  if constexpr (!kIsTransposed) load_left<K>(held, left);
   const auto place_of = [&](int i) {
     return (row0 + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2;
   };
@@ -52,15 +53,15 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   wgmma_fence();
   if constexpr (kForm == Form::kByRows) {
     begin_by_rows<T, K, N>(reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums), held, right);
-  } else if constexpr (kIsTurned) {
+  } else if constexpr (kIsTransposed) {
     const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
     auto& boxes = reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums);
 #pragma unroll
     for (int k = 0; k < K / 16; ++k) {
 #pragma unroll
       for (int box = 0; box < N / kBoxColumns; ++box) {
-        wgmma_turned<T>(boxes[box], Left::by_rows(wgmma_operand(left), warpgroup, k),
-                        Right::by_rows(wgmma_operand(right), box, k), true);
+        wgmma_transposed<T>(boxes[box], Left::by_rows(wgmma_operand(left), warpgroup, k),
+                            Right::by_rows(wgmma_operand(right), box, k), true);
       }
     }
   } else if constexpr (kForm == Form::kByColumns && N < 64 && N > 8) {
@@ -101,13 +102,13 @@ bool is_right(const char* name) {
   for (int i = 0; i < kRows * K; ++i) a[i] = draw();
   for (int i = 0; i < N * K; ++i) b[i] = draw();
   for (int i = 0; i < kRows * N; ++i) out[i] = before[i] = to_float(draw());
-  constexpr bool kIsTurned = kForm == Form::kTurned,
-                 kIsByRows = kForm == Form::kByRows || kIsTurned;
+  constexpr bool kIsTransposed = kForm == Form::kTransposed,
+                 kIsByRows = kForm == Form::kByRows || kIsTransposed;
   constexpr int kRightRows = kIsByRows ? K : N;
   constexpr int64_t kRightColumns = kIsByRows ? N : K;
   RowMap left, right;
-  const char* error = kIsTurned ? map_rows(left, a, {1, 1, K, kRows}, {0, 0, kRows, 1}, K)
-                                : map_rows(left, a, {1, 1, kRows, K}, {0, 0, K, 1}, kRows);
+  const char* error = kIsTransposed ? map_rows(left, a, {1, 1, K, kRows}, {0, 0, kRows, 1}, K)
+                                    : map_rows(left, a, {1, 1, kRows, K}, {0, 0, K, 1}, kRows);
   if (error == nullptr) {
     error =
         map_rows(right, b, {1, 1, kRightRows, kRightColumns}, {0, 0, kRightColumns, 1}, kRightRows);
@@ -126,7 +127,7 @@ bool is_right(const char* name) {
     float sum = kIsByRows ? before[i] : 0;
     for (int k = 0; k < K; ++k) {
       const T other = b[kIsByRows ? k * N + i % N : i % N * K + k];
-      sum += to_float(a[kIsTurned ? k * kRows + i / N : i / N * K + k]) * to_float(other);
+      sum += to_float(a[kIsTransposed ? k * kRows + i / N : i / N * K + k]) * to_float(other);
     }
     wrong += sum != out[i];
   }
@@ -135,7 +136,7 @@ bool is_right(const char* name) {
   return error == nullptr && wrong == 0;
 }
 
-// The same of integers of 8 bits, K of them on the inner axis: by columns alone, N = 128 of a in
+// Multiplies integers of 8 bits, K of them on the inner axis: by columns alone, N = 128 of a in
 // registers, N = 64 of both in shared memory. Two integers are a column of 16 bits.
 template <int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)
@@ -227,8 +228,8 @@ bool are_right() {
          is_right<T, Form::kByRows, 64, 128>("by rows") &
          is_right<T, Form::kByRows, 128, 64>("by rows") &
          is_right<T, Form::kByRows, 128, 128>("by rows") &
-         is_right<T, Form::kTurned, 64, 64>("turned") &
-         is_right<T, Form::kTurned, 128, 128>("turned");
+         is_right<T, Form::kTransposed, 64, 64>("turned") &
+         is_right<T, Form::kTransposed, 128, 128>("turned");
 }
 
 }  // namespace

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "interpreter/interpreter.h"
 #include "interpreter/sample_copies.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace {
@@ -53,7 +53,6 @@ TEST(BulkCopies, AreBoxesOfRows) {
       }
     }
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(BulkCopies, AreWatched) {
@@ -71,13 +70,12 @@ TEST(BulkCopies, AreWatched) {
   finds(CopyMisuse::kUnread, "is under way");
 }
 
-// What is read before its copy has begun is never written, which an order of warps tells.
+// Reads before their copy has begun get unwritten bytes, which an order of warps tells.
 TEST(BulkCopies, MustHaveCome) {
   EXPECT_NE(copied(CopyMisuse::kNoWait).error, "");
   interpreter::set_order(interpreter::Order::kReversed);
   EXPECT_NE(copied(CopyMisuse::kNoWait).error.find("the phase that it ends is not over"),
             std::string::npos);
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(BulkCopies, MustNotComeWhileOthersRead) {

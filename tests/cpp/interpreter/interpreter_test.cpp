@@ -1,5 +1,5 @@
 // The interpreter finds what it promises to find, and leaves right kernels alone.
-#include "support/interpreter/interpreter.h"
+#include "interpreter/interpreter.h"
 
 #include <gtest/gtest.h>
 

@@ -8,14 +8,14 @@ namespace ikattn::sample {
 
 enum class CopyMisuse {
   kNone,
-  kNoBarrierFence,  // of the barriers, once made
+  kNoBarrierFence,  // omits the fence behind the barriers' initialisation
   kNoWait,          // reads what may not be there
   kEarlyRelease,    // lets go of what it reads later
   kNoWarpSync,      // lets go of what other lanes still read
   kNoRoom,          // copies to where somebody reads
   kTooFewBytes,     // announces less than it copies
   kTooManyBytes,
-  kUnfencedWrite,  // of a thread, before a copy to the same place
+  kUnfencedWrite,  // omits a thread's fence, before a copy to the same place
   kUnfencedRead,   // likewise
   kUnread,         // begins a copy that nobody waits for
 };
@@ -38,7 +38,7 @@ struct Rows {
   int64_t batch_stride() const { return heads == Heads::kShared ? 0 : 3 * int64_t{rows} * columns; }
   int row_boxes() const { return (rows + kBoxRows - 1) / kBoxRows; }
   int column_boxes() const { return (columns + kBoxColumns - 1) / kBoxColumns; }
-  // Of out, below.
+  // Returns an element of out, below.
   uint16_t expected(const uint16_t* x, int tile, int at) const {
     const int row = tile / column_boxes() * kBoxRows + at / kBoxColumns;
     const int column = tile % column_boxes() * kBoxColumns + at % kBoxColumns;
@@ -47,8 +47,8 @@ struct Rows {
   }
 };
 
-// Of head 2 of batch 1: out [row boxes][column boxes][64][64], zeros beyond x; numbers_out: the
-// first 64 numbers, one more added, for each of the boxes.
+// Copies boxes of head 2 of batch 1: out [row boxes][column boxes][64][64], zeros beyond x;
+// numbers_out: the first 64 numbers, one more added, for each of the boxes.
 const char* copy_boxes(const uint16_t* x, const Rows& rows, const float* numbers, uint16_t* out,
                        float* numbers_out, CopyMisuse misuse);
 

@@ -1,6 +1,6 @@
 #include "interpreter/sample_warpgroups.h"
 #include "support/cuda/intrinsics.h"
-#include "support/cuda/turned_products.h"
+#include "support/cuda/transposed_products.h"
 
 namespace ikattn::sample {
 namespace {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(128)
 
 // out [64][64] = a^T b, of which a [64][64] lies [inner][row] and b [64][64] [inner][column].
 template <typename T>
-__global__ void __launch_bounds__(128) turned_kernel(const T* a, const T* b, float* out) {
+__global__ void __launch_bounds__(128) transposed_kernel(const T* a, const T* b, float* out) {
 #if IKATTN_WARPGROUP_CODE
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const uint32_t base = shared_address(dynamic_shared<unsigned char>());
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(128) turned_kernel(const T* a, const T* b, flo
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    wgmma_turned<T>(sums, wgmma_operand(base + k * 2048), wgmma_operand(base + 64 * 128 + k * 2048),
-                    k > 0);
+    wgmma_transposed<T>(sums, wgmma_operand(base + k * 2048),
+                        wgmma_operand(base + 64 * 128 + k * 2048), k > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -108,11 +108,11 @@ const char* product_by_rows(const T* a, const T* b, float* out) {
   return launch(warpgroup_kernel<T, true>, 1, 128, 64 * 128, nullptr, a, b, out, Misuse::kNone);
 }
 template <typename T>
-const char* turned_product(const T* a, const T* b, float* out) {
-  return launch(turned_kernel<T>, 1, 128, 2 * 64 * 128, nullptr, a, b, out);
+const char* transposed_product(const T* a, const T* b, float* out) {
+  return launch(transposed_kernel<T>, 1, 128, 2 * 64 * 128, nullptr, a, b, out);
 }
-template const char* turned_product(const Half*, const Half*, float*);
-template const char* turned_product(const BFloat16*, const BFloat16*, float*);
+template const char* transposed_product(const Half*, const Half*, float*);
+template const char* transposed_product(const BFloat16*, const BFloat16*, float*);
 template const char* product_by_rows(const Half*, const Half*, float*);
 template const char* product_by_rows(const BFloat16*, const BFloat16*, float*);
 

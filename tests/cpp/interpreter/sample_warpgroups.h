@@ -14,6 +14,6 @@ template <typename T>
 const char* product_by_rows(const T* a, const T* b, float* out);
 // out [64][64] = a^T b, a [64][64], b [64][64].
 template <typename T>
-const char* turned_product(const T* a, const T* b, float* out);
+const char* transposed_product(const T* a, const T* b, float* out);
 
 }  // namespace ikattn::sample

@@ -54,7 +54,7 @@ TYPED_TEST(WarpgroupFormats, MultiplyByRows) {
   EXPECT_EQ(out, expected);
 }
 
-TYPED_TEST(WarpgroupFormats, MultiplyTheTurned) {
+TYPED_TEST(WarpgroupFormats, MultiplyTransposedOperands) {
   const auto a = random_values<TypeParam>(64 * 64), b = random_values<TypeParam>(64 * 64);
   std::vector<float> expected(64 * 64), out(64 * 64, NAN);
   for (int i = 0; i < 64; ++i) {
@@ -64,7 +64,7 @@ TYPED_TEST(WarpgroupFormats, MultiplyTheTurned) {
       }
     }
   }
-  ASSERT_STREQ(sample::turned_product(a.data(), b.data(), out.data()), nullptr);
+  ASSERT_STREQ(sample::transposed_product(a.data(), b.data(), out.data()), nullptr);
   EXPECT_EQ(out, expected);
 }
 

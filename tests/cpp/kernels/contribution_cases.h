@@ -13,9 +13,9 @@
 #include "contributions/cpu/kernel.h"
 #include "contributions/cuda/given_pairs.h"
 #include "contributions/cuda/kernels.h"
+#include "interpreter/interpreter.h"
 #include "kernels/memory.h"
 #include "support/cuda/float16.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn::truth {
 extern const ContributionKernels contribution_kernels;
@@ -28,7 +28,7 @@ struct Case {
   std::string name;
   int64_t B = 2, H = 4, L = 5, S = 7, D = 20;
   bool padding = false;
-  double size = 1;  // of the vectors
+  double size = 1;  // size of the vectors
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 };
 
@@ -47,7 +47,8 @@ struct Call {
     fill(norm_weights[0], c.D);
     fill(norm_weights[1], c.D);
     fill(weights, c.B * c.H * c.L * c.S);
-    for (int64_t j = 0; j < c.S && c.L > 0; ++j) weights[j] = 0;  // of one head and query
+    for (int64_t j = 0; j < c.S && c.L > 0; ++j)
+      weights[j] = 0;  // one head and query have no weights
     const int64_t blocks = (c.S + kFactorBlock - 1) / kFactorBlock;
     for (int variant = 0; variant < 3; ++variant) {
       factors[variant].resize(c.B * blocks * triangle(c.H) * kFactorBlock + 1);
@@ -131,7 +132,7 @@ struct Call {
   std::vector<uint32_t> fragments[3];  // in float32, of make_factors()
 
  private:
-  // Of values that are the vectors, and unit matrices through the norms.
+  // Makes Gram matrices of values that are the vectors, and unit matrices through the norms.
   const char* make_grams(const FactorsOfVectors& wanted) {
     const int64_t B = case_.B, H = case_.H, S = case_.S, D = case_.D;
     const int64_t width = (D + cuda::kGramWidth - 1) / cuda::kGramWidth * cuda::kGramWidth;
@@ -206,7 +207,7 @@ inline Call<double> truth_of(const Case& c) {
   return call;
 }
 
-// Of factors as they are: in float32 as fragments, too.
+// Computes norms from factors as they are: in float32 as fragments, too.
 inline const char* norms_of(const PairParams& given, int index = 0) {
   PairParams params = given;
   std::vector<uint32_t> fragments[3];

@@ -175,7 +175,7 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
       EXPECT_EQ(call.norms[variant] == whole.norms[variant], is_made);
     }
     EXPECT_EQ(call.value_norms, std::vector<float>(call.value_norms.size(), 0.0f));
-    // And on the way back: gradients of one variant, and no outer products.
+    // Gradients of one variant come in here, and there are no outer products.
     PairGradients gradients(c), truth(c);
     for (PairGradients* each : {&gradients, &truth}) {
       PairGradientParams params = each->params();
@@ -192,7 +192,7 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
       }
     }
     expect_close(gradients.grad_weights, truth.grad_weights, 1e-13, "grad_weights");
-    EXPECT_EQ(gradients.outer[0], all.outer[0]);  // as they were
+    EXPECT_EQ(gradients.outer[0], all.outer[0]);  // unchanged
   }
 }
 
@@ -230,7 +230,6 @@ TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
     EXPECT_EQ(gradients.grad_weights, first_gradients.grad_weights);
     EXPECT_EQ(gradients.outer[0], first_gradients.outer[0]);
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(ContributionKernelsOnDevice, HeadsThatCancelKeepTheirAccuracy) {

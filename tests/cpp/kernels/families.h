@@ -1,4 +1,4 @@
-// Which families of kernels the tests of kernels have on: all, unless one of them says otherwise.
+// Families of kernels that the tests of kernels have on: all, unless one of them says otherwise.
 #pragma once
 
 #include <cstdlib>

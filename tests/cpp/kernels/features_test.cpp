@@ -89,7 +89,7 @@ TEST_P(FeatureKernelsOnDevice, ForwardAndBackwardErrByRounding) {
         type == ElementType::kFloat64 ? ElementType::kFloat64 : ElementType::kFloat32;
     const double d = static_cast<double>(c.d), cycle = 0.2 * d * std::sqrt(d);
     const double wide = unit_roundoff(arithmetic) * (20 + 2 * M_PI * cycle);
-    // Of 16 bits a frequency is two numbers of the type, and sines are right to 1e-6.
+    // Frequencies of 16 bits are two split operands of the type, and sines are right to 1e-6.
     const double of_frequency = type == ElementType::kBFloat16  ? 0x1p-17
                                 : type == ElementType::kFloat16 ? 0x1p-22
                                                                 : 0;

@@ -1,5 +1,5 @@
-// What the tests of the tensor-core kernels share: the types that go there, and how far off the
-// roundings of their operands allow results to be.
+// Types that go to the tensor-core kernels, and the errors that the roundings of their operands
+// allow.
 #pragma once
 
 #include "kernels/attention_cases.h"
@@ -11,7 +11,7 @@ namespace ikattn {
 inline constexpr ElementType kTypes[] = {ElementType::kBFloat16, ElementType::kFloat16,
                                          ElementType::kFloat32};
 
-// Those that a test runs with: all where everything runs, otherwise one, by turns.
+// Returns the types that a test runs with: all where everything runs, otherwise one, by turns.
 std::vector<ElementType> types_in_turn(size_t turn);
 std::vector<ElementType> types_in_turn(const Case& c);
 
@@ -46,6 +46,10 @@ void expect_within(const Tensor& got, const Tensor& expected, const std::vector<
 // Output and log Z, as far off as bounds_of() allows.
 void expect_forward_within(Call& call, const Case& c, const Results& got, const Results& truth,
                            FeatureRoundoff of_features = kFeatureRoundoff);
+
+// Expects that a NaN in a query, key, value or incoming gradient, at `share` of all tokens, spoils
+// the results that depend on it, and no others.
+void expect_nan_stays_where_it_is_seen(const Case& c, double share);
 
 // Launches of Hopper's own kernels of pairs, forward and backward.
 constexpr int kWarpgroupLaunches = 3;

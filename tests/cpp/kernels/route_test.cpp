@@ -1,4 +1,4 @@
-// Which kernels a pass on CUDA takes, and what it is told to lack for faster ones.
+// Kernels that a pass on CUDA takes, and what it is told to lack for faster ones.
 #include "attention/cuda/operands/route.h"
 
 #include <gtest/gtest.h>
@@ -8,10 +8,10 @@
 #include <fstream>
 #include <string>
 
-#include "attention/determinism.h"
+#include "attention/calls/determinism.h"
+#include "interpreter/interpreter.h"
 #include "kernels/families.h"
 #include "support/cuda/families.h"
-#include "support/interpreter/interpreter.h"
 #include "support/settings.h"
 
 namespace ikattn::cuda {
@@ -82,7 +82,6 @@ TEST(Route, ScoresInInt8) {
   EXPECT_TRUE(is_int8(params));
   EXPECT_EQ(route_of(params, false, Pass::kBackward).algorithm, Algorithm::kLinear);
   EXPECT_FALSE(is_int8(params, Pass::kBackward));
-  interpreter::set_warpgroups(false);
 }
 
 TEST(Route, OfABatchInvariantCallFollowsNoSize) {
@@ -108,8 +107,6 @@ TEST(Route, OfABatchInvariantCallFollowsNoSize) {
       EXPECT_EQ(route_of(params, false, pass).parts, 1);
     }
   }
-  interpreter::set_multiprocessors(1);
-  interpreter::set_warpgroups(false);
 }
 
 TEST(Route, Float32WithoutTf32TakesSplitProducts) {
@@ -126,7 +123,7 @@ TEST(Route, Float32WithoutTf32TakesSplitProducts) {
     };
     EXPECT_TRUE(takes(params));
     AttentionParams other = params;
-    other.allow_tf32 = true;  // what TF32 is not exact enough for
+    other.allow_tf32 = true;  // not exact enough for TF32
     EXPECT_TRUE(takes(other));
     other.eps = 1e-5;
     EXPECT_FALSE(route_of(other, false, pass).split_products);
@@ -188,7 +185,7 @@ TEST(Route, SaysWhatHoldsACallBack) {
   EXPECT_EQ(std::string(route_of(call_of(512), true, Pass::kForward).reason), "float64");
 }
 
-// What a pass takes, family by family.
+// Names the families that a pass takes.
 std::string taken(const AttentionParams& params, Pass pass) {
   std::string names;
   for (const Family family : families_of(params, route_of(params, false, pass))) {
@@ -243,7 +240,6 @@ TEST(Route, TakesProvenFamiliesAlone) {
   AttentionParams params = call_of(300, 64);
   params.query.type = params.key.type = ElementType::kBFloat16;
   EXPECT_EQ(taken(params, Pass::kBackward), "hopper int8 int8_gradients short");
-  interpreter::set_warpgroups(false);
 }
 
 TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {
@@ -267,7 +263,8 @@ TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {
   }
 }
 
-// What `python -m ikattn selftest --enable` writes holds for this build, GPU and driver alone.
+// A proof that `python -m ikattn selftest --enable` writes holds for this build, GPU and driver
+// alone.
 TEST(Route, AMachineMayProveFamilies) {
   const std::string folder = testing::TempDir() + "ikattn_cache";
   mkdir(folder.c_str(), 0700);

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <vector>
 
+#include "interpreter/interpreter.h"
 #include "kernels/streamed_call.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace {
@@ -242,7 +242,6 @@ TEST(StreamedKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
     EXPECT_EQ(other.norms[0], first.norms[0]);
     EXPECT_EQ(other.own, first.own);
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 }  // namespace

@@ -6,13 +6,13 @@
 #include <cmath>
 #include <vector>
 
+#include "interpreter/interpreter.h"
 #include "kernels/streamed_call.h"
-#include "support/interpreter/interpreter.h"
 
 namespace ikattn {
 namespace {
 
-// What comes in at the norms of one variant, and what the kernels make of it.
+// Incoming gradients at the norms of one variant, and the results of the kernels.
 struct Gradients {
   explicit Gradients(const Case& c, int64_t strip = 1 << 20) : call(c), strip(strip) {
     std::mt19937 generator(11);
@@ -70,7 +70,7 @@ struct Gradients {
   std::vector<double> logits;                           // [B, H, S]
 
  private:
-  // Of a strip, to where they belong; zero behind its keys.
+  // Keeps a strip's gradients where they belong; zero behind its keys.
   void keep(const cuda::StreamedGradientParams& params, const std::vector<float>& grad,
             std::vector<float>& to) const {
     const Case& c = call.c;
@@ -85,7 +85,7 @@ struct Gradients {
   }
 };
 
-// The same by their definition.
+// Gradients by their definition.
 struct Truth {
   explicit Truth(const Gradients& from)
       : outer(from.outer.size()),
@@ -139,7 +139,7 @@ struct Truth {
     }
   }
 
-  // Of the logarithm of a pair's magnitude, with its score.
+  // Returns the derivative of the logarithm of a pair's magnitude by its score.
   static double change(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
     const Case& c = call.c;
     if (!c.is_implicit) return 1;
@@ -215,7 +215,6 @@ TEST(StreamedGradientsOnDevice, NeitherStripsNorTheOrderOfBlocksMatter) {
     EXPECT_EQ(other.scores, first.scores);
     EXPECT_EQ(other.outer, first.outer);
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(StreamedGradientsOnDevice, MostHeadsFitTheSharedMemoryOfEveryGpu) {

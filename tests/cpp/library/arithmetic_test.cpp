@@ -20,7 +20,7 @@ std::vector<std::array<int64_t, 3>> sizes() {
   return result;
 }
 
-// The same numbers in other places: by rows, by columns, with gaps.
+// Returns the same numbers in other places: by rows, by columns, with gaps.
 std::vector<Tensor> layouts(const Tensor& x) {
   const Tensor spread = torch::zeros({x.size(0), 2 * x.size(1), 3 * x.size(2)}, x.options());
   const Tensor part = spread.slice(1, 0, std::nullopt, 2).slice(2, 0, std::nullopt, 3);

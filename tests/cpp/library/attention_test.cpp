@@ -81,7 +81,8 @@ INSTANTIATE_TEST_SUITE_P(TileEdges, AttentionSizes,
                                            std::pair{127, 129}, std::pair{193, 193},
                                            std::pair{0, 3}, std::pair{3, 0}));
 
-// Long enough to take linear time (attention/linear_time.h); three query heads share a key head.
+// Long enough to take linear time (attention/calls/linear_time.h); three query heads share a key
+// head.
 class LongAttention : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
 
 TEST_P(LongAttention, ValuesAndGradientsEqualTheReference) {
@@ -212,7 +213,7 @@ TEST(Attention, SecondDerivativesEqualDifferencesOfTheFirst) {
   const Tensor gradient =
       torch::autograd::grad({out.square().sum()}, {in.query}, {}, true, /*create_graph=*/true)[0];
   const Tensor second = torch::autograd::grad({gradient.square().sum()}, {in.w1})[0];
-  // The same by a central difference of the first derivative along one direction.
+  // A central difference of the first derivative along one direction must be the same.
   const Tensor direction = torch::randn_like(in.w1);
   const double step = 1e-6;
   const auto norm_of_gradient = [&](double t) {
@@ -240,7 +241,7 @@ TEST(Weights, TimesValueIsTheOutput) {
                weights.mean(1), 1e-12);
 }
 
-// What comes in for the output comes in for the weights as dO V^T.
+// Gradients of the output reach the weights as dO V^T.
 TEST(Weights, GradientsAreThoseOfTheOutput) {
   for (const auto [L, S] : {std::pair{37, 70}, {64, 64}, {130, 200}, {5, 1100}}) {
     for (const bool is_causal : {false, true}) {

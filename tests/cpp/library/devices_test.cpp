@@ -1,4 +1,4 @@
-// What is said of a GPU that the library has no code for. No GPU is asked.
+// Advice about a GPU that the library has no code for. No GPU is asked.
 #include "support/devices.h"
 
 #include <gtest/gtest.h>
@@ -8,7 +8,8 @@ namespace {
 using ikattn::cuda::why_not_on_this_gpu;
 
 TEST(Devices, SaysWhatToDoWhereThereIsNoCode) {
-  // As CUDA words it: of a launch, of a question about a kernel, of code newer than the driver.
+  // CUDA words it in several ways: of a launch, of a question about a kernel, of code newer than
+  // the driver.
   for (const std::string error :
        {"no kernel image is available for execution on the device", "invalid device function",
         "the provided PTX was compiled with an unsupported toolchain."}) {

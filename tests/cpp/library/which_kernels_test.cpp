@@ -1,10 +1,10 @@
-// Which calls the tensor cores take, and which take linear time on the CPU.
+// Calls that the tensor cores take, and calls that take linear time on the CPU.
 #include <gtest/gtest.h>
 
 #include <string>
 
-#include "attention/linear_time.h"
-#include "attention/tensor_core_calls.h"
+#include "attention/calls/linear_time.h"
+#include "attention/calls/tensor_core_calls.h"
 
 namespace ikattn {
 namespace {

@@ -28,7 +28,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 attention = ikattn.implicit_kernel_attention
 reference = ikattn.reference.implicit_kernel_attention
 
-# Long enough for their features (csrc/attention/linear_time.h), forward and backward.
+# Long enough for their features (csrc/attention/calls/linear_time.h), forward and backward.
 LONG = (
     Sample("one frequency", B=1, L=130, S=130, M=1, d=1, d_v=1),
     Sample("few tokens, many heads", B=3, H=8, L=200, S=200, M=4),

@@ -1,6 +1,6 @@
 """The device of tests that every device must pass: IKATTN_TEST_DEVICE, for example cuda.
 
-"interpreter" is a device of CUDA's kernels without a GPU: they run in csrc/support/interpreter. Its
+"interpreter" is a device of CUDA's kernels without a GPU: they run in csrc/interpreter. Its
 library is IKATTN_INTERPRETER_DEVICE, or the one that was built last (make full-interpreter).
 """
 

@@ -5,11 +5,11 @@
 //       dV += w^T dO    dphi_k += ds^T phi_q    dphi_q += ds phi_k    dg += column sums of dlog
 //   -> from dphi to x and the frequencies -> frequencies summed over tokens, heads and batch
 //
-// Or in linear time (linear.h), where that is faster. In the backward of weights their
-// gradient less its mean takes the place of x, and there is no dV.
+// Linear time (linear.h) is taken where it is faster. In the backward of weights their gradient
+// less its mean replaces x, and there is no dV.
 //
 // In the folded form dO and delta carry 1/Z_i and phi_k carries sqrt(e_j), so that w = s^2 + eps
-// e_j and ds = s x need nothing else; dO of 16 bits stays as it is, and 1/Z_i multiplies dP and w.
+// e_j and ds = s x need nothing else; dO of 16 bits is not scaled, and 1/Z_i multiplies dP and w.
 #pragma once
 
 #include "attention/cpu/backward/linear.h"
@@ -19,7 +19,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// dV, dphi_k and dg of the keys of a sweep, in linear time and by those that are left.
+// Computes dV, dphi_k and dg of the keys of a sweep, in linear time and from the remaining pairs.
 template <typename T>
 void make_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                         BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -33,8 +33,8 @@ void make_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t s
   store_sweep(plan, unit, sweep, state, scratch);
 }
 
-// The last step for the keys of a sweep, by the thread that makes all of the unit's sweeps; sum:
-// the unit's frequency gradient, null: not wanted.
+// Finishes the keys of a sweep, in the thread that computes all sweeps of the unit. sum is the
+// unit's frequency gradient; null: not wanted.
 template <typename T>
 void finish_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                   const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state, T* sum,
@@ -50,13 +50,14 @@ void finish_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
   }
 }
 
-// A mask gradient summed over batch or heads is added to by one unit at a time, in order.
+// Tells whether a mask gradient is summed over batch or heads, so that units must add to it one at
+// a time, in order.
 inline bool units_share_mask_gradient(const AttentionBackwardParams& params) {
   const Array& grad = params.grad_mask;
   return grad && ((params.B > 1 && grad.stride[0] == 0) || (params.H > 1 && grad.stride[1] == 0));
 }
 
-// Units whose frequency gradients are held at once.
+// Returns the number of units whose frequency gradients are in memory at once.
 template <typename T>
 inline int64_t units_per_group(const BackwardPlan<T>& plan) {
   if (units_share_mask_gradient(plan.params)) return 1;
@@ -65,8 +66,9 @@ inline int64_t units_per_group(const BackwardPlan<T>& plan) {
 }
 
 template <typename T>
-void attention_backward(const AttentionBackwardParams& params, const Executor& executor) {
-  const BackwardPlan<T> plan(params);
+void attention_backward(const AttentionBackwardParams& params, const Route& route,
+                        const Executor& executor) {
+  const BackwardPlan<T> plan(params, route);
   const AttentionLayout<T>& layout = plan.layout;
   const int64_t sets = params.frequency_batches * params.frequency_heads;
   const int64_t packed_size = layout.feature.packed_size();
@@ -83,8 +85,8 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
         own.take(workspace, params, layout, plan.is_linear);
       });
 
-  // Chunks of a unit that one thread goes through are added up as they come, those of others when
-  // all are there; units with frequencies of their own need no sum over units.
+  // A thread that computes a whole unit adds up its chunks one by one; otherwise they are added
+  // when all are complete. Units with separate frequencies need no sum over units.
   const bool shares_sets = sets != layout.units;
   const auto unit_sum = [&](int64_t unit, int64_t first) {
     return shares_sets ? memory.unit_sums + (unit - first) * packed_size
@@ -92,7 +94,7 @@ void attention_backward(const AttentionBackwardParams& params, const Executor& e
   };
   __builtin_memset(memory.totals, 0, sets * packed_size * sizeof(T));
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
-  const KeyStages keys{params, layout, memory};
+  const KeyStages keys{params, layout, memory, plan.is_linear};
   const Stage centre{int64_t{layout.bfloat16_products}, [&](const Place& at, int64_t, int) {
                        find_centre(plan, memory.slots[at.slot]);
                      }};

@@ -1,13 +1,13 @@
-// Backward pass in linear time (../../linear_time.h). With v' = v - center, g_i = dO_i / Z_i and
-// f_i = g_i . center - delta_i, what a pair contributes begins with s_ij (g_i . v'_j + f_i):
+// Backward pass in linear time (../../calls/linear_time.h). With v' = v - center, g_i = dO_i / Z_i
+// and f_i = g_i . center - delta_i, the contribution of a pair starts with s_ij (g_i . v'_j + f_i):
 //
 //   moments of the keys with v' and 1, moments of the queries with g and f
 //   -> dphi_q = half the gradient of psi(q) . (moments of the keys with g_i and f_i)
 //   -> dphi_k likewise with v'_j and 1,   dV_j = psi(k) . (moments with g) + eps e_j sum_i g_i
 //
 // In a causal call the moments of the keys grow from the first chunk on, those of the queries from
-// the last one back, and the pairs of a chunk are left to its sweep. The center moves with both: it
-// is a mean of keys that every query sees whose gradient it has a part in.
+// the last one back, and the sweep of a chunk computes its pairs. The center moves with both: it is
+// a mean over keys that every query concerned sees.
 #pragma once
 
 #include "attention/cpu/backward/state.h"
@@ -15,8 +15,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Values of the block of keys at j0, [value panels][64][64], relative to a center; keys left out
-// count for nothing.
+// Loads the values of the block of keys at j0, [value panels][64][64], relative to a center; zero
+// for keys that are left out.
 template <typename T>
 T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0, const T* center,
                    const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -27,15 +27,14 @@ T* centered_values(const BackwardPlan<T>& plan, const Unit& unit, int64_t j0, co
   return values;
 }
 
-// The center that the values of a chunk of keys count relative to, for the queries after it.
+// Returns the center of a chunk of keys for the queries after it.
 template <typename T>
 const T* center_of_keys(const BackwardPlan<T>& plan, const LinearKeys<T>& keys, int64_t chunk) {
   if (!plan.params.is_causal) return keys.center(0);
   return keys.center(min_of(chunk + 1, chunk_count(plan.params) - 1));
 }
 
-// Marks the blocks of queries that take quadratic time. They are the same for every number of
-// threads.
+// Marks the blocks of queries that take quadratic time, the same for every number of threads.
 template <typename T>
 void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   const AttentionLayout<T>& layout = plan.layout;
@@ -62,7 +61,7 @@ void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
     linear.by_pairs[head * plan.query_blocks + i / kBackwardRows] = 1;
     linear.any_by_pairs = true;
   }
-  // A block that meets only its own chunk's sweep has nobody to wait for.
+  // A block with pairs in its chunk's sweep only waits for no other sweep.
   for (int64_t block = 0; plan.params.is_causal && block < heads * plan.query_blocks; ++block) {
     if (linear.by_pairs[block]) continue;
     state.progress[block] =
@@ -70,8 +69,8 @@ void mark_blocks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   }
 }
 
-// f_i of the queries [begin, end) of all heads that take linear time; adds g_i to sums [d_v] and
-// delta_i to sum_of_deltas.
+// Computes f_i of the queries [begin, end) of all heads that take linear time; adds g_i to sums
+// [d_v] and delta_i to sum_of_deltas.
 template <typename T>
 void add_query_terms(const BackwardPlan<T>& plan, int64_t begin, int64_t end,
                      BackwardUnit<T>& state, double* sums, double& sum_of_deltas) {
@@ -98,7 +97,8 @@ void add_query_terms(const BackwardPlan<T>& plan, int64_t begin, int64_t end,
   }
 }
 
-// f_i, and the sums of g_i and f_i over the queries that moments hold for each chunk of keys.
+// Computes f_i, and the sums of g_i and f_i over the queries that moments hold for each chunk of
+// keys.
 template <typename T>
 void sum_query_terms(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   const AttentionBackwardParams& params = plan.params;
@@ -120,7 +120,7 @@ void sum_query_terms(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   }
 }
 
-// What groups of panels add to, chunk by chunk, starts at zero.
+// Clears the sums to which groups of panels add, chunk by chunk.
 template <typename T>
 void clear_chunks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   const AttentionLayout<T>& layout = plan.layout;
@@ -133,7 +133,7 @@ void clear_chunks(const BackwardPlan<T>& plan, BackwardUnit<T>& state) {
   __builtin_memset(linear.groups_at_key, 0, layout.key_blocks * sizeof(int));
 }
 
-// Which queries take linear time, and what is known of all tokens before any moments are.
+// Decides which queries take linear time, and computes the sums over tokens that precede moments.
 template <typename T>
 void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<T>& state,
                     const BackwardScratch<T>& scratch) {
@@ -159,7 +159,8 @@ void prepare_linear(const BackwardPlan<T>& plan, const Unit& unit, BackwardUnit<
   if (params.is_causal) clear_chunks(plan, state);
 }
 
-// x, factors, and values relative to a center, of keys [first, first + count), to the scratch.
+// Loads x, factors, and values relative to a center, of keys [first, first + count) into the
+// scratch.
 template <typename T>
 void load_linear_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t first, int64_t count,
                       const T* center, const BackwardUnit<T>& state,
@@ -176,8 +177,8 @@ void load_linear_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t fir
   for (int64_t t = 0; t < count; ++t) own.factors[t] = 1;
 }
 
-// The same of queries, g and f, [first, first + count) of those of all heads; those that go by
-// pairs count for nothing.
+// Loads x, g and f of queries [first, first + count) of all heads into the scratch; zero for
+// queries in quadratic time.
 template <typename T>
 void load_linear_queries(const BackwardPlan<T>& plan, int64_t first, int64_t count,
                          const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -199,7 +200,7 @@ void load_linear_queries(const BackwardPlan<T>& plan, int64_t first, int64_t cou
   __builtin_memcpy(own.factors, state.linear.factors + first, count * sizeof(T));
 }
 
-// Moments of keys and queries of a call of one chunk.
+// The moments of keys and queries of a call of one chunk.
 template <typename T>
 void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panels& panels,
                       const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -221,8 +222,8 @@ void sum_both_moments(const BackwardPlan<T>& plan, const Unit& unit, const Panel
       scratch.products, state.linear.queries);
 }
 
-// Half the gradient of the features of one block of queries by some panels of the moments of keys,
-// to products.own, and from there to dphi_q.
+// Computes half the gradient of the features of one block of queries from some panels of the
+// moments of keys, in products.own, and adds it to dphi_q.
 template <typename T>
 void query_product_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
                              const Panels& panels, const Moments<T>& of_keys,
@@ -246,8 +247,8 @@ void add_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t inde
                state.grad_phi_q + (head * layout.feature_panels() * L + i0) * kPanel, L);
 }
 
-// Half the gradient of the features of the block of keys at j0, whose centered values are given, by
-// some panels of the moments of queries, to products.own.
+// Computes half the gradient of the features of the block of keys at j0, whose centered values are
+// given, from some panels of the moments of queries, in products.own.
 template <typename T>
 void key_product_gradients(const BackwardPlan<T>& plan, int64_t j0, const T* values,
                            const Panels& panels, const Moments<T>& of_queries,
@@ -261,8 +262,8 @@ void key_product_gradients(const BackwardPlan<T>& plan, int64_t j0, const T* val
                     own);
 }
 
-// A group of panels through the chunks of a causal call from the first to the last: to each block
-// of queries what it makes of the keys before.
+// Computes a group of panels for the chunks of a causal call from the first to the last: adds to
+// each block of queries the contribution of the keys before.
 template <typename T>
 void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t group,
                          const Panels& panels, BackwardUnit<T>& state,
@@ -295,8 +296,8 @@ void pass_earlier_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t 
   }
 }
 
-// The other way, from the last chunk to the first: to each block of keys what it makes of the
-// queries after its chunk.
+// Computes a group of panels from the last chunk to the first: adds to each block of keys the
+// contribution of the queries after its chunk.
 template <typename T>
 void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t group,
                        const Panels& panels, BackwardUnit<T>& state,
@@ -336,8 +337,8 @@ void pass_later_chunks(const BackwardPlan<T>& plan, const Unit& unit, int64_t gr
   }
 }
 
-// The terms of eps and dg of the block of keys at j0, whose centered values are given, when dphi_k
-// and the sums of s^2 g are there.
+// Adds the terms of eps, and computes dg, of the block of keys at j0, whose centered values are
+// given, after dphi_k and the sums of s^2 g.
 template <typename T>
 void add_key_terms(const BackwardPlan<T>& plan, int64_t j0, const T* values, T* grad_value,
                    BackwardUnit<T>& state) {
@@ -371,7 +372,7 @@ void add_key_terms(const BackwardPlan<T>& plan, int64_t j0, const T* values, T* 
   }
 }
 
-// A query that is not finite makes NaN of the gradients of every key it sees.
+// Sets the gradients of every key that a query which is not finite sees to NaN.
 template <typename T>
 void poison_keys(const BackwardPlan<T>& plan, int64_t begin, int64_t end, BackwardUnit<T>& state,
                  const BackwardScratch<T>& scratch) {
@@ -384,7 +385,7 @@ void poison_keys(const BackwardPlan<T>& plan, int64_t begin, int64_t end, Backwa
   }
 }
 
-// dV, dphi_k and dg of the keys of one sweep, which are cleared.
+// Computes dV, dphi_k and dg of the keys of one sweep, cleared before.
 template <typename T>
 void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                           BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -415,7 +416,7 @@ void linear_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t
   poison_keys(plan, first_key, min_of(end, linear.poisoned_keys), state, scratch);
 }
 
-// The stages that take the place of pairs, before the sweeps of keys.
+// The stages that replace pairs, before the sweeps of keys.
 template <typename T, typename Memory>
 struct LinearBackwardStages {
   const BackwardPlan<T>& plan;
@@ -453,7 +454,7 @@ struct LinearBackwardStages {
                    add_query_gradients(plan, head, index, state, scratch);
                  }};
   }
-  // Both ways of a group are tasks of their own: they write to different arrays.
+  // Both directions of a group are separate tasks, for they write to different arrays.
   auto chunks() const {
     return Stage{is_causal() ? 2 * groups.count() : 0,
                  [this](const Place& at, int64_t task, int thread) {

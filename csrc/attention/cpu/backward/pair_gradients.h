@@ -7,7 +7,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// What one tile's arithmetic reads: rows and columns of the unit, [columns] and [rows] long.
+// The inputs of one tile's arithmetic: arrays over its rows and columns.
 template <typename T>
 struct PairTile {
   int64_t rows, columns;
@@ -22,13 +22,13 @@ struct PairTile {
   const T* keep;            // [rows][64] or null: no dropout, or in dP already
   T eps;
 
-  // The first row of a band that sees column c.
+  // Returns the first row of a band that sees column c.
   int64_t first_row(int64_t c) const { return max_of(0, above + c) / kBandRows * kBandRows; }
 };
 
-// From s and dP to w (times keep), ds and dlog, the latter two in place; dg grows by the column
-// sums of dlog. dlog is stored whether wanted or not: as a sum alone, w x would not be rounded
-// before it is added.
+// Computes w (times keep), ds and dlog from s and dP, the latter two in place, and adds the column
+// sums of dlog to dg. dlog is stored whether wanted or not: in a sum alone, w x would not be
+// rounded before it is added.
 template <typename T, bool kFolded, bool kMasked, bool kDropout>
 void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, T* dp, T* grad_logit) {
   for (int64_t c = 0; c < tile.columns; c += kLanes<T>) {
@@ -68,7 +68,7 @@ void pair_gradients(const PairTile<T>& tile, T* s, T* w_out, T* dp, T* grad_logi
   }
 }
 
-// A row that is not finite makes NaN of every pair it sees.
+// Sets every pair that a row which is not finite sees to NaN.
 template <typename T>
 void poison_rows(const PairTile<T>& tile, T* s, T* w, T* dlog, T* grad_logit) {
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -100,7 +100,7 @@ void pair_gradients(const PairTile<T>& tile, bool folded, T* s, T* w, T* dp, T* 
   pair_gradients<T, false, false>(tile, s, w, dp, grad_logit);
 }
 
-// grad_mask += dlog, summed over the axes the mask is broadcast along (stride 0).
+// Adds dlog to grad_mask, summed over the axes that the mask is broadcast along (stride 0).
 template <typename T, typename Sum>
 void add_mask_gradient(const Array& grad_mask, const TilePosition& at, int64_t columns,
                        const T* dlog) {

@@ -1,4 +1,4 @@
-// What the backward pass keeps of a unit, and how the query side gets there.
+// The state of a unit in the backward pass, and the preparation of its queries.
 #pragma once
 
 #include "attention/cpu/forward/forward.h"
@@ -6,29 +6,30 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Per query row: what turns a pair's dP into gradients.
+// Factors of each query row that turn a pair's dP into gradients.
 template <typename T>
 struct RowGradients {
   T* delta = nullptr;   // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
   T* factor = nullptr;  // folded: 1 / Z_i; general: 1
-  // The backward of weights: sum_j w_ij g_ij / Z_i, to be taken from their gradient g (times keep);
-  // delta is 0.
+  // In the backward of weights: sum_j w_ij g_ij / Z_i, subtracted from their gradient g (times
+  // keep); delta is 0 there.
   T* mean = nullptr;
-  // log Z_i - reference, and what rounding it to T lost: both stand in an exponent. +inf, which
-  // makes every weight 0, for a row that is left out: it sees no key, or it is poisoned.
+  // log Z_i - reference, and its rounding error in T: both stand in an exponent. +inf, which makes
+  // every weight 0, for a row that sees no key or is poisoned.
   T* log_normalizer = nullptr;
   T* log_normalizer_rest = nullptr;
   uint8_t* poisoned = nullptr;  // the row is not finite, and all it sees turns NaN
 };
 
-// What the products over pairs read of the query side, two numbers to a lane.
+// The query side as the products over pairs read it, two numbers to a lane.
 struct NarrowQueries {
   int32_t* phi = nullptr;              // [heads][score panels][L][64]
   float* steps = nullptr;              // [heads][L]
   int32_t* phi_by_row = nullptr;       // [heads][feature panels][(L + 1) / 2][64]
   int32_t* grad_out = nullptr;         // [heads][narrow value panels][L][64]  not times 1/Z
   int32_t* grad_out_by_row = nullptr;  // [heads][value panels][(L + 1) / 2][64]  likewise
-  // Features are rounded less a centre, whose part of the gradients is a float32 sum of ds:
+  // Features are rounded after a centre is subtracted, whose part of the gradients is a float32 sum
+  // of ds:
   float* centre = nullptr;    // [feature panels][64]   the keys' mean, by their weight e_j
   float* row_sums = nullptr;  // [heads][L][lanes]      sums of ds sqrt(e_j), a part per lane
   float* key_sums = nullptr;  // [padded keys]          sums of ds
@@ -50,17 +51,18 @@ struct NarrowQueries {
   }
 };
 
-// What takes the place of pairs in linear time (linear.h).
+// The state of linear time, which replaces pairs (linear.h).
 template <typename T>
 struct LinearBackward {
   LinearKeys<T> keys;
   Moments<T> queries;           // where there is one chunk
   T* factors = nullptr;         // [heads][L]   f_i
   uint8_t* by_pairs = nullptr;  // [heads][query blocks]   a query would lose digits
-  // Over the queries that moments hold for the keys of a chunk:
+  // Sums over the queries that moments hold for the keys of a chunk:
   T* sums_of_gradients = nullptr;  // [chunks][d_v]   sum g_i
   T* sums_of_factors = nullptr;    // [chunks]        sum f_i
-  // Causal: what those queries leave to keys, and whose turn it is to add to a block.
+  // Used by causal calls: sums of those queries for keys, and the number of groups that have added
+  // to a block.
   T* grad_value = nullptr;         // [value panels][padded keys][64]
   int* groups_at_query = nullptr;  // [heads][query blocks]
   int* groups_at_key = nullptr;    // [key blocks]
@@ -85,7 +87,7 @@ struct LinearBackward {
   }
 };
 
-// Everything the pair sweep reads and writes for one unit.
+// The arrays that the pair sweep reads and writes for one unit.
 template <typename T>
 struct BackwardUnit {
   PreparedKeys<T> keys;
@@ -102,8 +104,8 @@ struct BackwardUnit {
   T* partials = nullptr;    // [held chunks][packed frequencies]
   LinearBackward<T> linear;
 
-  // Whole: one thread takes the unit through all stages, and what one stage leaves for another
-  // need not be held for the whole unit.
+  // Allocates the arrays. whole: one thread computes all stages of the unit, and results that one
+  // stage hands to the next need not be held for the whole unit.
   void take(Workspace& workspace, const AttentionParams& params, const AttentionLayout<T>& layout,
             int64_t query_blocks, bool whole, int64_t chunks, bool is_linear) {
     const int64_t heads = layout.heads_per_unit, L = params.L;
@@ -202,7 +204,7 @@ struct BackwardScratch {
   }
 };
 
-// What every step of the backward needs beside the layout.
+// The sizes that every step of the backward needs beside the layout.
 template <typename T>
 struct BackwardPlan {
   const AttentionBackwardParams& params;
@@ -214,13 +216,13 @@ struct BackwardPlan {
   int64_t frequency_tokens;
   bool is_linear;
 
-  explicit BackwardPlan(const AttentionBackwardParams& call)
+  BackwardPlan(const AttentionBackwardParams& call, const Route& route)
       : params(call),
         layout(call),
         query_blocks(ceil_div(call.L, kBackwardRows)),
         key_sweeps(ceil_div(layout.key_blocks, kBackwardKeyBlocks)),
         frequency_tokens(max_of(kFrequencyTokens, round_up(4 * call.d, kSweepKeys))),
-        is_linear(!kTakes16Bits<T> && takes_linear_time(call, true)) {
+        is_linear(!kTakes16Bits<T> && route.is_linear) {
     query_chunks = ceil_div(call.L, frequency_tokens);
     key_chunks = ceil_div(call.S, frequency_tokens);
   }
@@ -239,7 +241,7 @@ inline bool is_quadratic(const BackwardPlan<T>& plan, const BackwardUnit<T>& sta
          state.linear.by_pairs[head * plan.query_blocks + index] != 0;
 }
 
-// dphi_q of one block of queries starts at zero, its turn at the first sweep of keys.
+// Clears dphi_q of one block of queries, and its count of sweeps.
 template <typename T>
 void clear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t index,
                            BackwardUnit<T>& state) {
@@ -256,8 +258,8 @@ void clear_query_gradients(const BackwardPlan<T>& plan, int64_t head, int64_t in
   state.progress[head * plan.query_blocks + index] = 0;
 }
 
-// The mean of the keys' features, by weight, from which features differ as little as may be: sum of
-// sqrt(e_j) phi_kj sqrt(e_j) over that of e_j.
+// Computes the weighted mean of the keys' features, the centre from which they differ least: the
+// sum of sqrt(e_j) phi_kj sqrt(e_j) over the sum of e_j.
 template <typename T>
 void find_centre(const BackwardPlan<T>& plan, const BackwardUnit<T>& state) {
   if constexpr (kTakes16Bits<T>) {
@@ -279,8 +281,8 @@ void find_centre(const BackwardPlan<T>& plan, const BackwardUnit<T>& state) {
   }
 }
 
-// What the centre gives to the gradients of `rows` features, [feature panels][panel_rows][64]: its
-// multiples by sum_of(r). Nothing where features are not rounded.
+// Adds the centre times sum_of(r) to the gradients of `rows` features, [feature
+// panels][panel_rows][64], where features are rounded.
 template <typename T, typename SumOf>
 void add_centre(const AttentionLayout<T>& layout, const NarrowQueries& narrow, int64_t rows,
                 T* gradients, int64_t panel_rows, const SumOf& sum_of) {
@@ -298,8 +300,8 @@ void add_centre(const AttentionLayout<T>& layout, const NarrowQueries& narrow, i
   }
 }
 
-// One block of queries as the products over pairs read it, from phi [feature panels][L][64] and
-// grad_out [value panels][64][64].
+// Packs one block of queries as the products over pairs read it, from phi [feature panels][L][64]
+// and grad_out [value panels][64][64].
 template <typename T>
 void narrow_queries(const AttentionLayout<T>& layout, int64_t L, int64_t head,
                     const QueryBlock& block, const T* phi, const NarrowQueries& narrow,
@@ -329,7 +331,7 @@ void narrow_queries(const AttentionLayout<T>& layout, int64_t L, int64_t head,
   }
 }
 
-// Features, scaled dO and delta of one block of queries.
+// Computes features, scaled dO and delta of one block of queries.
 template <typename T>
 void prepare_query_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
                              int64_t index, const PackedFrequencies<T>& frequencies,

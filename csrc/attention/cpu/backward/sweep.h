@@ -1,8 +1,8 @@
 // One sweep of the backward pass: 128 keys against all queries of the heads they serve.
 //
-// Sweeps run on different threads; what they add to dphi_q of one query block they add in ascending
-// order of keys (a counter per query block), which makes the result bitwise the same for every
-// number of threads without a second copy of dphi_q.
+// Sweeps run on different threads, and add to dphi_q of one query block in ascending order of keys
+// (a counter per query block). The result is bitwise the same for every number of threads without a
+// second copy of dphi_q.
 #pragma once
 
 #include "attention/cpu/backward/tile.h"
@@ -10,7 +10,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Gradients of one sweep's keys start at zero; dphi_k may have a beginning.
+// Clears the gradients of one sweep's keys; keeps_features leaves dphi_k to linear time, which has
+// added to it.
 template <typename T>
 void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, bool keeps_features,
                          BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -28,7 +29,7 @@ void clear_key_gradients(const AttentionLayout<T>& layout, int64_t sweep, bool k
   }
 }
 
-// Values of one block of the sweep, by column; keys left out count for nothing.
+// Loads the values of one block of the sweep, by column; zero for keys that are left out.
 template <typename T>
 void prepare_sweep_values(const AttentionParams& params, const AttentionLayout<T>& layout,
                           const Unit& unit, int64_t block, int64_t j0, const BackwardUnit<T>& state,
@@ -80,16 +81,16 @@ void prepare_sweep(const AttentionParams& params, const AttentionLayout<T>& layo
   }
 }
 
-// Whether a block of queries meets a sweep of keys pair by pair.
+// Tells whether a block of queries and a sweep of keys are computed pair by pair.
 template <typename T>
-bool meets_by_pairs(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, int64_t head,
+bool is_paired_with(const BackwardPlan<T>& plan, const BackwardUnit<T>& state, int64_t head,
                     int64_t index, int64_t sweep) {
   static_assert(kCausalChunk == kSweepKeys && kSweepKeys % kBackwardRows == 0);
   const bool is_own_chunk = plan.params.is_causal && index * kBackwardRows / kSweepKeys == sweep;
   return is_own_chunk || is_quadratic(plan, state, head, index);
 }
 
-// All query blocks of one head that meet a sweep of key blocks pair by pair.
+// Computes all query blocks of one head that are paired with a sweep of key blocks.
 template <typename N, typename T>
 void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -101,14 +102,14 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
   const PairOperands<N> operands =
       operands_of(layout, state, scratch, first_block * kPanel, static_cast<N*>(nullptr));
 
-  // Where no block takes quadratic time, a sweep of a causal call meets its own chunk alone.
+  // Where no block takes quadratic time, a sweep of a causal call has pairs with its chunk alone.
   const bool is_alone =
       params.is_causal && state.linear.keys.is_taken && !state.linear.any_by_pairs;
   const int64_t query_blocks =
       is_alone ? min_of(plan.query_blocks, first_query_block + kSweepKeys / kBackwardRows)
                : plan.query_blocks;
   for (int64_t index = first_query_block; index < query_blocks; ++index) {
-    if (!meets_by_pairs(plan, state, head, index, sweep)) continue;
+    if (!is_paired_with(plan, state, head, index, sweep)) continue;
     const QueryBlock block = plan.query_block(unit, head, index);
     int* progress = state.progress + head * plan.query_blocks + index;
     bool in_turn = false;
@@ -151,7 +152,7 @@ void sweep_head(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int
   }
 }
 
-// What a sweep leaves, to memory.
+// Stores the results of a sweep.
 template <typename T>
 void store_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                  const BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {
@@ -168,7 +169,7 @@ void store_sweep(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
   }
 }
 
-// dV of values that fill half a vector, from where pairs have summed it.
+// Transposes dV of values that fill half a vector, which pairs sum by column.
 template <typename T>
 void add_by_column(const AttentionLayout<T>& layout, int64_t sweep,
                    const BackwardScratch<T>& scratch) {
@@ -184,7 +185,7 @@ void add_by_column(const AttentionLayout<T>& layout, int64_t sweep,
   }
 }
 
-// Adds to what the keys of a sweep have from elsewhere.
+// Adds the pairs of a sweep to the gradients of its keys.
 template <typename T>
 void sweep_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t sweep,
                 BackwardUnit<T>& state, const BackwardScratch<T>& scratch) {

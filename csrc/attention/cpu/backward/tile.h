@@ -1,5 +1,5 @@
-// One tile of pairs in the backward pass: its products, of numbers in the compute type or of 16
-// bits, two to a lane.
+// One tile of pairs in the backward pass: its products, of the compute type or of 16 bits, two to a
+// lane.
 #pragma once
 
 #include "attention/cpu/backward/pair_gradients.h"
@@ -8,8 +8,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// What the products over pairs multiply, as numbers N: of the unit's queries, of the sweep's keys,
-// and of a tile. "By row": rows of one column share a lane, and not columns of one row.
+// The operands of the products over pairs, as numbers N: the unit's queries, the sweep's keys, and
+// a tile. "By row" means that rows of one column share a lane, and not columns of one row.
 template <typename N>
 struct PairOperands {
   const Storage<N>* grad_out;         // [heads][panels of N][L][64]
@@ -59,17 +59,17 @@ struct Tile {
 
   const AttentionLayout<T>& layout() const { return plan.layout; }
   int64_t keys() const { return min_of(kPanel, plan.params.S - at.j0); }
-  // A row of the query side, or the lanes it begins, in [heads][panels][L in lanes][64].
+  // Returns a row of the query side, or its first lanes, in [heads][panels][L in lanes][64].
   int64_t of_queries(int64_t panels, int64_t panel, int64_t row, int64_t per_lane) const {
     return ((head * panels + panel) * ceil_div(plan.params.L, per_lane) + row / per_lane) * kPanel;
   }
-  // What dO lacks in the folded form where it is not rounded again: 1/Z.
+  // Returns the factors 1/Z, which dO of 16 bits does not include in the folded form.
   const T* row_factors(int64_t row) const {
     if (!kRounds || !state.keys.form.folded) return nullptr;
     return state.rows.factor + head * plan.params.L + at.i0 + row;
   }
 
-  // What the arithmetic between the products reads; bias: of the tile, null where there is none.
+  // Returns the inputs of the arithmetic between the products; bias is that of the tile, or null.
   PairTile<T> pairs(int64_t columns, const T* bias) const {
     const AttentionBackwardParams& params = plan.params;
     const int64_t first_row = head * params.L + at.i0;
@@ -87,8 +87,8 @@ struct Tile {
             static_cast<T>(params.eps)};
   }
 
-  // The gradient of the weights of one band less its mean, in place of dP - delta: their difference
-  // is taken before anything is rounded.
+  // Loads the gradient of the weights of one band less its mean, which replaces dP - delta; it
+  // subtracts before anything is rounded.
   void load_weight_gradients(const Band& band) const {
     T* dp = scratch.dp + band.row * kPanel;
     load_incoming(plan.params, state.keys, at, band.row, band.rows, band.columns, dp);
@@ -104,7 +104,7 @@ struct Tile {
     }
   }
 
-  // s = phi_q phi_k^T, dP = dO V^T of one band.
+  // Computes s = phi_q phi_k^T and dP = dO V^T of one band.
   void score(const Band& band) const {
     const int64_t L = plan.params.L, row = at.i0 + band.row, d_v = layout().d_v;
     const bool is_narrow = layout().narrow_scores;
@@ -126,7 +126,7 @@ struct Tile {
     }
   }
 
-  // ds as the products below read it.
+  // Packs ds as the products below read it.
   void narrow() const {
     if constexpr (kRounds) {
       const int64_t columns = round_up(keys(), kLanes<T>);
@@ -135,9 +135,9 @@ struct Tile {
     }
   }
 
-  // Weights of `count` keys as dV reads them: less their least, which multiplies the sum of dO.
-  // That is 0 for a key that a row does not see: dO of this row must not reach it, not even
-  // rounded.
+  // Packs the weights of `count` keys as dV reads them: less their least, which multiplies the sum
+  // of dO. The least is 0 for a key that a row does not see, for dO of that row must not reach it,
+  // not even rounded.
   void narrow_weights(int64_t column, int64_t count, int64_t row, T* least) const {
     const T *w = scratch.w + row * kPanel + column, *factors = row_factors(row);
     for (int64_t c = 0; c < count; c += kLanes<T>) {
@@ -152,7 +152,7 @@ struct Tile {
                scratch.narrow_w_by_row + row / kPerLane * kPanel + column, least);
   }
 
-  // dV += w^T dO or, where keys fill the lanes, dV^T += dO^T w.
+  // Adds w^T dO to dV or, where keys fill the lanes, dO^T w to dV^T.
   template <typename M>
   void add_to_values(int64_t count, int64_t width, int64_t depth, const Storage<M>* w,
                      const Storage<M>* grad_out, T* sum) const {
@@ -163,7 +163,7 @@ struct Tile {
     }
   }
 
-  // dV += w^T dO, dphi_k += ds^T phi_q of `count` keys, over the rows from `row` on.
+  // Adds w^T dO to dV and ds^T phi_q to dphi_k of `count` keys, over the rows from `row` on.
   void add_to_keys(int64_t column, int64_t count, int64_t row) const {
     const int64_t rows = at.rows - row, depth = ceil_div(rows, kPerLane);
     const int64_t left = row / kPerLane * kPanel + column;
@@ -197,7 +197,7 @@ struct Tile {
     }
   }
 
-  // Sums of ds of one band, before it is rounded: what multiplies the centre of the features.
+  // Adds up ds of one band before it is rounded, the factors of the centre of the features.
   void add_to_sums(const Band& band) const {
     if constexpr (kRounds) {
       const T* roots = state.keys.feature_scales + at.j0;
@@ -219,7 +219,7 @@ struct Tile {
     }
   }
 
-  // dphi_q += ds phi_k of one band.
+  // Adds ds phi_k of one band to dphi_q.
   void add_to_queries(const Band& band) const {
     const int64_t panels = layout().feature_panels();
     for (int64_t panel = 0; panel < panels; ++panel) {

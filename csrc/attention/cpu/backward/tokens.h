@@ -7,7 +7,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Loads up to 64 tokens. Those marked, marks[r] == left_out, become zero: their gradient is NaN
+// Loads up to 64 tokens. Tokens with marks[r] == left_out become zero: their gradient is NaN
 // already where anything sees them, and must be zero where nothing does.
 template <typename T>
 void load_clean_tokens(const Array& array, int64_t offset, int64_t rows, int64_t d, const T* marks,
@@ -18,7 +18,8 @@ void load_clean_tokens(const Array& array, int64_t offset, int64_t rows, int64_t
   }
 }
 
-// From dphi to dq and the frequencies, tokens [begin, end) of one query head.
+// Computes dq and the gradients of frequencies from dphi, for tokens [begin, end) of one query
+// head.
 template <typename T>
 void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head, int64_t begin,
                     int64_t end, const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state,
@@ -50,7 +51,7 @@ void finish_queries(const BackwardPlan<T>& plan, const Unit& unit, int64_t head,
   }
 }
 
-// dk of one row gains magnitude_scale dg d|k|_p^2.
+// Adds magnitude_scale dg d|k|_p^2 to dk of one row.
 template <typename T>
 void add_magnitude_gradient(const AttentionParams& params, T grad_logit, const T* tokens, int64_t r,
                             int64_t rows, T* grad_x, T* key_row, T* grad_row) {
@@ -103,8 +104,8 @@ void finish_keys(const BackwardPlan<T>& plan, const Unit& unit, int64_t begin, i
   }
 }
 
-// One chunk of one unit's tokens: keys first, then queries of its heads. partial: its gradient of
-// the packed frequencies, overwritten; null: not wanted.
+// Computes one chunk of one unit's tokens: keys first, then queries of its heads. partial is its
+// gradient of the packed frequencies, overwritten; null: not wanted.
 template <typename T>
 void finish_chunk(const BackwardPlan<T>& plan, const Unit& unit, int64_t chunk,
                   const PackedFrequencies<T>& frequencies, BackwardUnit<T>& state, T* partial,
@@ -123,7 +124,7 @@ void finish_chunk(const BackwardPlan<T>& plan, const Unit& unit, int64_t chunk,
   }
 }
 
-// One unit's frequency gradient grows by one of its chunks, which come in order.
+// Adds one chunk to its unit's frequency gradient; chunks are added in order.
 template <typename T>
 void add_chunk(const BackwardPlan<T>& plan, int64_t chunk, const T* partial, T* sum) {
   const int64_t size = plan.layout.feature.packed_size();
@@ -131,7 +132,7 @@ void add_chunk(const BackwardPlan<T>& plan, int64_t chunk, const T* partial, T* 
   add_packed(size, partial, sum);
 }
 
-// Frequency gradients out of their packed sums.
+// Unpacks the gradients of frequencies.
 template <typename T>
 void store_frequency_gradients(const AttentionBackwardParams& params,
                                const FeatureLayout<T>& layout, const T* totals) {

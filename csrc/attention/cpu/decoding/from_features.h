@@ -1,16 +1,16 @@
-// Attention of few queries to keys whose features are there already, as in decoding: what counts is
-// to read features and values once, as they lie.
+// Attention of few queries to keys whose features exist already, as in decoding. Its time is that
+// of reading features and values, once each and without a copy.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/cpu/elements.h"
 #include "support/cpu/vector_math.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Rows of an array of any type as rows of T, zero from `columns` to whole vectors: where they lie,
-// or a copy of some.
+// Rows of an array of any type as rows of T, zero from `columns` to whole vectors: the array
+// itself, or a copy of some rows.
 template <typename T>
 struct Rows {
   const T* data;
@@ -42,7 +42,7 @@ T dot(const T* a, const T* b, int64_t width) {
   return sum_of_lanes<T>(sums[0] + sums[1]);
 }
 
-// What some keys leave of some queries: relative to exp(maximum).
+// Sums over some keys for some queries, relative to exp(maximum).
 template <typename T>
 struct PartialRows {
   T* maxima = nullptr;  // [kRowsTogether]
@@ -71,7 +71,7 @@ struct FromFeaturesScratch {
   }
 };
 
-// The largest of some logits; a NaN never becomes it.
+// Returns the largest of some logits, ignoring NaN.
 template <typename T>
 T largest_logit(const Array& logits, int64_t offset, int64_t begin, int64_t end, T* scratch) {
   T largest = -infinity<T>();
@@ -83,8 +83,8 @@ T largest_logit(const Array& logits, int64_t offset, int64_t begin, int64_t end,
   return largest;
 }
 
-// weights [64] holds scores and becomes (s^2 + eps) exp(logit - reference), 0 where hidden; returns
-// their sum.
+// Computes the weights (s^2 + eps) exp(logit - reference) in place of the scores in weights [64], 0
+// where hidden; returns their sum.
 template <typename T>
 T weigh(const T* logits, T reference, T eps, T* weights) {
   Vec<T> sum{};
@@ -99,7 +99,7 @@ T weigh(const T* logits, T reference, T eps, T* weights) {
   return sum_of_lanes<T>(sum);
 }
 
-// out += sum_j weights_j v_j; the value of a hidden key is not touched, whatever it holds.
+// Adds sum_j weights_j v_j to out; the values of hidden keys are not read.
 template <typename T>
 void add_values(const T* logits, const T* weights, int64_t count, const Rows<T>& values, T* out) {
   const auto is_hidden = [&](int64_t j) { return logits[j] == -infinity<T>(); };
@@ -137,7 +137,7 @@ inline int64_t logits_offset(const FromFeaturesParams& params, const FromFeature
          key * logits.stride[3];
 }
 
-// Features of some queries, divided by 2 F, to the scratch.
+// Loads the features of some queries, divided by 2 F, into the scratch.
 template <typename T>
 void load_queries(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t width,
                   T* out) {
@@ -151,7 +151,7 @@ void load_queries(const FromFeaturesParams& params, const FromFeaturesPlace& at,
   }
 }
 
-// scores [rows][64] with `count` keys from j0 on, zero beyond.
+// Computes scores [rows][64] with `count` keys from j0 on, zero beyond.
 template <typename T>
 void score_keys(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t j0,
                 int64_t count, int64_t width, const FromFeaturesScratch<T>& scratch) {
@@ -168,7 +168,7 @@ void score_keys(const FromFeaturesParams& params, const FromFeaturesPlace& at, i
   }
 }
 
-// Keys [begin, end) for some queries of one head.
+// Computes the sums over keys [begin, end) for some queries of one head.
 template <typename T>
 void attend_to_part(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t begin,
                     int64_t end, const FromFeaturesScratch<T>& scratch, const PartialRows<T>& out) {
@@ -201,7 +201,7 @@ void attend_to_part(const FromFeaturesParams& params, const FromFeaturesPlace& a
   }
 }
 
-// One row from all parts of the keys, in their order.
+// Adds all parts of the keys of one row, in order.
 template <typename T>
 void finish_row(const FromFeaturesParams& params, const FromFeaturesPlace& at, int64_t row,
                 int64_t parts, const PartialRows<T>* partial) {
@@ -217,7 +217,7 @@ void finish_row(const FromFeaturesParams& params, const FromFeaturesPlace& at, i
   for (int64_t part = 0; part < parts; ++part) {
     const PartialRows<T>& own = partial[part];
     const T maximum = own.maxima[row];
-    // a part of NaN logits alone has no maximum, and a sum that must stay NaN
+    // a part with NaN logits alone has no maximum, and its sum must stay NaN
     const T factor = exponential((maximum == -infinity<T>() ? reference : maximum) - reference);
     sum += own.sums[row] * factor;
     const T* term = own.out + row * value_width;

@@ -1,12 +1,11 @@
-// Products of two features, whose sums over tokens make weights without pairs
-// (../linear/moments.h).
+// Products of two features, whose sums over tokens replace pairs (../linear/moments.h).
 //
 //   psi_{r,b}(x) = x_b x_{(b + r) mod F},  r = 0 .. F/2,  b = 0 .. F - 1,  entry e = r F + b
 //   (q . k)^2 = sum_e c_e psi_e(q) psi_e(k)
 //
 // Shift 0 holds the squares, c = 1; the shifts below F/2 hold every other product once, c = 2, and
-// shift F/2 each of its products twice, c = 1. Whole rows of shifted features, where a triangle of
-// products would have ragged ones, for 1 in F entries more.
+// shift F/2 each of its products twice, c = 1. Rows of shifted features are whole, where a triangle
+// of products has ragged ones, for 1 in F entries more.
 #pragma once
 
 #include "attention/cpu/features/features.h"
@@ -26,8 +25,8 @@ struct ProductLayout {
   int64_t size() const { return features() * (M + 1); }
   int64_t panels() const { return ceil_div(size(), kPanel); }
   int64_t entries(int64_t panel) const { return min_of(kPanel, size() - panel * kPanel); }
-  // Numbers of a row of features: with the M that shifts reach once more, and what whole vectors
-  // read beyond.
+  // Returns the length of a row of features, with the M features that shifts read again, and the
+  // rest of the last vector.
   template <typename T>
   int64_t row_size() const {
     return round_up(features() + M + kLanes<T>, kLanes<T>);
@@ -49,14 +48,14 @@ struct ProductLayout {
     }
     return result;
   }
-  // c_e of the entries of a run.
+  // Returns c_e of the entries of a run.
   template <typename T>
   T multiplicity(const ShiftRun& run) const {
     return run.shift == 0 || run.shift == M ? T(1) : T(2);
   }
 };
 
-// x [rows][row_size] from phi [panels][phi_rows][64]: features without their padding.
+// Copies features without their padding to x [rows][row_size] from phi [panels][phi_rows][64].
 template <typename T>
 void gather_features(const FeatureLayout<T>& layout, int64_t rows, const T* phi, int64_t phi_rows,
                      T* x) {
@@ -77,7 +76,7 @@ void gather_features(const FeatureLayout<T>& layout, int64_t rows, const T* phi,
   }
 }
 
-// target grows by x [count], up to whole vectors by zeros.
+// Adds x [count] to target, and zeros up to whole vectors.
 template <typename T>
 inline void add_vectors(int64_t count, const T* x, T* target) {
   for (int64_t c = 0; c < count; c += kLanes<T>) {
@@ -87,7 +86,7 @@ inline void add_vectors(int64_t count, const T* x, T* target) {
   }
 }
 
-// The other way: phi [panels][phi_rows][64] grows by x [rows][row_size].
+// Adds x [rows][row_size] to phi [panels][phi_rows][64].
 template <typename T>
 void add_features(const FeatureLayout<T>& layout, int64_t rows, const T* x, T* phi,
                   int64_t phi_rows) {
@@ -104,8 +103,8 @@ void add_features(const FeatureLayout<T>& layout, int64_t rows, const T* x, T* p
   }
 }
 
-// psi [rows][64], and a vector more, of one panel of entries; beyond the last entry anything. Of
-// the two sides of a score one has its products times c_e.
+// Computes psi [rows][64], and a vector more, of one panel of entries; it may be anything beyond
+// the last entry. One of the two sides of a score has its products times c_e.
 template <bool kTimesMultiplicity = false, typename T>
 void feature_products(const ProductLayout& layout, const ProductLayout::Runs& runs, int64_t rows,
                       const T* x, T* psi) {
@@ -115,7 +114,7 @@ void feature_products(const ProductLayout& layout, const ProductLayout::Runs& ru
       const T* left = x + r * size + run.feature;
       T* out = psi + r * kPanel + run.column;
       const T factor = layout.multiplicity<T>(run);
-      // What the last vector writes beyond the run, the next run or row writes again.
+      // The last vector may write beyond the run; the next run or row overwrites that.
       for (int64_t c = 0; c < run.count; c += kLanes<T>) {
         Vec<T> product = load(left + c) * load(left + run.shift + c);
         if constexpr (kTimesMultiplicity) product *= factor;
@@ -125,7 +124,7 @@ void feature_products(const ProductLayout& layout, const ProductLayout::Runs& ru
   }
 }
 
-// sums [rows][lanes], a part per lane, grow by sum_e psi_e(x) weights[e] of one panel of entries.
+// Adds sum_e psi_e(x) weights[e] of one panel of entries to sums [rows][lanes], a part per lane.
 template <typename T>
 void add_sums_of_products(int64_t entries, int64_t rows, const T* psi, const T* weights, T* sums) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -139,11 +138,11 @@ void add_sums_of_products(int64_t entries, int64_t rows, const T* psi, const T* 
   }
 }
 
-// By column, [features or entries][64 tokens], vectors are whole and aligned whatever F is, and a
+// Columns, [features or entries][64 tokens], have whole aligned vectors whatever F is, and a
 // product with a few values still fills its lanes.
 
-// target [columns, whole vectors][64] from up to 64 rows of whole vectors, `stride` apart. Lanes of
-// tokens that there are not hold anything.
+// Transposes up to 64 rows of whole vectors, `stride` apart, to target [columns, whole
+// vectors][64]. Lanes without a token may hold anything.
 template <typename T>
 void rows_by_column(int64_t rows, int64_t columns, const T* source, int64_t stride, T* target) {
   const int64_t whole = rows - rows % kLanes<T>;
@@ -157,7 +156,8 @@ void rows_by_column(int64_t rows, int64_t columns, const T* source, int64_t stri
   }
 }
 
-// visit(e, b, other) for the entries of a panel, with `other` the place of x_{(b + r) mod F}.
+// Calls visit(e, b, other) for the entries of a panel, where `other` is the index of x_{(b + r) mod
+// F}.
 template <typename Visit>
 inline void for_each_product(const ProductLayout& layout, int64_t panel, const Visit& visit) {
   const int64_t F = layout.features();
@@ -169,7 +169,7 @@ inline void for_each_product(const ProductLayout& layout, int64_t panel, const V
   }
 }
 
-// psi [64 entries][64] of one panel of entries, from x [features][64].
+// Computes psi [64 entries][64] of one panel of entries, from x [features][64].
 template <typename T>
 void feature_products_by_column(const ProductLayout& layout, int64_t panel, int64_t tokens,
                                 const T* x, T* psi) {
@@ -181,8 +181,8 @@ void feature_products_by_column(const ProductLayout& layout, int64_t panel, int6
   });
 }
 
-// grad_x [features][64] grows by the gradient of sum_e psi_e(x) g_e, with g [64 entries][64] that
-// of one panel of entries.
+// Adds the gradient of sum_e psi_e(x) g_e to grad_x [features][64], for g [64 entries][64] of one
+// panel of entries.
 template <typename T>
 void add_product_gradients(const ProductLayout& layout, int64_t panel, int64_t tokens, const T* x,
                            const T* g, T* grad_x) {

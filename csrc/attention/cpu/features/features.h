@@ -2,10 +2,10 @@
 //
 // With u = x.(w1 + w2)/2 and v = x.(w1 - w2)/2 in cycles,
 //   cos t1 + cos t2 = 2 cos u cos v      sin t1 + sin t2 = 2 sin u cos v
-// A feature panel holds 32 frequencies: their cosines, then their sines. The last one may be
+// A feature panel holds 32 frequencies: their cosines, then their sines. The last panel may be
 // narrower; then either half is padded with zeros to whole vectors, or to half a vector where that
-// holds it. In that case a vector stored at the cosines covers the place of the sines, and one
-// stored at the sines runs past them: they are loaded in pairs, then stored, cosines first.
+// is enough. In that case a vector stored at the cosines overwrites the sines, and one stored at
+// the sines runs past them: they are loaded in pairs, then stored, cosines first.
 #pragma once
 
 #include "support/cpu/elements.h"
@@ -26,7 +26,7 @@ struct FeatureLayout {
   int64_t frequencies(int64_t panel) const {
     return min_of(kPanelFrequencies, M - panel * kPanelFrequencies);
   }
-  // Columns of the cosines, which is where the sines begin.
+  // Returns the columns of the cosines, after which the sines start.
   int64_t half(int64_t panel) const {
     const int64_t count = frequencies(panel);
     return count <= kLanes<T> / 2 ? kLanes<T> / 2 : round_up(count, kLanes<T>);
@@ -34,14 +34,14 @@ struct FeatureLayout {
   int64_t columns(int64_t panel) const { return 2 * half(panel); }
   int64_t width() const { return (panels() - 1) * kPanel + columns(panels() - 1); }
   int64_t packed_rows() const { return round_up(d, kLanes<T>); }
-  // Elements of one head's packed frequencies, and of their transpose.
+  // Return the elements of one head's packed frequencies, and of their transpose.
   int64_t packed_size() const { return panels() * packed_rows() * kPanel; }
   int64_t transposed_size() const { return panels() * token_panels() * kPanel * kPanel; }
 };
 
-// W+ = (w1 + w2)/2 and W- = (w1 - w2)/2 of one head as [panel][packed_rows][64], columns u then v:
-// the right operand of the angles. Also transposed, [panel][d / 64][64][64], the right operand of
-// the gradient of x.
+// Packs W+ = (w1 + w2)/2 and W- = (w1 - w2)/2 of one head as [panel][packed_rows][64], columns u
+// then v, the right operand of the angles; and transposed, [panel][d / 64][64][64], the right
+// operand of the gradient of x.
 template <typename T>
 void pack_frequencies(const FeatureLayout<T>& layout, const Array& w1, const Array& w2,
                       int64_t offset1, int64_t offset2, T* packed, T* transposed) {
@@ -74,7 +74,8 @@ void pack_frequencies(const FeatureLayout<T>& layout, const Array& w1, const Arr
   }
 }
 
-// Angles in cycles, u then v, of `rows` tokens: out [rows][64], x [token_panels][x_rows][64].
+// Computes the angles in cycles, u then v, of `rows` tokens: out [rows][64], x
+// [token_panels][x_rows][64].
 template <typename T>
 void angles(const FeatureLayout<T>& layout, int64_t panel, int64_t rows, const T* x, int64_t x_rows,
             const T* packed, T* out) {
@@ -86,7 +87,7 @@ void angles(const FeatureLayout<T>& layout, int64_t panel, int64_t rows, const T
   }
 }
 
-// column_scale[c] = scale, or 0 for a padded frequency.
+// Fills column_scale[c] with scale, or 0 for a padded frequency.
 template <typename T>
 void fill_column_scale(const FeatureLayout<T>& layout, int64_t panel, T scale, T* column_scale) {
   for (int64_t m = 0; m < kPanelFrequencies; ++m) {
@@ -94,7 +95,7 @@ void fill_column_scale(const FeatureLayout<T>& layout, int64_t panel, T scale, T
   }
 }
 
-// What features_backward() needs beside phi: tan v, [panels][rows][32]. Null: not kept.
+// The input of features_backward() beside phi: tan v, [panels][rows][32]; null: not wanted.
 template <typename T>
 struct Tangents {
   T* data = nullptr;
@@ -115,8 +116,8 @@ struct Tangents {
   }
 };
 
-// tan v to go with this cosine, which becomes other than zero. The cosine is the forward's, or w in
-// the backward would not be the w that Z is the sum of.
+// Returns tan v for this cosine, which it makes other than zero. The cosine is that of the forward,
+// or w in the backward would not be the w that Z sums.
 template <typename T>
 inline Vec<T> tangent(Vec<T> v, Vec<T>& cosine_v) {
   Vec<T> sine, cosine;
@@ -125,7 +126,7 @@ inline Vec<T> tangent(Vec<T> v, Vec<T>& cosine_v) {
   return sine / cosine_v;
 }
 
-// phi = scale row_scale [cos u cos v, sin u cos v] of `rows` tokens into phi
+// Computes phi = scale row_scale [cos u cos v, sin u cos v] of `rows` tokens into phi
 // [panels][phi_rows][64]; row_scale may be null.
 template <typename T>
 void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t x_rows,
@@ -157,8 +158,8 @@ void features(const FeatureLayout<T>& layout, int64_t rows, const T* x, int64_t 
   }
 }
 
-// Gradients of x and of the packed frequencies of `rows` tokens from g, the gradient of the phi
-// above times 1 / gradient_scale, without forming an angle again.
+// Computes the gradients of x and of the packed frequencies of `rows` tokens from g, the gradient
+// of the phi above times 1 / gradient_scale, without computing an angle again.
 //   phi          [panels][phi_rows][64], scales included
 //   g            [panels][g_rows][64]
 //   grad_x       [token_panels][rows][64], overwritten (null: not wanted)
@@ -203,7 +204,8 @@ void features_backward(const FeatureLayout<T>& layout, int64_t rows, const T* x,
   }
 }
 
-// grad w1 = (gradW+ + gradW-)/2, grad w2 = (gradW+ - gradW-)/2 of one head, contiguous [d, M].
+// Stores grad w1 = (gradW+ + gradW-)/2 and grad w2 = (gradW+ - gradW-)/2 of one head, contiguous
+// [d, M].
 template <typename T>
 void unpack_frequency_gradients(const FeatureLayout<T>& layout, const T* grad_packed, T* grad_w1,
                                 T* grad_w2) {

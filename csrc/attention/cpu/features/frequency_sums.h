@@ -8,7 +8,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// How many are held at once, to be added up.
+// Returns how many gradients are in memory at once, to be added up.
 template <typename T>
 inline int64_t gradients_held(const FeatureLayout<T>& layout) {
   constexpr int64_t kBytes = int64_t{8} << 20;
@@ -20,8 +20,8 @@ inline void add_packed(int64_t size, const T* term, T* sum) {
   for (int64_t i = 0; i < size; i += kLanes<T>) store<T>(sum + i, load(sum + i) + load(term + i));
 }
 
-// To which set of frequencies a gradient belongs: every batch item has `each` of them in a row for
-// each of its heads, whose sets are its own, or those of all batch items.
+// The set of frequencies that a gradient belongs to: every batch item has `each` consecutive
+// gradients per head, and batch items have separate sets or share them.
 struct FrequencySets {
   int64_t heads, each;
   bool per_sample;

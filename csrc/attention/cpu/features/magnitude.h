@@ -1,15 +1,16 @@
 // The magnitude of a key, g = magnitude_scale |k|_p^2, and its gradient.
 #pragma once
 
-#include "attention/offsets.h"
-#include "attention/params.h"
+#include "attention/calls/offsets.h"
+#include "attention/calls/params.h"
 #include "support/cpu/elements.h"
 #include "support/cpu/vector_math.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// x^p for x >= 0: products and a square root where p is a small multiple of 1/2, pow otherwise.
+// Returns x^p for x >= 0: by products and a square root where p is a small multiple of 1/2, by pow
+// otherwise.
 template <typename T>
 inline T nonnegative_power(T x, double p) {
   const double twice = 2 * p;
@@ -29,8 +30,8 @@ inline T largest_magnitude(const T* x, int64_t d) {
   return largest;
 }
 
-// |x|_p of a contiguous row. Scaled by the largest element, so that powers neither overflow nor
-// vanish.
+// Returns |x|_p of a contiguous row. It divides by the largest element, so that powers neither
+// overflow nor vanish.
 template <typename T>
 inline double p_norm(const T* x, int64_t d, double p) {
   const T largest = largest_magnitude(x, d);
@@ -42,8 +43,8 @@ inline double p_norm(const T* x, int64_t d, double p) {
   return static_cast<double>(largest) * power(sum, 1 / p);
 }
 
-// In float64 whatever T is: g stands in an exponent, where float32 would cost |g| 6e-8 of every
-// weight.
+// Returns the magnitude in float64 whatever T is: g stands in an exponent, where float32 would cost
+// |g| 6e-8 of every weight.
 template <typename T>
 inline double squared_norm(const T* x, int64_t d, double p) {
   if (p == 2) {
@@ -65,8 +66,8 @@ inline double squared_norm(const T* x, int64_t d, double p) {
   return norm * norm;
 }
 
-// grad[c] += factor * d|x|_p^2 / dx_c = factor * 2 |x|_p (|x_c| / |x|_p)^(p-1) sign(x_c); zero at x
-// = 0.
+// Adds factor * d|x|_p^2 / dx_c = factor * 2 |x|_p (|x_c| / |x|_p)^(p-1) sign(x_c) to grad[c]; zero
+// at x = 0.
 template <typename T>
 inline void add_squared_norm_gradient(const T* x, int64_t d, double p, T factor, T* grad) {
   if (p == 2) {
@@ -83,15 +84,15 @@ inline void add_squared_norm_gradient(const T* x, int64_t d, double p, T factor,
   }
 }
 
-// key_bias_j, of a mask of bool 0 where it shows the key, and -inf where it hides it.
+// Returns key_bias_j; for a bool mask 0 where the key is visible, and -inf where it is hidden.
 inline double bias_of_key(const Array& bias, int64_t offset) {
   if (!bias) return 0;
   if (bias.type != ElementType::kBool) return load_element<double>(bias, offset);
   return static_cast<const uint8_t*>(bias.data)[offset] ? 0 : -infinity<double>();
 }
 
-// g_j + key_bias_j of the keys [begin, end) of key head (b, head). -inf: the key is hidden; NaN:
-// the key holds a value that is not finite, and every row that sees it becomes NaN.
+// Computes g_j + key_bias_j of the keys [begin, end) of key head (b, head). -inf: the key is
+// hidden; NaN: the key has an element that is not finite, and every row that sees it becomes NaN.
 template <typename T>
 void key_logits(const AttentionParams& params, int64_t b, int64_t head, int64_t begin, int64_t end,
                 T* row, double* out) {

@@ -1,4 +1,4 @@
-// The features themselves as an operator, phi(x) unscaled: [B, H, N, 2M], cosines first.
+// The operator of features, phi(x) unscaled: [B, H, N, 2M], cosines first.
 #pragma once
 
 #include "attention/cpu/features/frequency_sums.h"
@@ -90,7 +90,8 @@ void spectral_features(const FeaturesParams& params, bool backward, const Execut
   const int64_t tasks = params.B * params.H * chunks;
   const bool wants_frequencies = backward && (params.grad_w1 || params.grad_w2);
   const int64_t size = layout.packed_size();
-  // Tasks at once: where each leaves a gradient of frequencies, as many as are held.
+  // The number of tasks at once; where each has a gradient of frequencies, as many as fit in
+  // memory.
   const int64_t held = max_of(int64_t{executor.threads}, gradients_held(layout));
   const int64_t group = wants_frequencies ? min_of(tasks, held) : tasks;
   T *packed = nullptr, *transposed = nullptr, *partials = nullptr, *totals = nullptr;

@@ -1,12 +1,12 @@
-// Features as the scores of bfloat16 inputs are made of: two numbers to a lane, the cosine and the
-// sine of a frequency.
+// Features for the scores of bfloat16 inputs: two numbers to a lane, the cosine and the sine of a
+// frequency.
 //
-// In fixed point, a token's features are divided by a step of their own, as small as 32 bits allow:
-// a score is the sum of their products, and by Cauchy and Schwarz at most the product of both
-// norms, so that norms of 46300 steps will do. At 64 frequencies the rounding error of a feature of
-// usual size is at most 2^-13 of it, where that of bfloat16 is up to 2^-8; more frequencies share
-// the same bits. Tiles multiply bfloat16 so fast that two of them stand for a feature, what the
-// first leaves in the second, and three of their four products for a score: 2^-16.
+// In fixed point, a token's features are divided by the token's step, as small as 32 bits allow: a
+// score is the sum of their products, and by Cauchy and Schwarz at most the product of both norms,
+// so that norms of 46300 steps suffice. At 64 frequencies the rounding error of a feature of usual
+// size is at most 2^-13 of it, where that of bfloat16 is up to 2^-8; more frequencies share the
+// same bits. Tiles multiply bfloat16 so fast that a feature is split into two of them, and a score
+// is three of their four products: 2^-16.
 #pragma once
 
 #include "attention/cpu/features/features.h"
@@ -28,7 +28,8 @@ struct ScoreLayout {
   }
 };
 
-// steps[row]: of each row of phi [panels][phi_rows][64]; 0 where it is zero. Nothing in tiles.
+// Computes the step of each row of phi [panels][phi_rows][64]; 0 where the row is zero. Does
+// nothing for tiles.
 inline void choose_steps(const FeatureLayout<float>& layout, int64_t rows, const float* phi,
                          int64_t phi_rows, float* steps) {
   if (kHasAmx) return;
@@ -49,7 +50,7 @@ inline void choose_steps(const FeatureLayout<float>& layout, int64_t rows, const
   }
 }
 
-// One panel of score features, out [rows][64], from phi [panels][phi_rows][64].
+// Rounds one panel of score features, out [rows][64], from phi [panels][phi_rows][64].
 inline void narrow_features(const FeatureLayout<float>& layout, int64_t score_panel, int64_t rows,
                             const float* phi, int64_t phi_rows, const float* steps, int32_t* out) {
   const int64_t first = score_panel / kScoreParts * 2;
@@ -79,8 +80,8 @@ inline void narrow_features(const FeatureLayout<float>& layout, int64_t score_pa
   }
 }
 
-// s [rows][64] (+)= the products of one panel of q [panels][q_rows][64] with one of k, by column
-// [panels][64][64]: one panel of fixed point, or all parts of one.
+// Adds to s [rows][64], or sets it to, the products of one panel of q [panels][q_rows][64] with one
+// of k, by column [panels][64][64]: one panel of fixed point, or all parts of one.
 inline void multiply_scores(int64_t rows, int64_t columns, int64_t lanes, const int32_t* q,
                             int64_t q_rows, const int32_t* k, float* s, bool accumulate,
                             const Factors<float>& steps) {

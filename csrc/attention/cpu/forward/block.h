@@ -1,8 +1,8 @@
-// A block of queries of the forward pass: its pairs, or what takes their place, to out and log Z.
+// A block of queries of the forward pass: from its pairs, or in linear time, to out and log Z.
 //
 // Every row is summed over its keys in one order, ascending where all are pairs, so that the result
-// does not depend on threads or tiling. Each 1024 keys are summed by themselves: what they leave is
-// added up in order, by one thread or, where queries are few, by several.
+// does not depend on threads or tiling. Every 1024 keys have sums of their own, which are added in
+// order, by one thread or, where queries are few, by several.
 #pragma once
 
 #include "attention/cpu/linear/forward.h"
@@ -15,7 +15,7 @@ struct ForwardUnit {
   PreparedKeys<T> keys;
   LinearKeys<T> linear;
   EarlierChunks<T> earlier;  // causal, in linear time
-  // Where threads share the keys of a block of queries:
+  // Present where threads share the keys of a block of queries:
   RowSums<T>* parts = nullptr;  // [blocks][parts]
   uint8_t* poisoned = nullptr;  // [blocks][parts][rows]
 
@@ -75,7 +75,8 @@ struct ForwardScratch {
   }
 };
 
-// out += w v of one band of a tile, w where `scratch.keep` does not drop it, in parts of bfloat16.
+// Adds w v of one band of a tile to out, for weights that `scratch.keep` does not drop, split into
+// bfloat16.
 template <typename T>
 void accumulate_narrow_values(const AttentionParams& params, const AttentionLayout<T>& layout,
                               const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
@@ -84,7 +85,7 @@ void accumulate_narrow_values(const AttentionParams& params, const AttentionLayo
   T* w = scratch.tile + first_row;
   const auto join = [&] { join_columns(band.rows, count, w, at.rows, scratch.narrow_tile); };
   if (T* sums = scratch.sums.state.from(band.row).rounded_sums) {
-    // What is dropped counts as what is kept does.
+    // Row sums include dropped weights.
     join();
     add_row_sums(band.rows, count, scratch.narrow_tile, sums);
   }
@@ -103,8 +104,8 @@ void accumulate_narrow_values(const AttentionParams& params, const AttentionLayo
   }
 }
 
-// out += the rows' sums of w times its gradient, which may be anything where w is hidden (bias: of
-// the band, as in tile_weights) or dropped.
+// Adds the rows' sums of w times its gradient to out. The gradient may be anything where w is
+// hidden (bias is that of the band, as in tile_weights) or dropped.
 template <typename T>
 void accumulate_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
                          const TilePosition& at, const Band& band, const T* bias,
@@ -127,7 +128,7 @@ void accumulate_incoming(const AttentionParams& params, const PreparedKeys<T>& k
   }
 }
 
-// out += w v.
+// Adds w v to out.
 template <typename T>
 void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& layout,
                        const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,
@@ -144,7 +145,7 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
   }
   if constexpr (std::is_same_v<T, float>) {
     if (layout.pairs_values()) {
-      // Beside an odd last key stands one whose weight and value are zero.
+      // An odd last key is paired with one whose weight and value are zero.
       return multiply_row_pairs(band.rows, ceil_div(count, 2), w, keys.row_pairs(at.j0),
                                 scratch.sums.out + first_row);
     }
@@ -156,7 +157,7 @@ void accumulate_values(const AttentionParams& params, const AttentionLayout<T>& 
   }
 }
 
-// out / Z and log Z to memory. Rows that see no key are zero; poisoned rows that see one are NaN.
+// Stores out / Z and log Z. Rows that see no key are zero; poisoned rows that see one are NaN.
 template <typename T>
 void finish_rows(const AttentionParams& params, const KeyForm& form, const QueryBlock& block,
                  const ForwardScratch<T>& scratch) {
@@ -189,7 +190,7 @@ void finish_rows(const AttentionParams& params, const KeyForm& form, const Query
       output.stride[2], output.stride[3], block.rows, params.d_v, out, block.rows);
 }
 
-// out and row sums of a block of queries grow by blocks [begin, end) of keys, pair by pair.
+// Adds blocks [begin, end) of keys, pair by pair, to out and the row sums of a block of queries.
 template <typename T>
 void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
                const QueryBlock& block, const QueryFeatures<T>& queries,
@@ -214,7 +215,7 @@ void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
     if (visibility == Visibility::kNone) continue;
     const T* bias = visibility == Visibility::kMixed ? scratch.bias : nullptr;
     if (params.dropout_threshold) {
-      // Of rounded weights the sum is what is multiplied, when it is complete.
+      // Rounded weights keep a factor of 1, for finish_rows rescales their complete sum.
       fill_keep(params, at, scratch.sums.state.rounded_sums ? T(1) : kept_factor<T>(params),
                 scratch.keep);
     }
@@ -231,8 +232,8 @@ void add_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
   if (has_earlier) add_earlier(layout, rows, scratch.earlier, scratch.sums);
 }
 
-// What moments hold for a block of queries, added to what is there of the other keys. Each row
-// decides for itself whether to take it, whatever it shares a block with.
+// Adds the keys that moments hold to the sums of a block of queries. Each row decides for itself
+// between moments and pairs, so that its result does not depend on the rest of its block.
 template <typename T>
 void add_moments_or_pairs(const AttentionParams& params, const AttentionLayout<T>& layout,
                           const QueryBlock& block, int64_t head, const QueryFeatures<T>& queries,
@@ -264,7 +265,7 @@ void add_moments_or_pairs(const AttentionParams& params, const AttentionLayout<T
   }
 }
 
-// Features of a block of queries, in the scratch.
+// Computes the features of a block of queries in the scratch.
 template <typename T>
 QueryFeatures<T> make_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                               const QueryBlock& block, const T* packed,
@@ -276,7 +277,7 @@ QueryFeatures<T> make_queries(const AttentionParams& params, const AttentionLayo
   return {scratch.phi, scratch.narrow_phi, scratch.steps, rows};
 }
 
-// head: of the unit.
+// Computes a block of queries of head `head` of the unit.
 template <typename T>
 void forward_block(const AttentionParams& params, const AttentionLayout<T>& layout,
                    const QueryBlock& block, int64_t head, const T* packed,
@@ -305,7 +306,7 @@ void forward_block(const AttentionParams& params, const AttentionLayout<T>& layo
   finish_rows(params, unit.keys.form, block, scratch);
 }
 
-// What one part of the keys leaves of a block of queries, in `scratch`.
+// Computes the sums of one part of the keys for a block of queries in `scratch`.
 template <typename T>
 void forward_part(const AttentionParams& params, const AttentionLayout<T>& layout,
                   const QueryBlock& block, int64_t part, const T* packed,

@@ -5,19 +5,21 @@
 #pragma once
 
 #include "attention/cpu/forward/block.h"
+#include "attention/cpu/route.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Rows of a query block: a multiple of 16 (the dropout group), split so that there is work for all
-// threads.
+// Returns the rows of a query block: a multiple of 16 (the dropout group), small enough that all
+// threads have work.
 inline int64_t query_block_rows(int64_t L, int64_t heads, int threads, int64_t largest) {
   const int64_t wanted = ceil_div(2 * threads, max_of(heads, 1));
   const int64_t blocks = max_of(ceil_div(L, largest), min_of(wanted, ceil_div(L, 48)));
   return max_of(16, round_up(ceil_div(L, max_of(blocks, 1)), 16));
 }
 
-// The last stages: blocks of queries, or parts of their keys and then their sums.
+// The last stages: blocks of queries, or partial sums over parts of their keys and then their
+// totals.
 template <typename T, typename Memory>
 struct ForwardStages {
   const AttentionParams& params;
@@ -31,7 +33,7 @@ struct ForwardStages {
     const int64_t of_head = ceil_div(params.L, rows), i0 = index % of_head * rows;
     return {unit.b, unit.first_query_head + index / of_head, i0, min_of(rows, params.L - i0)};
   }
-  // With what a part of the keys leaves where it is kept.
+  // Returns the scratch of a thread with the sums of one part of the keys.
   ForwardScratch<T> scratch_of(const Place& at, int64_t part, int thread) const {
     ForwardScratch<T> scratch = memory.scratch[thread];
     scratch.sums = memory.slots[at.slot].parts[part];
@@ -72,10 +74,11 @@ ForwardStages(const AttentionParams&, const AttentionLayout<T>&, const Memory&, 
               int64_t) -> ForwardStages<T, Memory>;
 
 template <typename T>
-void attention_forward(const AttentionParams& params, const Executor& executor) {
+void attention_forward(const AttentionParams& params, const Route& route,
+                       const Executor& executor) {
   const AttentionLayout<T> layout(params);
-  const bool is_linear = !kTakes16Bits<T> && takes_linear_time(params, false);
-  // A block lies in one chunk.
+  const bool is_linear = !kTakes16Bits<T> && route.is_linear;
+  // A block is within one chunk.
   const int64_t rows = is_linear && params.is_causal
                            ? kCausalRows
                            : query_block_rows(params.L, params.B * params.H, executor.threads,
@@ -97,7 +100,7 @@ void attention_forward(const AttentionParams& params, const Executor& executor) 
       });
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
-  const KeyStages keys{params, layout, memory};
+  const KeyStages keys{params, layout, memory, is_linear};
   const LinearForwardStages linear{
       params, layout, memory, is_linear,
       PanelGroups::of_call(params, layout.products(), executor.threads, whole)};

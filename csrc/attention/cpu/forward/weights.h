@@ -1,7 +1,7 @@
 // The attention weights themselves, per head or averaged over heads.
 //
-// A thread takes a block of queries of one batch item through all heads in order, so that the
-// average needs one row buffer [rows, S] and never [H, rows, S].
+// A thread computes all heads of a block of queries of one batch item in order, so that the average
+// needs one row buffer [rows, S] and never [H, rows, S].
 #pragma once
 
 #include "attention/cpu/forward/forward.h"
@@ -36,7 +36,8 @@ struct WeightsScratch {
   }
 };
 
-// Unnormalised weights of one head's rows into scratch.tiles; tiles nothing is visible in are zero.
+// Writes the unnormalised weights of one head's rows to scratch.tiles; tiles without a visible pair
+// are zero.
 template <typename T>
 void head_weights(const WeightsParams& params, const AttentionLayout<T>& layout,
                   const QueryBlock& block, const T* packed, const PreparedKeys<T>& keys,
@@ -63,7 +64,7 @@ void head_weights(const WeightsParams& params, const AttentionLayout<T>& layout,
   }
 }
 
-// Of rows whose factor is NaN every visible pair is NaN, also one whose weight underflowed.
+// Sets every visible pair of rows whose factor is NaN to NaN, also pairs whose weight underflowed.
 template <typename T>
 void spoil_rows(const WeightsParams& params, const PreparedKeys<T>& keys, const TilePosition& at,
                 const T* factors, T* bias, T* tile) {
@@ -80,7 +81,7 @@ void spoil_rows(const WeightsParams& params, const PreparedKeys<T>& keys, const 
   }
 }
 
-// w / Z, dropped where dropout says so: to memory, or added to the average.
+// Stores w / Z after dropout, or adds it to the average.
 template <typename T>
 void finish_head(const WeightsParams& params, const AttentionLayout<T>& layout,
                  const QueryBlock& block, const PreparedKeys<T>& keys, WeightsScratch<T>& scratch) {
@@ -144,7 +145,7 @@ void attention_weights(const WeightsParams& params, const Executor& executor) {
       [&](WeightsScratch<T>& own, Workspace& workspace) { own.take(workspace, layout, rows); });
 
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
-  const KeyStages keys{params, layout, memory};
+  const KeyStages keys{params, layout, memory, false};
   for (int64_t b = 0; b < params.B; ++b) {
     run_stages(executor, Schedule{b * params.key_heads, params.key_heads, false}, keys.logits(),
                keys.form(), keys.blocks());

@@ -1,5 +1,5 @@
-// Prepared keys in memory, and the scores that queries make with them: in the compute type, or,
-// where the layout says so, two numbers of 16 bits to a lane.
+// Prepared keys in memory, and the scores of queries with them: in the compute type, or, with
+// narrow scores, two numbers of 16 bits to a lane.
 #pragma once
 
 #include "attention/cpu/keys/unit.h"
@@ -8,7 +8,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Features of some queries.
+// The features of some queries.
 template <typename T>
 struct QueryFeatures {
   const T* phi = nullptr;           // [feature panels][rows][64]
@@ -23,7 +23,7 @@ struct QueryFeatures {
   }
 };
 
-// Features of blocks of 64 keys, by column: the right operand of the scores.
+// The features of blocks of 64 keys, by column: the right operand of the scores.
 template <typename T>
 struct KeyFeatures {
   T* phi = nullptr;           // [blocks][feature panels][64][64]; or
@@ -40,7 +40,7 @@ struct KeyFeatures {
     }
   }
 
-  // s [rows][64] = phi_q . phi_k of one block, of its first `columns` keys.
+  // Computes s [rows][64] = phi_q . phi_k with the first `columns` keys of one block.
   void multiply(const AttentionLayout<T>& layout, int64_t block, int64_t rows,
                 const QueryFeatures<T>& queries, int64_t columns, T* s) const {
     if constexpr (kTakes16Bits<T>) {
@@ -61,8 +61,8 @@ struct KeyFeatures {
     }
   }
 
-  // One block, from `rows` rows of source [feature panels][source_rows][64]; lanes [64][64] is
-  // scratch.
+  // Stores one block, from `rows` rows of source [feature panels][source_rows][64]; lanes [64][64]
+  // is scratch.
   void fill(const AttentionLayout<T>& layout, int64_t block, int64_t rows, const T* source,
             int64_t source_rows, int32_t* lanes) const {
     if constexpr (kTakes16Bits<T>) {
@@ -85,8 +85,8 @@ struct KeyFeatures {
   }
 };
 
-// Prepared keys of one unit. Padded, hidden and poisoned keys have zero features and a zero value
-// row; a poisoned one has a NaN weight term, so that exactly the rows that see it turn NaN.
+// The prepared keys of one unit. Padded, hidden and poisoned keys have zero features and a zero
+// value row; a poisoned key has a NaN weight term, so that exactly the rows that see it become NaN.
 template <typename T>
 struct PreparedKeys {
   KeyForm form;
@@ -94,17 +94,18 @@ struct PreparedKeys {
   T* weight_terms = nullptr;     // [padded_keys]       folded: eps e_j
   T* feature_scales = nullptr;   // [padded_keys]       folded: sqrt(e_j); 0 where phi is zero
   uint8_t* is_hidden = nullptr;  // [key_blocks]       of all its keys: the block counts for nothing
-  // Forward:
+  // Used by the forward:
   KeyFeatures<T> by_column;          // of all blocks
   T* values = nullptr;               // [value panels][padded_keys][64]; or
   int32_t* narrow_values = nullptr;  // [value panels][padded_keys / 2][64], keys by two in a lane
-  // Backward:
+  // Used by the backward:
   T* features = nullptr;  // [feature panels][padded_keys][64]
   Tangents<T> tangents;   // [feature panels][padded_keys][32]
 
-  // Values of the keys from j0 on, two keys to a vector, in columns that values leave free.
+  // Returns the values of the keys from j0 on, two keys to a vector, in columns that values do not
+  // fill.
   T* row_pairs(int64_t j0) const { return values + j0 * kPanel + kLanes<T>; }
-  // Whether all blocks of the keys [first, first + count) are hidden.
+  // Tells whether all blocks of the keys [first, first + count) are hidden.
   bool are_hidden(int64_t first, int64_t count) const {
     for (int64_t block = first / kPanel; block * kPanel < first + count; ++block) {
       if (!is_hidden[block]) return false;
@@ -132,7 +133,7 @@ struct PreparedKeys {
   }
 };
 
-// Scratch of one block of 64 keys.
+// The scratch of one block of 64 keys.
 template <typename T>
 struct KeyScratch {
   T* tokens = nullptr;       // [token panels][64][64]

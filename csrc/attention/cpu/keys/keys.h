@@ -1,4 +1,4 @@
-// From the tokens of a unit's keys to the arrays that the pairs read.
+// Preparation of a unit's keys: from tokens to the arrays that the pairs read.
 #pragma once
 
 #include "attention/cpu/features/magnitude.h"
@@ -8,7 +8,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// The logits g of a block, relative to the reference, and the weight terms: e_j, sqrt(e_j).
+// Computes the logits g of a block, relative to the reference, and the weight terms e_j and
+// sqrt(e_j).
 template <typename T>
 void prepare_weight_terms(const AttentionParams& params, const double* logits,
                           const PreparedKeys<T>& keys, int64_t j0, int64_t count) {
@@ -23,8 +24,8 @@ void prepare_weight_terms(const AttentionParams& params, const double* logits,
   }
 }
 
-// Values of the block at key j0, [value panels][64][64], zero past the last key up to whole
-// vectors.
+// Loads the values of the block at key j0, [value panels][64][64], zero past the last key up to
+// whole vectors.
 template <typename T>
 void load_values(const AttentionParams& params, const AttentionLayout<T>& layout, const Unit& unit,
                  int64_t j0, T* values) {
@@ -38,7 +39,7 @@ void load_values(const AttentionParams& params, const AttentionLayout<T>& layout
   }
 }
 
-// The same; keys left out count for nothing.
+// Loads the values of a block, zero for keys that are left out.
 template <typename T>
 void load_counted_values(const AttentionParams& params, const AttentionLayout<T>& layout,
                          const Unit& unit, int64_t j0, const PreparedKeys<T>& keys, T* values) {
@@ -48,7 +49,7 @@ void load_counted_values(const AttentionParams& params, const AttentionLayout<T>
   }
 }
 
-// Values as the forward pass reads them.
+// Stores the values as the forward pass reads them.
 template <typename T>
 void store_values(const AttentionLayout<T>& layout, int64_t j0, int64_t rows, const T* values,
                   const PreparedKeys<T>& keys) {
@@ -69,8 +70,9 @@ void store_values(const AttentionLayout<T>& layout, int64_t j0, int64_t rows, co
   }
 }
 
-// Features phi [feature panels][phi_rows][64] of the block at key j0, times the root of e_j, and
-// values in the scratch; rows of zeros for keys that are not finite, which are marked in `keys`.
+// Computes the features phi [feature panels][phi_rows][64] of the block at key j0, times the root
+// of e_j, and its values in the scratch. Keys that are not finite get rows of zeros, and are marked
+// in `keys`.
 template <typename T>
 void load_block(const AttentionParams& params, const AttentionLayout<T>& layout, const Unit& unit,
                 int64_t j0, int64_t rows, const T* packed, const KeyScratch<T>& scratch,

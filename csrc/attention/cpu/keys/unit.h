@@ -9,27 +9,29 @@
 //             where calls are batch-invariant: max g may be that of a key that a row does not see.
 #pragma once
 
+#include "attention/calls/params.h"
 #include "attention/cpu/features/feature_products.h"
 #include "attention/cpu/features/score_features.h"
-#include "attention/params.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Largest max g - min g at which w of every key stays a normal number, with room for s^2 down to
-// 1e-12.
+// The largest max g - min g at which w of every key stays a normal number, with room for s^2 down
+// to 1e-12.
 template <typename T>
 constexpr double kFoldableSpread = sizeof(T) == 4 ? 50 : 500;
-// The same with room for values, where products in bfloat16 take what is not normal for zero.
+// The largest spread where products in bfloat16 read numbers that are not normal as zero: it has
+// room for values.
 constexpr double kNarrowFoldableSpread = 20;
 
-// phi / (2 sqrt M), so that s = phi_q . phi_k needs no further factor.
+// Returns the scale of features, phi / (2 sqrt M), with which s = phi_q . phi_k needs no further
+// factor.
 template <typename T>
 inline T feature_scale(int64_t M) {
   return T(1) / square_root(static_cast<T>(M));
 }
 
-// Whether arithmetic in T may multiply numbers of 16 bits, two to a lane.
+// Tells whether arithmetic in T may multiply numbers of 16 bits, two to a lane.
 template <typename T>
 constexpr bool kTakes16Bits = kHasInt16 && sizeof(T) == 4;
 
@@ -62,8 +64,8 @@ struct AttentionLayout {
                                         : 0) {}
 
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
-  // Rows of values fill no more than half a vector: the backward sums dV by column, and the
-  // forward, where it multiplies float32, takes them two to a vector (row_pairs.h).
+  // Tells whether a row of values fills no more than half a vector. The backward then sums dV by
+  // column, and the forward in float32 packs two rows to a vector (row_pairs.h).
   bool has_half_values() const { return d_v > 0 && 2 * d_v <= kLanes<T>; }
   bool pairs_values() const {
     return std::is_same_v<T, float> && weight_parts == 0 && has_half_values();
@@ -74,7 +76,7 @@ struct AttentionLayout {
   ProductLayout products() const { return {feature.M}; }
 };
 
-// One unit's place in the call.
+// The position of one unit in the call.
 struct Unit {
   int64_t b = 0;
   int64_t head = 0;           // key head
@@ -97,7 +99,8 @@ inline Unit unit_at(const AttentionParams& params, const AttentionLayout<T>& lay
   return unit;
 }
 
-// The largest and smallest logit of the keys that are neither hidden nor poisoned decide the form.
+// The form of the weights, chosen by the largest and smallest logit of the keys that are neither
+// hidden nor poisoned.
 struct KeyForm {
   bool folded = true;
   double reference =
@@ -120,8 +123,7 @@ KeyForm choose_form(const AttentionParams& params, bool is_narrow, bool is_linea
   form.folded = !float_mask && (!params.batch_invariant || is_linear) &&
                 (all_rows_see_all_keys || largest == -infinity<double>() ||
                  largest - smallest <= (is_narrow ? kNarrowFoldableSpread : kFoldableSpread<T>));
-  // The largest g may be that of a hidden key, and so far from the others that the distance rounds
-  // them off.
+  // The largest g may belong to a hidden key, far enough from the others to round them off.
   if (!form.folded) form.reference = 0;
   return form;
 }

@@ -1,9 +1,10 @@
-// What masks and dropout make of one tile [rows][64] of the weight matrix.
+// Masks and dropout of one tile [rows][64] of the weight matrix.
 #pragma once
 
-#include "attention/offsets.h"
-#include "attention/params.h"
+#include "attention/calls/offsets.h"
+#include "attention/calls/params.h"
 #include "support/cpu/elements.h"
+#include "support/cpu/schedule.h"
 #include "support/philox.h"
 
 namespace ikattn::IKATTN_ISA {
@@ -11,12 +12,12 @@ namespace {
 
 enum class Visibility { kAll, kNone, kMixed };
 
-// Where a tile stands: query head (b, h), its first row i0 and first column j0.
+// The position of a tile: query head (b, h), first row i0 and first column j0.
 struct TilePosition {
   int64_t b, h, i0, rows, j0;
 };
 
-// Rows of a tile that are treated alike: as many of its columns as the last of them sees.
+// Rows of a tile that are computed together, over as many columns as the last of them sees.
 struct Band {
   int64_t row, rows, columns;
   bool crosses_diagonal;
@@ -38,7 +39,8 @@ inline void for_each_band(const AttentionParams& params, const TilePosition& at,
   }
 }
 
-// The other way round: function(column, columns, row), row the first that sees any of the keys.
+// Calls function(column, columns, row) for bands of keys, where row is the first that sees any of
+// them.
 template <typename Function>
 inline void for_each_key_band(const AttentionParams& params, const TilePosition& at,
                               int64_t columns, const Function& function) {
@@ -49,8 +51,8 @@ inline void for_each_key_band(const AttentionParams& params, const TilePosition&
   }
 }
 
-// One row of the mask as additive terms: 0 or the float mask's value where visible, -inf where
-// hidden.
+// Loads one row of the mask as additive terms: 0 or the float mask's value where visible, -inf
+// where hidden.
 template <typename T>
 inline void load_mask_row(const Array& mask, int64_t offset, int64_t count, T* bias) {
   if (mask.type != ElementType::kBool) {
@@ -116,13 +118,14 @@ Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* b
   return any_term ? Visibility::kMixed : Visibility::kAll;
 }
 
-// What dropout multiplies the weights that are kept with.
+// Returns the factor of the weights that dropout does not drop.
 template <typename T>
 inline T kept_factor(const AttentionParams& params) {
   return static_cast<T>(dropout_rescale(params.dropout_threshold));
 }
 
-// keep [rows][64]: 0 where a weight is dropped, otherwise `kept`. i0 is a multiple of 16.
+// Fills keep [rows][64] with 0 where a weight is dropped, otherwise with `kept`. i0 is a multiple
+// of 16.
 template <typename T>
 void fill_keep(const AttentionParams& params, const TilePosition& at, T kept, T* keep) {
   const int64_t batch_head = at.b * params.H + at.h;
@@ -141,6 +144,25 @@ void fill_keep(const AttentionParams& params, const TilePosition& at, T kept, T*
       }
     }
   }
+}
+
+// Writes the mask of dropout for all pairs, keep [B, H, L, S]: 1, or 0 where a weight is dropped.
+inline void dropout_keep_mask(const AttentionParams& params, uint8_t* keep,
+                              const Executor& executor) {
+  constexpr int64_t kRows = 16;
+  const int64_t blocks = ceil_div(params.L, kRows);
+  parallel(executor, params.B * params.H * blocks, [&](int64_t index, int) {
+    const int64_t head = index / blocks, i0 = index % blocks * kRows;
+    uint8_t tile[kRows * kPanel];
+    for (int64_t j0 = 0; j0 < params.S; j0 += kPanel) {
+      const int64_t rows = min_of(kRows, params.L - i0), columns = min_of(kPanel, params.S - j0);
+      fill_keep<uint8_t>(params, {head / params.H, head % params.H, i0, rows, j0}, 1, tile);
+      for (int64_t r = 0; r < rows; ++r) {
+        __builtin_memcpy(keep + (head * params.L + i0 + r) * params.S + j0, tile + r * kPanel,
+                         static_cast<size_t>(columns));
+      }
+    }
+  });
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace {
 
 static_assert(kCausalChunk % kCausalRows == 0 && kCausalChunk <= kProductRows);
 
-// What a thread needs beside the rest for rows in linear time.
+// The scratch of a thread for rows in linear time.
 template <typename T>
 struct LinearScratch {
   ProductScratch<T> products;
@@ -34,7 +34,7 @@ struct LinearScratch {
   }
 };
 
-// What the keys before each chunk leave to its queries.
+// Sums over the keys before each chunk, for its queries.
 template <typename T>
 struct EarlierChunks {
   T* phi = nullptr;             // [heads][feature panels][L][64]   of the queries
@@ -53,8 +53,8 @@ struct EarlierChunks {
   }
 };
 
-// x, factors, and values relative to a center, of keys [first, first + count) of the prepared ones,
-// to the scratch.
+// Loads x, factors, and values relative to a center, of the prepared keys [first, first + count)
+// into the scratch.
 template <typename T>
 void load_keys(const AttentionLayout<T>& layout, const PreparedKeys<T>& keys, const T* center,
                int64_t first, int64_t count, const KeyScratch<T>& scratch,
@@ -96,7 +96,7 @@ void add_squares_of_block(const AttentionLayout<T>& layout, const PreparedKeys<T
   }
 }
 
-// Features of a block of queries, where the pairs and the chunks read them.
+// Computes the features of a block of queries, where the pairs and the chunks read them.
 template <typename T>
 void prepare_chunk_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                            const QueryBlock& block, int64_t head, const T* packed,
@@ -106,8 +106,8 @@ void prepare_chunk_queries(const AttentionParams& params, const AttentionLayout<
                   out.poisoned + head * params.L + block.i0);
 }
 
-// A group of panels through all chunks: what is there of the keys before one is added to its rows,
-// then its keys are added to the moments.
+// Computes a group of panels for all chunks in order: adds the sums over earlier keys to the rows
+// of a chunk, then adds its keys to the moments.
 template <typename T>
 void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>& layout,
                         int64_t group, const Panels& panels, const PreparedKeys<T>& keys,
@@ -144,8 +144,8 @@ void sum_earlier_chunks(const AttentionParams& params, const AttentionLayout<T>&
   }
 }
 
-// own.out [value panels][rows][64] = sum_j w_ij v_j and own.sums = sum_j w_ij over the keys that
-// moments hold for a block of queries.
+// Computes own.out [value panels][rows][64] = sum_j w_ij v_j and own.sums = sum_j w_ij over the
+// keys that moments hold for a block of queries.
 template <typename T>
 void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& layout,
                     const QueryBlock& block, int64_t head, const LinearKeys<T>& keys,
@@ -179,7 +179,7 @@ void sum_by_moments(const AttentionParams& params, const AttentionLayout<T>& lay
   }
 }
 
-// The stages that take the place of pairs, between the keys and the queries.
+// The stages that replace pairs, between the keys and the queries.
 template <typename T, typename Memory>
 struct LinearForwardStages {
   const AttentionParams& params;

@@ -1,24 +1,26 @@
-// What both passes in linear time (../../linear_time.h) share: which units and queries take them,
-// and the center of the values.
+// Linear time in both passes (../../calls/linear_time.h): the choice of units and queries that take
+// it, and the center of the values.
 //
-// A causal call goes in chunks: a query sees the keys before its chunk through their moments, those
-// of its chunk pair by pair. Any other call is one chunk, all keys of which moments hold.
+// A causal call is computed in chunks: a query sees the keys before its chunk through their
+// moments, and the keys of its chunk pair by pair. Any other call is one chunk, and moments hold
+// all its keys.
 //
-// A sum over entries keeps only what |phi_q|^2 sum_j |phi_j|^2 leaves of the last bits, and a query
-// whose scores are all far below that would lose its weights: the mean square of the score between
-// directions taken at random is 1/F of it, and queries whose sum of weights is below a quarter of
-// that mean are computed in quadratic time (docs/guide/performance.md, "Linear time", has what they
-// would err). Where few keys hold the sum their errors do not cancel, and that quarter is
-// multiplied by 1 + 32 / n, for n = (sum |phi_j|^2)^2 / sum |phi_j|^4 keys.
+// The rounding error of a sum over entries is relative to |phi_q|^2 sum_j |phi_j|^2, and a query
+// whose scores are all far below that would lose its weights. The mean square of the score between
+// random directions is 1/F of it; queries whose sum of weights is below a quarter of that mean are
+// computed in quadratic time (docs/guide/performance.md, "Linear time", has the errors). Where few
+// keys dominate the sum their errors do not cancel, and that quarter is multiplied by 1 + 32 / n,
+// for n = (sum |phi_j|^2)^2 / sum |phi_j|^4 keys.
 //
-// Values count relative to their mean over e_j, which goes into the output as it is: the term of
-// eps vanishes, and differences of values, as gradients are made of, keep their digits. In a causal
-// call the center moves with the keys before a chunk: those after it must not count.
+// Values are relative to their mean over e_j, the center, which is added to the output at the end.
+// The term of eps then vanishes, and differences of values, of which gradients consist, keep their
+// digits. In a causal call the center is the mean of the keys before a chunk, for later keys must
+// not count.
 #pragma once
 
+#include "attention/calls/linear_time.h"
 #include "attention/cpu/linear/moments.h"
 #include "attention/cpu/queries/queries.h"
-#include "attention/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -29,21 +31,21 @@ inline int64_t chunk_count(const AttentionParams& params) {
 inline int64_t chunk_of(const AttentionParams& params, int64_t query) {
   return params.is_causal ? query / kCausalChunk : 0;
 }
-// Keys that moments hold for the queries of a chunk: [0, this).
+// Returns the end of the keys that moments hold for the queries of a chunk: [0, end).
 inline int64_t keys_before(const AttentionParams& params, int64_t chunk) {
   return params.is_causal ? min_of(params.S, chunk * kCausalChunk) : params.S;
 }
-// Queries that moments hold for the keys of a chunk: [this, L).
+// Returns the begin of the queries that moments hold for the keys of a chunk: [begin, L).
 inline int64_t first_query_after(const AttentionParams& params, int64_t chunk) {
   return params.is_causal ? min_of(params.L, (chunk + 1) * kCausalChunk) : 0;
 }
 
-// What is known of the keys of one unit.
+// Sums over the keys of one unit, and whether it takes linear time.
 template <typename T>
 struct LinearKeys {
   bool is_taken = false;   // folded, no key is poisoned, and moments hold visible ones
   double* sums = nullptr;  // [d_v]
-  // Of the keys that moments hold for a chunk:
+  // Sums over the keys that moments hold for a chunk:
   T* centers = nullptr;     // [chunks][center_size]   sum e_j v_j / sum e_j
   T* magnitudes = nullptr;  // [chunks]   sum e_j
   T* squares = nullptr;     // [chunks]   sum |phi_j|^2, times 1 + 32 / n
@@ -63,8 +65,8 @@ struct LinearKeys {
   T* center(int64_t chunk) const { return centers + chunk * center_size; }
 };
 
-// Adds e_j v_j of the block of keys at j0, [value panels][value_rows][64], to sums [d_v]; returns
-// the sum of e_j.
+// Adds e_j v_j of a block of keys, [value panels][value_rows][64], to sums [d_v]; returns the sum
+// of e_j.
 template <typename T>
 double add_weighted_values(const AttentionLayout<T>& layout, const T* feature_scales, int64_t count,
                            const T* values, int64_t value_rows, double* sums) {
@@ -83,7 +85,7 @@ double add_weighted_values(const AttentionLayout<T>& layout, const T* feature_sc
   return magnitude;
 }
 
-// Sums over keys of |phi_j|^2 and, in units of the largest, |phi_j|^4, which may vanish as it is.
+// Sums over keys of |phi_j|^2 and, in units of the largest, of |phi_j|^4, which would underflow.
 struct KeySquares {
   double squares = 0, fourths = 0, largest = 0;
 
@@ -102,9 +104,9 @@ struct KeySquares {
   }
 };
 
-// Whether a unit takes linear time, and what its chunks know of the keys that moments hold for
-// them. For a block of keys at j0, values(j0) loads theirs, [value panels][value_rows][64],
-// and add_squares(j0, sums) adds their |phi_j|^2.
+// Decides whether a unit takes linear time, and fills the sums of its chunks. For a block of keys
+// at j0, values(j0) loads theirs, [value panels][value_rows][64], and add_squares(j0, sums) adds
+// their |phi_j|^2.
 template <typename T, typename Values, typename Squares>
 void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layout,
                    const PreparedKeys<T>& keys, int64_t value_rows, const Values& values,
@@ -129,16 +131,17 @@ void describe_keys(const AttentionParams& params, const AttentionLayout<T>& layo
   out.is_taken = keys.form.folded && magnitude > 0 && all_finite(keys.weight_terms, params.S);
 }
 
-// How the panels of entries are shared out: a group is a task.
+// The division of the panels of entries into groups, each of which is a task.
 struct PanelGroups {
   int64_t panels, together;
 
-  // Where there is one chunk: each panel by itself, whoever takes it.
+  // Returns groups for a call of one chunk, where any thread may compute any panel.
   static PanelGroups for_threads(const ProductLayout& layout, int threads, bool whole) {
     const int64_t shared = max_of(1, min_of(kProductPanels, layout.panels() / (2 * threads)));
     return {layout.panels(), whole ? kProductPanels : shared};
   }
-  // Causal: groups add to a token in order, and so they are the same for every number of threads.
+  // Returns groups for a causal call. They add to a token in order, and are the same for every
+  // number of threads.
   static PanelGroups for_chunks(const ProductLayout& layout) {
     const int64_t panels = layout.panels(), to_share = min_of(4, panels / 2);
     return {panels, ceil_div(panels, max_of(to_share, ceil_div(panels, kProductPanels)))};
@@ -153,7 +156,7 @@ struct PanelGroups {
   }
 };
 
-// What is left of the values [value panels][value_rows][64].
+// Subtracts the center from the values [value panels][value_rows][64].
 template <typename T>
 void subtract_center(int64_t rows, int64_t d_v, const T* center, T* values, int64_t value_rows) {
   for (int64_t first = 0; first < d_v; first += kPanel) {
@@ -166,7 +169,7 @@ void subtract_center(int64_t rows, int64_t d_v, const T* center, T* values, int6
   }
 }
 
-// |phi|^2 of one row of phi [feature panels][phi_rows][64].
+// Returns |phi|^2 of one row of phi [feature panels][phi_rows][64].
 template <typename T>
 T square_of(const FeatureLayout<T>& layout, const T* phi, int64_t phi_rows, int64_t row) {
   Vec<T> squares{};
@@ -179,8 +182,8 @@ T square_of(const FeatureLayout<T>& layout, const T* phi, int64_t phi_rows, int6
   return sum_of_lanes<T>(squares);
 }
 
-// Whether products keep the digits of the weights of a query: their sum is not far below its mean
-// over directions. |phi_q|^2 = query, LinearKeys::squares = keys.
+// Tells whether products keep the digits of the weights of a query: their sum is not far below its
+// mean over directions. query is |phi_q|^2, and keys is LinearKeys::squares.
 template <typename T>
 bool keeps_digits(const ProductLayout& layout, T sum_of_weights, T query, T keys) {
   constexpr T kShareOfMean = 0.25;

@@ -1,4 +1,4 @@
-// Sums over tokens of products of features times a row of numbers, and what is read out of them.
+// Moments: sums over tokens of products of features times a row of numbers, and their use.
 #pragma once
 
 #include "attention/cpu/features/feature_products.h"
@@ -12,9 +12,9 @@ struct Panels {
   int64_t count() const { return end - begin; }
 };
 
-// Sums over tokens of c_e psi_e(x) times a row of numbers, and times one number more. By value they
-// are read by 64 tokens together, in whole vectors however few values there are; by entry, by any
-// number of tokens.
+// Sums over tokens of c_e psi_e(x) times a row of numbers, and times one more number. Stored by
+// value they are read by 64 tokens together, in whole vectors however few values there are; stored
+// by entry, by any number of tokens.
 template <typename T>
 struct Moments {
   T* by_entry = nullptr;  // [panels][value panels][64 entries][64 values]
@@ -31,7 +31,7 @@ struct Moments {
   T* total(int64_t panel) const {
     return by_entry ? totals + (panel - first_panel) * kPanel : values(panel) + d_v * kPanel;
   }
-  // The array that sums are made in, and how much of it is one panel's.
+  // Return the array of the sums, and the size of one panel in it.
   T* summed(int64_t panel) const { return by_entry ? tile(panel, 0) : values(panel); }
   int64_t summed_size() const { return (by_entry ? value_panels() * kPanel : d_v + 1) * kPanel; }
 
@@ -50,7 +50,7 @@ struct Moments {
     __builtin_memset(summed(panels.begin), 0, panels.count() * summed_size() * sizeof(T));
     if (by_entry) __builtin_memset(total(panels.begin), 0, panels.count() * kPanel * sizeof(T));
   }
-  // Where sums are made by entry and read by value, too.
+  // Copies sums that are stored by entry to those by value.
   void transpose(const Panels& panels) const {
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       for (int64_t first = 0; first < d_v; first += kPanel) {
@@ -74,12 +74,12 @@ struct ProductScratch {
   T* factors = nullptr;  // [kMomentTokens]
   T* psi = nullptr;      // [kProductRows][64] and a vector
   T* partial = nullptr;  // [value panels][kProductRows][64]
-  // By column, of 64 tokens:
+  // Columns of 64 tokens:
   T* x_by_column = nullptr;    // [features][64]
   T* row_by_column = nullptr;  // [kMomentTokens / 64][row_columns][64]   values, then factors
   T* sums = nullptr;           // [row_columns][64]
   int64_t row_columns = 0;     // d_v + 1, and up to whole vectors
-  // Backward:
+  // Used by the backward:
   T* tile = nullptr;           // [64][64]
   T* own_by_column = nullptr;  // [features][64]
   T* own = nullptr;            // [64][row_size]
@@ -103,7 +103,7 @@ struct ProductScratch {
   }
 };
 
-// [d_v + 1][64] of up to 64 tokens: values [value panels][value_rows][64], and a factor each.
+// Transposes values [value panels][value_rows][64] and factors of up to 64 tokens to [d_v + 1][64].
 template <typename T>
 void values_and_factors(int64_t rows, int64_t d_v, const T* values, int64_t value_rows,
                         const T* factors, T* by_column) {
@@ -114,8 +114,8 @@ void values_and_factors(int64_t rows, int64_t d_v, const T* values, int64_t valu
   __builtin_memcpy(by_column + d_v * kPanel, factors, rows * sizeof(T));
 }
 
-// scratch.partial (+)= psi [rows][64], in the scratch, times values and factors of the tokens from
-// t on, as Moments::values has it.
+// Adds psi [rows][64] times values and factors of the tokens from t on, all in the scratch, to
+// scratch.partial, laid out as Moments::values; the first time it overwrites.
 template <typename T>
 void multiply_by_value(int64_t entries, int64_t d_v, int64_t t, int64_t rows,
                        const ProductScratch<T>& scratch) {
@@ -124,7 +124,7 @@ void multiply_by_value(int64_t entries, int64_t d_v, int64_t t, int64_t rows,
                              scratch.partial, t > 0);
 }
 
-// The same times values alone, as Moments::by_entry has it, and times factors to totals.
+// Computes psi times values, laid out as Moments::by_entry, and adds psi times factors to totals.
 template <typename T>
 void multiply_by_entry(int64_t entries, int64_t d_v, int64_t t, int64_t rows,
                        const ProductScratch<T>& scratch, Vec<T> (&totals)[kPanel / kLanes<T>]) {
@@ -140,8 +140,8 @@ void multiply_by_entry(int64_t entries, int64_t d_v, int64_t t, int64_t rows,
   }
 }
 
-// Adds c_e psi_e(x) times `values` and `factors` of `count` tokens, all three in the scratch, to
-// some panels of entries.
+// Adds c_e psi_e(x) times values and factors of `count` tokens, all in the scratch, to some panels
+// of entries.
 template <typename T>
 void add_moments(const ProductLayout& layout, const Panels& panels, int64_t count,
                  const ProductScratch<T>& scratch, const Moments<T>& out) {
@@ -174,9 +174,9 @@ void add_moments(const ProductLayout& layout, const Panels& panels, int64_t coun
   }
 }
 
-// Moments of some panels over `tokens` tokens. load_tokens(first, count) fills x, values and
-// factors of the scratch for up to kMomentTokens tokens, or tells that none counts. Each sum is
-// made by one thread, in the order of tokens.
+// Computes the moments of some panels over `tokens` tokens. load_tokens(first, count) fills x,
+// values and factors of the scratch for up to kMomentTokens tokens, or returns that none counts.
+// One thread computes each sum, in the order of tokens.
 template <typename T, typename Load>
 void sum_moments(const ProductLayout& layout, const Panels& panels, int64_t tokens,
                  const Load& load_tokens, const ProductScratch<T>& scratch, const Moments<T>& out) {
@@ -187,7 +187,7 @@ void sum_moments(const ProductLayout& layout, const Panels& panels, int64_t toke
   }
 }
 
-// Moments by value, of values relative to one center [d_v], become those relative to another.
+// Changes moments by value from values relative to one center [d_v] to values relative to another.
 template <typename T>
 void move_center(const Panels& panels, const T* from, const T* to, const Moments<T>& out) {
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
@@ -201,7 +201,7 @@ void move_center(const Panels& panels, const T* from, const T* to, const Moments
   }
 }
 
-// Totals of numbers f + g . center, g the values, become those of another center.
+// Changes totals of numbers f + g . center, where g are the values, to another center.
 template <typename T>
 void move_center_in_totals(const Panels& panels, const T* from, const T* to,
                            const Moments<T>& out) {
@@ -217,7 +217,8 @@ void move_center_in_totals(const Panels& panels, const T* from, const T* to,
   }
 }
 
-// read_panels of moments by value, of up to 64 tokens, whose partial sums begin at row `first`.
+// Does the work of read_panels for moments by value and up to 64 tokens, whose partial sums begin
+// at row `first`.
 template <typename T>
 void read_by_value(const ProductLayout& layout, const Panels& panels, const Moments<T>& moments,
                    int64_t first, int64_t tokens, int64_t rows, const ProductScratch<T>& scratch,
@@ -242,9 +243,9 @@ void read_by_value(const ProductLayout& layout, const Panels& panels, const Mome
   }
 }
 
-// scratch.partial [value panels][rows][64] = sum over some panels of psi_e(x) moments_e of up to
-// kProductRows tokens, whose features are in the scratch; sums [rows][lanes], where there are any,
-// grow by psi_e(x) totals_e.
+// Computes scratch.partial [value panels][rows][64] = sum over some panels of psi_e(x) moments_e of
+// up to kProductRows tokens, whose features are in the scratch; adds psi_e(x) totals_e to sums
+// [rows][lanes], where there are any.
 template <typename T>
 void read_panels(const ProductLayout& layout, const Panels& panels, const Moments<T>& moments,
                  int64_t rows, const ProductScratch<T>& scratch, T* sums) {
@@ -264,7 +265,7 @@ void read_panels(const ProductLayout& layout, const Panels& panels, const Moment
   }
 }
 
-// out [value panels][out_rows][64] grows by panels [value panels][rows][64], or is set to it.
+// Adds panels [value panels][rows][64] to out [value panels][out_rows][64], or sets it to them.
 template <typename T>
 void add_panels(int64_t rows, int64_t columns, const T* panels, T* out, int64_t out_rows,
                 bool grows) {
@@ -277,7 +278,7 @@ void add_panels(int64_t rows, int64_t columns, const T* panels, T* out, int64_t 
   }
 }
 
-// out [value panels][out_rows][64] = sum_e psi_e(x) moments_e, sums as in read_panels.
+// Computes out [value panels][out_rows][64] = sum_e psi_e(x) moments_e, and sums as in read_panels.
 template <typename T>
 void read_moments(const ProductLayout& layout, const Moments<T>& moments, int64_t rows,
                   const ProductScratch<T>& scratch, T* sums, T* out, int64_t out_rows) {
@@ -288,8 +289,8 @@ void read_moments(const ProductLayout& layout, const Moments<T>& moments, int64_
   }
 }
 
-// Gradients of half of sum_e psi_e(x) (moments_e . values + totals_e factor) over some panels, by
-// value, for up to 64 tokens whose features are in the scratch: to scratch.own. values
+// Computes the gradients of half of sum_e psi_e(x) (moments_e . values + totals_e factor) over some
+// panels, by value, for up to 64 tokens whose features are in the scratch, into scratch.own. values
 // [value panels][value_rows][64], factors [rows].
 template <typename T>
 void product_gradients(const ProductLayout& layout, const Panels& panels, const Moments<T>& moments,

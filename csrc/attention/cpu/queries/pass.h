@@ -1,14 +1,12 @@
-// What every pass over the pairs shares: packed frequencies, its memory, and the stages it begins
-// with.
+// The start of every pass over the pairs: packed frequencies, memory, and the first stages.
 #pragma once
 
 #include "attention/cpu/keys/keys.h"
-#include "attention/linear_time.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Frequencies of all heads, packed once per call.
+// The frequencies of all heads, packed once per call.
 template <typename T>
 struct PackedFrequencies {
   T* packed = nullptr;
@@ -54,8 +52,9 @@ struct PassMemory {
   Slot* slots = nullptr;
   Scratch* scratch = nullptr;
 
-  // group: units whose frequency gradients are held at once; 0: a forward pass.
-  // take_slot(slot, workspace) and take_scratch(scratch, workspace) cut the arrays of one of them.
+  // Allocates all memory. group is the number of units whose frequency gradients are held at once;
+  // 0: a forward pass. take_slot(slot, workspace) and take_scratch(scratch, workspace) allocate the
+  // arrays of one of them.
   template <typename TakeSlot, typename TakeScratch>
   void allocate(const Executor& executor, const AttentionParams& params,
                 const AttentionLayout<T>& layout, int64_t group, int64_t slot_count,
@@ -89,12 +88,13 @@ struct PassMemory {
   }
 };
 
-// The stages every pass begins with: logits g, the form of the weights, prepared keys.
+// The first stages of every pass: logits g, the form of the weights, prepared keys.
 template <typename T, typename Slot, typename Scratch>
 struct KeyStages {
   const AttentionParams& params;
   const AttentionLayout<T>& layout;
   const PassMemory<T, Slot, Scratch>& memory;
+  bool is_linear;
 
   static constexpr int64_t kChunk = 512;
   double* logits_of(int64_t slot) const { return memory.logits + slot * params.S; }
@@ -108,14 +108,13 @@ struct KeyStages {
                  }};
   }
   auto form() const {
-    return Stage{
-        int64_t{1}, [this](const Place& at, int64_t, int) {
-          auto& keys = memory.slots[at.slot].keys;
-          const bool is_backward = keys.features != nullptr;
-          const bool is_narrow = is_backward ? layout.bfloat16_products : layout.weight_parts > 0;
-          keys.form = choose_form<T>(params, is_narrow, takes_linear_time(params, is_backward),
-                                     logits_of(at.slot));
-        }};
+    return Stage{int64_t{1}, [this](const Place& at, int64_t, int) {
+                   auto& keys = memory.slots[at.slot].keys;
+                   const bool is_backward = keys.features != nullptr;
+                   const bool is_narrow =
+                       is_backward ? layout.bfloat16_products : layout.weight_parts > 0;
+                   keys.form = choose_form<T>(params, is_narrow, is_linear, logits_of(at.slot));
+                 }};
   }
   auto blocks() const {
     return Stage{layout.key_blocks, [this](const Place& at, int64_t block, int thread) {
@@ -128,8 +127,8 @@ struct KeyStages {
 };
 
 template <typename T, typename Slot, typename Scratch>
-KeyStages(const AttentionParams&, const AttentionLayout<T>&, const PassMemory<T, Slot, Scratch>&)
-    -> KeyStages<T, Slot, Scratch>;
+KeyStages(const AttentionParams&, const AttentionLayout<T>&, const PassMemory<T, Slot, Scratch>&,
+          bool) -> KeyStages<T, Slot, Scratch>;
 
 }  // namespace
 }  // namespace ikattn::IKATTN_ISA

@@ -1,4 +1,4 @@
-// The query side and the step both passes share: a tile of unnormalised weights.
+// The query side, and the step that both passes share: a tile of unnormalised weights.
 #pragma once
 
 #include "attention/cpu/queries/pass.h"
@@ -11,7 +11,7 @@ struct QueryBlock {
   int64_t b, h, i0, rows;
 };
 
-// What a tile sees of its keys; fills bias [rows][64] as fill_bias does.
+// Returns which keys a tile sees; fills bias [rows][64] as fill_bias does.
 template <typename T>
 Visibility visibility_of(const AttentionParams& params, const PreparedKeys<T>& keys,
                          const TilePosition& at, T* bias) {
@@ -19,7 +19,7 @@ Visibility visibility_of(const AttentionParams& params, const PreparedKeys<T>& k
   return fill_bias(params, at, bias);
 }
 
-// Keys a block of queries can see, as a count of 64-key blocks.
+// Returns the number of 64-key blocks that a block of queries can see.
 template <typename T>
 inline int64_t visible_key_blocks(const AttentionParams& params, const AttentionLayout<T>& layout,
                                   const QueryBlock& block) {
@@ -27,9 +27,9 @@ inline int64_t visible_key_blocks(const AttentionParams& params, const Attention
   return min_of(layout.key_blocks, ceil_div(block.i0 + block.rows, kPanel));
 }
 
-// The gradient of the weights of `rows` rows of a tile, from row `row` of it on, into
-// incoming [rows][64]; columns: a multiple of the vector length. 0 for keys that are hidden, and
-// for those that are not finite, whose weights are NaN already.
+// Loads the gradient of the weights of `rows` rows of a tile, from its row `row` on, into incoming
+// [rows][64]; columns is a multiple of the vector length. It is 0 for keys that are hidden, and for
+// keys that are not finite, whose weights are NaN already.
 template <typename T>
 void load_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
                    const TilePosition& at, int64_t row, int64_t rows, int64_t columns,
@@ -51,9 +51,9 @@ void load_incoming(const AttentionParams& params, const PreparedKeys<T>& keys,
   }
 }
 
-// Features of a block of queries into phi [feature panels][phi_rows][64]. A row that is not finite
-// becomes zero and is marked in poisoned[0 .. rows). Backward: its tangents too, from row 0 on.
-// narrow_query_features() follows where the layout says so.
+// Computes the features of a block of queries into phi [feature panels][phi_rows][64]. A row that
+// is not finite becomes zero and is marked in poisoned[0 .. rows). The backward also gets its
+// tangents, from row 0 on. narrow_query_features() follows where the layout has narrow scores.
 template <typename T>
 void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& layout,
                      const QueryBlock& block, const T* packed, T* tokens, T* phi, int64_t phi_rows,
@@ -72,8 +72,8 @@ void prepare_queries(const AttentionParams& params, const AttentionLayout<T>& la
   }
 }
 
-// phi [feature panels][phi_rows][64] of a block of queries, two to a lane, into narrow
-// [score panels][phi_rows][64].
+// Packs phi [feature panels][phi_rows][64] of a block of queries, two to a lane, into narrow [score
+// panels][phi_rows][64].
 template <typename T>
 void narrow_query_features(const AttentionLayout<T>& layout, int64_t rows, const T* phi,
                            int64_t phi_rows, float* steps, int32_t* narrow) {
@@ -87,7 +87,7 @@ void narrow_query_features(const AttentionLayout<T>& layout, int64_t rows, const
   }
 }
 
-// Running state of the rows of a block.
+// The running state of the rows of a block.
 template <typename T>
 struct RowState {
   T* sums = nullptr;          // [rows][lanes]  sum of w so far, one part per lane
@@ -113,7 +113,7 @@ struct RowState {
   }
 };
 
-// What some keys leave of a block of queries: sums over them, relative to the maxima of the rows.
+// Sums over some keys for a block of queries, relative to the maxima of the rows.
 template <typename T>
 struct RowSums {
   T* out = nullptr;  // [value panels][rows][64]   sum of w v
@@ -129,15 +129,15 @@ struct RowSums {
   }
 };
 
-// sums grows by what earlier keys have left. Never inlined: the compiler might round differently
-// from call to call.
+// Adds the sums over earlier keys to `sums`. Never inlined, for the compiler might round
+// differently in each copy.
 template <typename T>
 [[gnu::noinline]] void add_earlier(const AttentionLayout<T>& layout, int64_t rows,
                                    const RowSums<T>& earlier, const RowSums<T>& sums) {
   for (int64_t r = 0; r < rows; ++r) {
     const T before = earlier.state.maxima[r], own = sums.state.maxima[r];
     const T largest = own > before ? own : before;
-    // Without a maximum, folded or before any finite key, sums are relative to none.
+    // Sums have no maximum in the folded form, or before any finite key.
     const auto factor_of = [&](T maximum) {
       return maximum == -infinity<T>() ? T(1) : exponential(maximum - largest);
     };
@@ -158,7 +158,8 @@ template <typename T>
   }
 }
 
-// s becomes w, hidden pairs become 0, row sums grow. Folded form: w = s^2 + eps e_j.
+// Computes the weights of the folded form, w = s^2 + eps e_j, in place of s, 0 where hidden, and
+// adds them to the row sums.
 //   s [rows][64], columns a multiple of the vector length, terms = eps e_j, bias [rows][64] or null
 template <typename T, bool kMasked>
 void folded_weights(int64_t rows, int64_t columns, const T* terms, const T* bias, T* s, T* sums) {
@@ -177,8 +178,8 @@ void folded_weights(int64_t rows, int64_t columns, const T* terms, const T* bias
   }
 }
 
-// General form: w = (s^2 + eps) exp(g_j + bias_ij - m_i). Returns whether any row's maximum rose,
-// in which case state.rescale holds the factors for what was summed before.
+// Computes the weights of the general form, w = (s^2 + eps) exp(g_j + bias_ij - m_i). Returns
+// whether any row's maximum rose, in which case state.rescale holds the factors for earlier sums.
 template <typename T, bool kMasked>
 bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, const T* bias, T* s,
                      const RowState<T>& state) {
@@ -202,7 +203,7 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
     if (after > before) {
       state.maxima[r] = after;
       state.rescale[r] = before == -infinity<T>() ? T(0) : exponential(before - after);
-      // A NaN sum stems from a poisoned key met before any finite one: it must stay.
+      // A NaN sum comes from a poisoned key before any finite one, and must stay.
       if (before != -infinity<T>()) store<T>(sums, load(sums) * state.rescale[r]);
       if (T* rounded = state.rounded_sums ? state.rounded_sums + r * kLanes<T> : nullptr) {
         store<T>(rounded, load(rounded) * state.rescale[r]);
@@ -227,8 +228,8 @@ bool general_weights(int64_t rows, int64_t columns, T eps, const T* logits, cons
   return rose;
 }
 
-// Weights of one tile from its scores, in either form. bias is null where nothing is hidden or
-// added. Returns whether earlier sums must be rescaled by state.rescale.
+// Computes the weights of one tile from its scores, in either form. bias is null where nothing is
+// hidden or added. Returns whether earlier sums must be rescaled by state.rescale.
 template <typename T>
 bool tile_weights(const AttentionParams& params, const PreparedKeys<T>& keys, int64_t rows,
                   int64_t j0, int64_t columns, const T* bias, T* s, const RowState<T>& state) {
@@ -256,7 +257,7 @@ inline void multiply_tile(int64_t rows, int64_t columns, const T* factor, T* til
   }
 }
 
-// The same, where what is dropped may be anything.
+// Multiplies a tile by keep. A dropped pair becomes zero even where the tile holds NaN.
 template <typename T>
 inline void keep_tile(int64_t rows, int64_t columns, const T* keep, T* tile) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -267,7 +268,7 @@ inline void keep_tile(int64_t rows, int64_t columns, const T* keep, T* tile) {
   }
 }
 
-// panels [panels][panel_rows][64] *= factor[row]
+// Multiplies the rows of panels [panels][panel_rows][64] by factor[row].
 template <typename T>
 inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels,
                        int64_t panel_rows) {
@@ -279,15 +280,15 @@ inline void scale_rows(int64_t rows, int64_t columns, const T* factor, T* panels
   }
 }
 
-// Of the terms of a tile, `bias` (null: none), those of a band; null where it has none.
+// Returns the terms of a band from those of its tile, `bias`; null where the band has none.
 template <typename T>
 inline const T* terms_of(const AttentionParams& params, const Band& band, const T* bias) {
   return bias && (params.mask || band.crosses_diagonal) ? bias + band.row * kPanel : nullptr;
 }
 
-// Weights of one band of the tile [at.rows][64] at key j0, from the features of all its rows; what
-// was summed before, panels [panels][at.rows][64] of `summed` columns, is rescaled where a maximum
-// rose. bias as in tile_weights, but of the whole tile.
+// Computes the weights of one band of the tile [at.rows][64] at key j0, from the features of all
+// its rows. Earlier sums, panels [panels][at.rows][64] of `summed` columns, are rescaled where a
+// maximum rose. bias is that of the whole tile.
 template <typename T>
 void band_weights(const AttentionParams& params, const AttentionLayout<T>& layout,
                   const PreparedKeys<T>& keys, const TilePosition& at, const Band& band,

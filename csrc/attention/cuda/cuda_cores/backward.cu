@@ -3,7 +3,7 @@
 //
 //   P_ij = (s_ij^2 + eps) E_ij,  E_ij = exp(logit_ij - log Z_i),  x_ij = dP_ij - delta_i
 //   dlog_ij = P_ij x_ij,  ds_ij = 2 s_ij E_ij x_ij
-// with dP and P under dropout where they meet the value. Of weights, dP is what comes in for them.
+// with dP and P under dropout as factors of the value. For weights, dP is their incoming gradient.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/cuda_cores/tile_product.h"
 
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(128, 2)
 // One tile of pairs. Rows are queries or keys.
 template <typename T>
 struct PairTile {
-  T weights[kPerThread][kPerThread];      // P under dropout: what meets the value
+  T weights[kPerThread][kPerThread];      // P under dropout: factors of the value
   T grad_logits[kPerThread][kPerThread];  // dlog
   T grad_scores[kPerThread][kPerThread];  // ds
 };
@@ -80,7 +80,7 @@ __device__ __forceinline__ void pair_tile(const AttentionBackwardParams& params,
   const int key_lane = kQueriesInRows ? at.column_lane : at.row_lane;
   const Dropout dropout(params, bh, i0 + query_lane / 4 * 16, j0 + key_lane / 4 * 16,
                         query_lane % 4, key_lane % 4, kQueriesInRows);
-  const T kept = static_cast<T>(dropout_rescale(params.dropout_threshold));
+  const T dropout_scale = static_cast<T>(dropout_rescale(params.dropout_threshold));
   const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void pair_tile(const AttentionBackwardParams& params,
                             {rows.log_normalizer.high[row], rows.log_normalizer.low[row]}));
       const T score = scores[r][c] * norm;
       const T weight = (score * score + eps) * similarity_weight;
-      const T survives = dropout.keeps(r, c) ? kept : T(0);
+      const T survives = dropout.keeps(r, c) ? dropout_scale : T(0);
       const T incoming = !is_of_weights(params) ? grad_weights[r][c]
                          : survives == T(0)     ? T(0)
                                                 : weight_gradient<T>(params, b, h, i, j);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t own_heads = over_h ? 1 : params.H;
   const int64_t head = index % own_heads, batch = index / own_heads;
 
-  double total[kPerThread][kPerThread] = {};  // of many terms
+  double total[kPerThread][kPerThread] = {};  // a sum of many terms
   for (int64_t b = over_b ? 0 : batch; b < (over_b ? params.B : batch + 1); ++b) {
     for (int64_t h = over_h ? 0 : head; h < (over_h ? params.H : head + 1); ++h) {
       for (int64_t y = over_i ? 0 : row_block; y < (over_i ? row_blocks : row_block + 1); ++y) {

@@ -14,7 +14,7 @@ const char* forward_on_cuda_cores(const AttentionParams& params, Stream stream,
 template <typename T>
 const char* weights_on_cuda_cores(const WeightsParams& params, const DeviceExecutor& executor);
 
-// What a query brings to every pair of its row. high NaN: the row is poisoned.
+// State that a query brings to every pair of its row. high NaN: the row is poisoned.
 template <typename T>
 struct RowState {
   SplitLogits<T> log_normalizer;  // [B, H, L]
@@ -25,7 +25,7 @@ struct RowState {
 template <typename T>
 const char* prepare_rows(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                          const PreparedTokens<T>& tokens, RowState<T>& rows);
-// As far as `gradients` and grad_value.
+// Computes grad_value, and all that `gradients` asks for.
 template <typename T>
 const char* pair_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                            const PreparedTokens<T>& tokens, const RowState<T>& rows,
@@ -33,7 +33,7 @@ const char* pair_gradients(const AttentionBackwardParams& params, const DeviceEx
 template <typename T>
 const char* mask_gradient(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                           const PreparedTokens<T>& tokens, const RowState<T>& rows);
-// Of key_bias, of the gradients of the keys' logits, [B, key_heads, S].
+// Adds up the gradient of key_bias from the gradients of the keys' logits, [B, key_heads, S].
 template <typename T>
 const char* bias_gradient(const AttentionBackwardParams& params, Stream stream,
                           const T* grad_logits);

@@ -16,13 +16,13 @@ constexpr int64_t forward_shared() {
   return (2 * kDepth * kPitch + 2 * kTile * kPitch) * int64_t{sizeof(T)};
 }
 
-// What the weights of a row are relative to: the largest logit so far, whose second part counts
-// where it is large.
+// Number that the weights of a row are relative to: the largest logit so far, whose second part
+// counts where it is large.
 template <typename T>
 class RowReference {
  public:
-  // A thread's logits come in, those visible; returns the factor of what has been summed before.
-  // All lanes of a warp must come.
+  // Takes a thread's visible logits into account; returns the factor of what has been summed
+  // before. All lanes of a warp must come.
   __device__ __forceinline__ T raise(const TwoParts<T> (&logits)[kPerThread],
                                      const bool (&visible)[kPerThread]) {
     const T before = largest_, before_low = low_;
@@ -56,7 +56,8 @@ class RowReference {
   __device__ __forceinline__ void raise_low(const TwoParts<T> (&logits)[kPerThread],
                                             const bool (&visible)[kPerThread], bool rose,
                                             bool any_large) {
-    any_large = max_of_lanes<kRowLanes>(static_cast<int>(any_large)) != 0;  // of the row
+    any_large =
+        max_of_lanes<kRowLanes>(static_cast<int>(any_large)) != 0;  // now whether the row has one
     T most = minus_infinity<T>();
 #pragma unroll
     for (int c = 0; c < kPerThread; ++c) {
@@ -93,13 +94,13 @@ struct RowLogits {
   }
 };
 
-// The results of query i, and log Z, from a thread's parts: of the sum of weights, of what comes in
-// for them, and of the columns of the output; kept: the rescale of dropout. All lanes of a row must
-// come.
+// Stores the results of query i, and log Z, from a thread's parts of the sum of weights, of their
+// incoming gradients, and of the columns of the output; output_scale: the rescale of dropout. All
+// lanes of a row must come.
 template <typename T, bool kOfWeights>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const ThreadTile& at,
                                           const Tokens& out, int64_t bh, int64_t i, int64_t column0,
-                                          const RowReference<T>& reference, T kept, T sum,
+                                          const RowReference<T>& reference, T output_scale, T sum,
                                           T incoming, const T (&output)[kPerThread]) {
   const T total = sum_of_lanes<kRowLanes>(sum);
   const T own = kOfWeights ? sum_of_lanes<kRowLanes>(incoming) : T(0);
@@ -109,14 +110,14 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const T
         total == 0 ? minus_infinity<double>() : reference.value() + log(static_cast<double>(total));
   }
   if constexpr (kOfWeights) {
-    if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (kept / total));
+    if (at.column_lane == 0) out.store<T>(i, 0, total == 0 ? T(0) : own * (output_scale / total));
   } else {
 #pragma unroll
     for (int c = 0; c < kPerThread; ++c) {
       const int64_t column = column0 + slice_column(at, c);
       if (column >= params.d_v) continue;
       // A poisoned key's values are zero: what it does to the row is in the sum.
-      T result = total == 0 ? T(0) : output[c] * (kept / total);
+      T result = total == 0 ? T(0) : output[c] * (output_scale / total);
       if (total != total) result = total;
       out.store<T>(i, column, result);
     }
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
 
   T output[kPerThread][kPerThread] = {};
-  T incoming[kPerThread] = {};  // of weights: the sums of what comes in
+  T incoming[kPerThread] = {};  // gradients of weights: the sums of incoming ones
   RowReference<T> references[kPerThread];
   T sum[kPerThread] = {};
   const int64_t end = visible_keys(params, i0);
@@ -192,12 +193,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     accumulate_tile<T>(at, weights, values, output);
   }
   // 4. Rows of the result, and log Z.
-  const T kept = static_cast<T>(dropout_rescale(params.dropout_threshold));
+  const T output_scale = static_cast<T>(dropout_rescale(params.dropout_threshold));
   const Tokens out(params.output, b, h);
 #pragma unroll
   for (int r = 0; r < kPerThread; ++r) {
-    store_row<T, kOfWeights>(params, at, out, bh, i0 + at.row(r), column0, references[r], kept,
-                             sum[r], incoming[r], output[r]);
+    store_row<T, kOfWeights>(params, at, out, bh, i0 + at.row(r), column0, references[r],
+                             output_scale, sum[r], incoming[r], output[r]);
   }
 }
 

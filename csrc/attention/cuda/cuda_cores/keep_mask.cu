@@ -1,4 +1,4 @@
-// What dropout keeps, as a tensor: the mask that the other kernels form where they need it.
+// Writes the mask of dropout as a tensor; the other kernels form it where they need it.
 #include "attention/cuda/cuda_cores/tile_product.h"
 
 namespace ikattn::cuda {

@@ -1,4 +1,5 @@
-// What the kernels on CUDA cores share: 64 x 64 tiles of scores, 256 threads of 4 x 4 pairs each.
+// Parts that the kernels on CUDA cores share: 64 x 64 tiles of scores, 256 threads of 4 x 4 pairs
+// each.
 //
 // These kernels take every argument and any size, in float32 or float64. Rows are the axis that a
 // block owns, columns the one it passes along: queries and keys in the forward, either way round in
@@ -8,8 +9,8 @@
 // 16, so that one Philox call serves its sixteen pairs.
 #pragma once
 
+#include "attention/calls/offsets.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/offsets.h"
 #include "support/cuda/warps.h"
 #include "support/philox.h"
 
@@ -19,8 +20,8 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kThreads = 256;
 constexpr int kPerThread = 4;
-constexpr int kDepth = 16;         // of the products, at a time
-constexpr int kPitch = kTile + 1;  // of tiles in shared memory
+constexpr int kDepth = 16;         // inner columns of the products, at a time
+constexpr int kPitch = kTile + 1;  // row pitch of tiles in shared memory
 constexpr int kRowLanes = 16;      // threads of a row, neighbours
 
 // The place of a thread in its tile.
@@ -35,8 +36,8 @@ struct ThreadTile {
   }
 };
 
-// sums[r][c] = sum_k left(row, k) right(column, k) over `depth`, by tiles in shared memory of
-// 2 * kDepth * kPitch elements. left and right give 0 beyond their tokens.
+// Computes sums[r][c] = sum_k left(row, k) right(column, k) over `depth`, by tiles in shared memory
+// of 2 * kDepth * kPitch elements. left and right give 0 beyond their tokens.
 template <typename T, typename Left, typename Right>
 __device__ __forceinline__ void dot_tile(const ThreadTile& at, int64_t depth, const Left& left,
                                          const Right& right, Shared<T> shared,
@@ -73,8 +74,8 @@ __device__ __forceinline__ void dot_tile(const ThreadTile& at, int64_t depth, co
   }
 }
 
-// sums[r][c] += sum over the 64 inner tokens of left[row(r)][inner] right[inner][4 lane + c];
-// both tiles in shared memory with pitch kPitch.
+// Adds to sums[r][c] the sum over the 64 inner tokens of left[row(r)][inner] right[inner][4 lane +
+// c]; both tiles in shared memory with pitch kPitch.
 template <typename T>
 __device__ __forceinline__ void accumulate_tile(const ThreadTile& at, Shared<T> left,
                                                 Shared<T> right,
@@ -96,7 +97,7 @@ __device__ __forceinline__ void accumulate_tile(const ThreadTile& at, Shared<T> 
   }
 }
 
-// Column of a slice of 64 that accumulate_tile's sums[.][c] belongs to.
+// Returns the column of a slice of 64 that accumulate_tile's sums[.][c] belongs to.
 __device__ __forceinline__ int slice_column(const ThreadTile& at, int c) {
   return at.column_lane + 16 * c;
 }
@@ -110,7 +111,7 @@ __device__ __forceinline__ void fill_tile(Shared<T> tile, const Load& load) {
   }
 }
 
-// Whether query i of (b, h) may attend to key j, and the float mask there.
+// Returns whether query i of (b, h) may attend to key j, and the float mask there.
 template <typename T>
 __device__ __forceinline__ bool is_visible(const AttentionParams& params, int64_t b, int64_t h,
                                            int64_t i, int64_t j, T& mask) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ bool is_visible(const AttentionParams& params, int64_
   return mask != minus_infinity<T>();
 }
 
-// What comes in for the weight of a pair, in the backward of weights.
+// Returns whether the backward is that of weights, into whose pairs gradients come.
 __device__ __forceinline__ bool is_of_weights(const AttentionParams& params) {
   return params.grad_weights.type != ElementType::kNone;
 }
@@ -159,7 +160,7 @@ struct Dropout {
   }
 };
 
-// The first row beyond the last that a causal tile of queries up to i0 + 63 can see.
+// Returns the first row beyond the last that a causal tile of queries up to i0 + 63 can see.
 __device__ __forceinline__ int64_t visible_keys(const AttentionParams& params, int64_t i0) {
   return params.is_causal ? min(params.S, i0 + kTile) : params.S;
 }

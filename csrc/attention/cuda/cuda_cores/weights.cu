@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t b = index / own_heads, own_head = index % own_heads;
   const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
   const T share = params.average_heads ? T(1) / static_cast<T>(params.H) : T(1);
-  const T kept = share * static_cast<T>(dropout_rescale(params.dropout_threshold));
+  const T dropout_scale = share * static_cast<T>(dropout_rescale(params.dropout_threshold));
   T sums[kPerThread][kPerThread] = {};
   for (int64_t h = own_head; h < (params.average_heads ? params.H : own_head + 1); ++h) {
     const int64_t bh = b * params.H + h;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const T score = s[r][c] * norm;
         const T logit = relative_logit({high, tokens.keys.low[key_base + j]}, mask, reference);
         const T weight = (score * score + eps) * exponential(logit);
-        if (dropout.keeps(r, c)) sums[r][c] += weight * kept;
+        if (dropout.keeps(r, c)) sums[r][c] += weight * dropout_scale;
       }
     }
   }

@@ -1,7 +1,7 @@
 // Attention of few queries to keys whose features are kept.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/cuda/executor.h"
 
 namespace ikattn::cuda {

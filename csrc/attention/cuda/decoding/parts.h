@@ -1,16 +1,16 @@
-// What a part of the keys leaves of the rows of the result, which attention from features is made
-// of.
+// Partial results of rows, one of each part of the keys, and how attention from features combines
+// them.
 #pragma once
 
+#include "attention/calls/params.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/params.h"
 #include "support/cuda/executor.h"
 
 namespace ikattn::cuda {
 
 constexpr int kPartKeys = 128;  // wherever the GPU and whatever the call
 
-// What parts leave of the rows [B, H, L], relative to exp(maximum).
+// Partial results of the rows [B, H, L], relative to exp(maximum).
 template <typename T>
 struct PartialRows {
   int64_t parts;

@@ -1,8 +1,8 @@
 // Rows in memory, which lanes read in pieces of 16 bytes.
 #pragma once
 
+#include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/operands/math.h"
-#include "attention/tensor_core_calls.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -27,8 +27,9 @@ class PieceRows {
         stride_(array.stride[2]),
         columns_(columns) {}
 
-  // What begins at `column` of kCount rows, `step` apart from `row` on; zeros from the end of the
-  // columns, and from row `end`, on. All are under way before one is looked at.
+  // Loads the pieces that begin at `column` of kCount rows, `step` apart from `row` on; they are
+  // zeros from the end of the columns, and from row `end`, on. All are under way before one is
+  // looked at.
   template <int kCount>
   __device__ __forceinline__ void load(Piece<S> (&pieces)[kCount], int64_t row, int step,
                                        int64_t end, int64_t column) const {

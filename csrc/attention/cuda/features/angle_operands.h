@@ -8,7 +8,7 @@
 
 namespace ikattn::cuda {
 
-constexpr int kAngleFrequencies = 32;  // of a piece
+constexpr int kAngleFrequencies = 32;  // frequencies of a piece
 
 // Frequencies as rows: [frequency_batches, frequency_heads, w1 and w2, rows, columns], where rows
 // are M and columns d, both rounded up to multiples of 64, and zeros.
@@ -33,20 +33,20 @@ struct SplitFrequencies {
 };
 // bfloat16: 16 bits, where the tokens have 8. Half: 22, of what fits it times a power of two.
 template <typename T>
-constexpr int kPartsOfFrequency = sizeof(T) == 4 ? 1 : 2;
+constexpr int kSplitsOfFrequency = sizeof(T) == 4 ? 1 : 2;
 template <typename T>
-constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kPartsOfFrequency<T>;
-// Which of them is Half.
+constexpr int kPlanesOf = std::is_same_v<T, BFloat16> ? 3 : kSplitsOfFrequency<T>;
+// Index of the plane that is Half.
 template <typename T>
 constexpr int kHalfPlane = std::is_same_v<T, BFloat16> ? 2 : 0;
 
-// What the products read: tokens of rows at multiples of 16 bytes, as they lie or copied.
+// Operands that the products read: tokens in rows at multiples of 16 bytes, as they lie or copied.
 struct AngleOperands {
   FeatureSource queries, keys;
   FrequencyRows frequencies;  // for tokens of float32, and the backward
   SplitFrequencies split;     // for tokens of 16 bits
 };
-const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          bool for_backward, AngleOperands& operands);
+const char* prepare_angles(const AttentionParams& params, const DeviceExecutor& executor,
+                           bool for_backward, AngleOperands& operands);
 
 }  // namespace ikattn::cuda

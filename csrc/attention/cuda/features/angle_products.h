@@ -13,7 +13,7 @@
 
 namespace ikattn::cuda {
 
-// Where the features go, as rows of Half, and what those of keys are multiplied with.
+// Destination of features, as rows of Half, and the scales of keys' features.
 struct FeatureDestination {
   Half* phi_q = nullptr;           // [B, H, L, padded F]  what is not finite becomes zero
   float* poison = nullptr;         // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
@@ -40,18 +40,19 @@ const char* feature_gradients_on_tensor_cores(const AttentionBackwardParams& par
                                               const AngleOperands& operands,
                                               const SplitLogits<float>& keys,
                                               const FoldedGradients& gradients);
-// Whether one kernel makes both of them, gradients_in_one_pass(): tokens of 16 bits, of at most 64
-// frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
+// Returns whether one kernel makes both of them, gradients_in_one_pass(): tokens of 16 bits, of at
+// most 64 frequencies and 128 dimensions, and 64 where a block's shared memory holds no more.
 bool goes_in_one_pass(const FeatureSource& source);
 template <typename T>
 struct Magnitude;
-// Of one side's tokens, and its share of the frequencies': grad_x is written, grad_w1 and grad_w2
-// are added to, those that are there.
+// Computes the gradients of one side's tokens and its share of the frequencies': writes grad_x, and
+// adds to grad_w1 and grad_w2; absent ones are left out.
 const char* gradients_in_one_pass(const FeatureSource& source, const SplitFrequencies& frequencies,
                                   const FeatureGradients& grad_phi, const Array& grad_x,
                                   const Magnitude<float>& magnitude, float* grad_w1, float* grad_w2,
                                   const DeviceExecutor& executor);
-// Of the frequencies, from one side: grad_w1 and grad_w2, those that are there, are added to.
+// Adds one side's share to the gradients of the frequencies, grad_w1 and grad_w2; absent ones are
+// left out.
 const char* frequency_gradients_on_tensor_cores(const FeatureSource& source,
                                                 const FrequencyRows& frequencies,
                                                 const FeatureGradients& grad_phi, float* grad_w1,
@@ -61,8 +62,8 @@ namespace {
 
 constexpr int kAngleTokens = 128;
 
-// sums[m][n] += left(m) right(n)^T: 16 rows from left_row(m) and from right_row(n) on, along 64
-// columns.
+// Adds left(m) right(n)^T to sums[m][n]: 16 rows from left_row(m) and from right_row(n) on, along
+// 64 columns.
 template <typename LeftT, typename RightT, int kRows, int kColumns, typename LeftRow,
           typename RightRow>
 __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2][4],
@@ -71,14 +72,14 @@ __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2
                                                 const RightRow& right_row) {
 #pragma unroll 1
   for (int k = 0; k < kSliceColumns; k += 16) {
-    Tf32Block<kTf32Parts<LeftT>> a[kRows];
+    Tf32Block<kTf32Splits<LeftT>> a[kRows];
 #pragma unroll
     for (int m = 0; m < kRows; ++m) {
-      a[m] = Tf32Block<kTf32Parts<LeftT>>(left.block(left_row(m), k));
+      a[m] = Tf32Block<kTf32Splits<LeftT>>(left.block(left_row(m), k));
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      const Tf32Block<kTf32Parts<RightT>> b(right.block(right_row(n), k));
+      const Tf32Block<kTf32Splits<RightT>> b(right.block(right_row(n), k));
 #pragma unroll
       for (int m = 0; m < kRows; ++m) multiply(sums[m][n], a[m], b);
     }
@@ -86,7 +87,7 @@ __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2
 }
 
 // Passes along the slices of rows, that of index `last` at the end, which stays: begin(slice)
-// begins to copy what visit() finds. Between two visits the block meets.
+// begins to copy what visit() finds. Between two visits it synchronises the block.
 template <typename Begin, typename Visit>
 __device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, int last,
                                             const Begin& begin, const Visit& visit) {
@@ -119,7 +120,7 @@ template <typename T>
 struct AngleRows {
   const T* x;
   const float* w;
-  int64_t x_stride;  // of tokens
+  int64_t x_stride;  // stride of tokens
 
   __device__ AngleRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
                        int64_t b, int64_t head)
@@ -150,7 +151,7 @@ struct TokenTile {
   int64_t bh, first;  // the head among all batches', the first token
   int64_t b, head;
   AngleRows<T> rows;
-  Slice<float> w;  // of w1, then of w2
+  Slice<float> w;  // frequencies of w1, then of w2
   Slice<T> x;
 
   __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared,
@@ -165,12 +166,12 @@ struct TokenTile {
         w{shared},
         x{shared + kFrequencyBytes} {}
 
-  // The thread's token in rows m of the warp's two tiles of 16.
+  // Returns the thread's token in rows m of the warp's two tiles of 16.
   __device__ __forceinline__ int row(int m, int half) const {
     return threadIdx.x / 32 * 32 + 16 * m + 8 * half + threadIdx.x % 32 / 4;
   }
-  // angles[m][set * 2 + n]: the warp's tokens by frequencies m0 + 16 n and on. The slice of columns
-  // `last` comes last, and stays; begin_more() begins to copy more with it.
+  // Computes angles[m][set * 2 + n] of the warp's tokens and the frequencies from m0 + 16 n on. The
+  // slice of columns `last` comes last, and stays; begin_more() begins to copy more with it.
   template <typename BeginMore>
   __device__ __forceinline__ void make_angles(int64_t m0, int last,
                                               float (&angles)[2][2 * kSets][2][4],
@@ -193,8 +194,8 @@ struct TokenTile {
   }
 };
 
-// Where cosines of frequencies m0, a multiple of 32, and on stand in rows of `width` features;
-// their sines are 32 or 64 columns further on.
+// Returns where cosines of frequencies m0, a multiple of 32, and on stand in rows of `width`
+// features; their sines are 32 or 64 columns further on.
 __host__ __device__ inline int64_t cosine_column(int64_t m0, int64_t width) {
   return width == 64 ? m0 : m0 / 64 * 128 + m0 % 64;
 }
@@ -202,7 +203,7 @@ __host__ __device__ inline int sine_step(int64_t width) { return width == 64 ? 3
 
 // Calls launch.operator()<T, kSets>() for the tokens' type, and one or two sets of frequencies.
 template <typename Launch>
-const char* launch_turns(const FeatureSource& source, const Launch& launch) {
+const char* launch_angles(const FeatureSource& source, const Launch& launch) {
   const auto of_type = [&]<typename T>() {
     return source.stationary() ? launch.template operator()<T, 1>()
                                : launch.template operator()<T, 2>();

@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kTokens = 16;  // of one thread
+constexpr int kTokens = 16;  // tokens of one thread
 constexpr int kTokenThreads = 128;
 
 __device__ __forceinline__ void sincos_cycles(float angles, float& sine, float& cosine) {
@@ -18,16 +18,16 @@ __device__ __forceinline__ void sincos_cycles(double angles, double& sine, doubl
   sincospi(2 * (angles - rint(angles)), &sine, &cosine);
 }
 
-// Of a token's angles x . w1 and x . w2; stationary: the first stands for both.
+// Sines and cosines of a token's angles x . w1 and x . w2; stationary: the first stands for both.
 template <typename T>
 struct Angle {
   T sin1, cos1, sin2, cos2;
 
-  __device__ __forceinline__ void set(T turns1, T turns2, bool stationary) {
-    sincos_cycles(turns1, sin1, cos1);
+  __device__ __forceinline__ void set(T angles1, T angles2, bool stationary) {
+    sincos_cycles(angles1, sin1, cos1);
     sin2 = sin1;
     cos2 = cos1;
-    if (!stationary) sincos_cycles(turns2, sin2, cos2);
+    if (!stationary) sincos_cycles(angles2, sin2, cos2);
   }
 };
 
@@ -51,11 +51,11 @@ struct alignas(16) Four {
   T at[4];
 };
 
-// Elements from row to row of the tokens in shared memory: they are read four at a time.
+// Returns the pitch of the tokens' rows in shared memory: elements are read four at a time.
 __host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
 
-// Where there are few frequencies, so many groups of a block's threads have kTokens tokens each:
-// the threads of a group have neighbouring frequencies.
+// Returns how many groups of a block's threads have kTokens tokens each, several where there are
+// few frequencies: the threads of a group have neighbouring frequencies.
 template <typename T>
 __host__ __device__ inline int token_groups(const FeatureSource& source) {
   const int64_t most = 32 * 1024 / static_cast<int64_t>(sizeof(T));  // elements in shared memory
@@ -67,16 +67,16 @@ __host__ __device__ inline int token_groups(const FeatureSource& source) {
   return groups;
 }
 
-// The angles of `kTokens` tokens by both frequencies m.
+// Computes the angles of `kTokens` tokens by both frequencies m.
 //   x [kTokens][token_pitch(d)] in shared memory
 template <typename T>
-__device__ __forceinline__ void turns_of(const FeatureSource& source, int64_t b, int64_t head,
-                                         int64_t m, Shared<T> x, T (&turns1)[kTokens],
-                                         T (&turns2)[kTokens]) {
+__device__ __forceinline__ void angles_of(const FeatureSource& source, int64_t b, int64_t head,
+                                          int64_t m, Shared<T> x, T (&angles1)[kTokens],
+                                          T (&angles2)[kTokens]) {
   const Frequencies w1(source, source.w1, b, head), w2(source, source.w2, b, head);
   const int64_t pitch = token_pitch(source.d);
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) turns1[t] = turns2[t] = 0;
+  for (int t = 0; t < kTokens; ++t) angles1[t] = angles2[t] = 0;
   for (int64_t first = 0; first < source.d; first += 4) {
     T by1[4] = {}, by2[4] = {};
 #pragma unroll
@@ -90,15 +90,15 @@ __device__ __forceinline__ void turns_of(const FeatureSource& source, int64_t b,
       const Four<T> values = load_vector<Four<T>>(x + t * pitch + first);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        turns1[t] += values.at[i] * by1[i];
-        turns2[t] += values.at[i] * by2[i];
+        angles1[t] += values.at[i] * by1[i];
+        angles2[t] += values.at[i] * by2[i];
       }
     }
   }
 }
 
-// x [count][token_pitch(d)] = tokens from `first` on, zeros beyond the last. By the whole block,
-// which meets.
+// Loads tokens from `first` on into x [count][token_pitch(d)], zeros beyond the last. All threads
+// of the block call it, and it synchronises them.
 template <typename T>
 __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
                                             int64_t first, int count, Shared<T> x) {
@@ -111,8 +111,8 @@ __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t
   __syncthreads();
 }
 
-// visit(b, head, index of the token among all heads, token, m, angle) for the block's tokens and
-// all frequencies.
+// Calls visit(b, head, index of the token among all heads, token, m, angle) for the block's tokens
+// and all frequencies.
 template <typename T, typename Visit>
 __device__ __forceinline__ void visit_angles(const FeatureSource& source, const Visit& visit) {
   Shared<T> x = dynamic_shared<T>();
@@ -126,11 +126,11 @@ __device__ __forceinline__ void visit_angles(const FeatureSource& source, const 
   const int group = static_cast<int>(threadIdx.x) / columns;
   const int64_t own = first + group * kTokens;
   for (int64_t m = threadIdx.x % columns; m < source.M; m += columns) {
-    T turns1[kTokens], turns2[kTokens];
-    turns_of(source, b, head, m, x + group * kTokens * token_pitch(source.d), turns1, turns2);
+    T angles1[kTokens], angles2[kTokens];
+    angles_of(source, b, head, m, x + group * kTokens * token_pitch(source.d), angles1, angles2);
     for (int t = 0; t < kTokens && own + t < source.N; ++t) {
       Angle<T> angle;
-      angle.set(turns1[t], turns2[t], source.stationary());
+      angle.set(angles1[t], angles2[t], source.stationary());
       visit(b, head, bh * source.N + own + t, own + t, m, angle);
     }
   }

@@ -1,4 +1,4 @@
-// What angles become: sums of cosines and of sines, as numbers of Half or of 8 bits.
+// Functions that make features from angles: sums of cosines and of sines, in Half or 8 bits.
 #pragma once
 
 #include "attention/cuda/operands/operands.h"
@@ -15,7 +15,7 @@ namespace {
 constexpr float kInteger = 0x1.8p23f;
 constexpr float kInt8OfOne = Int8Features::kLargest / 2.0f;
 
-// Four numbers to the nearest integers of 8 bits, of which they are multiples of 1 / scale.
+// Rounds four numbers times `scale` to integers of 8 bits.
 __device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) {
   uint32_t packed = 0;
 #pragma unroll
@@ -24,17 +24,19 @@ __device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) 
   }
   return packed;
 }
-// Ones where there is a frequency, of four from one on behind which there are so many.
+// Returns a mask of four bytes, all ones for each of the `remaining` frequencies that there are.
 __device__ __forceinline__ uint32_t int8_present(int remaining) {
   return remaining >= 4 ? 0xffffffffu : remaining <= 0 ? 0u : (1u << (8 * remaining)) - 1;
 }
-// The same of a pair in Half.
+// Returns a mask of two numbers of Half, all ones for each of the `remaining` frequencies that
+// there are.
 __device__ __forceinline__ uint32_t half_present(int remaining) {
   return remaining > 1 ? 0xffffffffu : remaining > 0 ? 0x0000ffffu : 0u;
 }
 
-// Of integers the angle is not reduced to a cycle: it is rounded in float32 all the same, and an
-// instruction that needs it reduced would show only beyond some 2^13 cycles.
+// Computes sine and cosine. For integers the angle is not reduced to a cycle: it is rounded in
+// float32 all the same, and an instruction that needs it reduced would show only beyond some 2^13
+// cycles.
 template <FeatureForm kForm>
 __device__ __forceinline__ void sine_and_cosine(float angle, float unit, float& sine,
                                                 float& cosine) {
@@ -45,9 +47,9 @@ __device__ __forceinline__ void sine_and_cosine(float angle, float unit, float& 
   }
 }
 
-// Half of cos a + cos b and of sin a + sin b, of angles in units of `unit` of a cycle: as products
-// of the half sum and the half difference, three sines in the place of four, which short calls need
-// the registers for.
+// Computes half of cos a + cos b and of sin a + sin b, for angles in units of `unit` of a cycle: as
+// products of the half sum and the half difference, three sines in the place of four, which short
+// calls need the registers for.
 template <FeatureForm kForm>
 __device__ __forceinline__ void half_sums_of_products(float a, float b, float unit, float& sine,
                                                       float& cosine) {
@@ -57,7 +59,7 @@ __device__ __forceinline__ void half_sums_of_products(float a, float b, float un
   sine *= common;
   cosine *= common;
 }
-// The same as they are.
+// Computes the sums of two cosines and of two sines, without a scale.
 template <FeatureForm kForm>
 __device__ __forceinline__ void half_sums(float a, float b, float unit, float& sine,
                                           float& cosine) {

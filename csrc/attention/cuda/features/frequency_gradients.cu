@@ -38,7 +38,8 @@ struct FrequencyTile {
   __device__ __forceinline__ void begin_gradients(const Half* from, const float* row_scales,
                                                   int64_t width, int64_t left,
                                                   int remaining) const {
-    // Of 32 frequencies alone, the sines follow; nobody stores what they are taken for.
+    // The sines follow 32 frequencies; where there are fewer, nobody stores what is read in their
+    // place.
     cosines.template begin<kFrequencyTokens>(0, from, width, left, remaining);
     sines.template begin<kFrequencyTokens>(0, from + sine_step(width), width,
                                            left - sine_step(width), remaining);
@@ -47,7 +48,7 @@ struct FrequencyTile {
     }
   }
 
-  // The angles of the n-th 16 tokens become their gradients. first_place: of the thread's first
+  // Turns the angles of the n-th 16 tokens into their gradients. first_place: of the thread's first
   // token and frequency.
   __device__ __forceinline__ void make_gradients(int n, uint32_t first_place,
                                                  float (&angles)[kSets][4][2][4]) const {
@@ -58,7 +59,7 @@ struct FrequencyTile {
       for (int i = 0; i < 4; ++i) {
         const int token = 16 * n + 8 * j + 2 * t + i % 2;
         // The next token, and the eighth frequency further on, are in the chunk beside it: both
-        // even, they are turned by the last bit.
+        // even, they are swizzled by the last bit.
         const uint32_t place = first_place + (i % 2 != i / 2 ? 16 : 0) +
                                (16 * n + 8 * j + i % 2) * Slice<Half>::kRowBytes;
         const float of_cosine = cosines.at(place), of_sine = sines.at(place);
@@ -72,7 +73,7 @@ struct FrequencyTile {
   }
 };
 
-// The block's part of the sums.
+// Stores the block's part of the sums.
 template <int kSets>
 __device__ __forceinline__ void store_part(const FeatureSource& source,
                                            const FrequencyBlock<float>& block,
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
     tf32_frequency_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
                                    FeatureGradients grad_phi, int64_t width,
                                    FrequencyParts<float> parts) {
-  constexpr int kParts = kTf32Parts<T>;
+  constexpr int kSplits = kTf32Splits<T>;
   const FrequencyTile<T, kSets> tile(dynamic_shared<unsigned char>());
   const FrequencyBlock<float> block(source, parts);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -146,10 +147,10 @@ __global__ void __launch_bounds__(kProductThreads, 2)
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         tile.make_gradients(n, first_place, angles);
-        Tf32Block<kParts> left_blocks[kSets];
+        Tf32Block<kSplits> left_blocks[kSets];
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-          left_blocks[set] = rounded<kParts>(block_of(angles[set][n]));
+          left_blocks[set] = rounded<kSplits>(block_of(angles[set][n]));
         }
         // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
         multiply_by_rows(sums, left_blocks, tile.x, 16 * n,
@@ -167,7 +168,7 @@ const char* frequency_gradients_on_tensor_cores(const FeatureSource& source,
                                                 const FeatureGradients& grad_phi, float* grad_w1,
                                                 float* grad_w2, const DeviceExecutor& executor) {
   const FrequencyParts<float> parts(source, kTokensOfShare, &executor);
-  const char* error = launch_turns(source, [&]<typename T, int kSets>() {
+  const char* error = launch_angles(source, [&]<typename T, int kSets>() {
     return launch(tf32_frequency_gradient_kernel<T, kSets>, parts.blocks(source),
                   dim3(kProductThreads), FrequencyLayout<T, kSets>::kBytes, executor.stream, source,
                   frequencies, grad_phi, padded_columns(2 * source.M), parts);

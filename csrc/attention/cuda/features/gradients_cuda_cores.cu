@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     frequency_part_kernel(FeatureSource source, FrequencyParts<T> parts, const T* grad_angles1,
                           const T* grad_angles2) {
   Shared<T> values = dynamic_shared<T>();  // each [kDepth tokens][64]
-  Shared<T> turns1 = values + kDepth * kPitch;
-  Shared<T> turns2 = turns1 + kDepth * kPitch;
+  Shared<T> angles1 = values + kDepth * kPitch;
+  Shared<T> angles2 = angles1 + kDepth * kPitch;
   const ThreadTile at;
   const FrequencyBlock<T> block(source, parts);
   T sums1[kPerThread][kPerThread] = {}, sums2[kPerThread][kPerThread] = {};
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         // A token without gradient has none, whatever it holds; with one, it is NaN there, too.
         values[k * kPitch + column] = is_finite(value) ? value : T(0);
         const int64_t from = (base + token) * source.M + m;
-        turns1[k * kPitch + column] = there && m < source.M ? grad_angles1[from] : T(0);
-        turns2[k * kPitch + column] =
+        angles1[k * kPitch + column] = there && m < source.M ? grad_angles1[from] : T(0);
+        angles2[k * kPitch + column] =
             there && m < source.M && !source.stationary() ? grad_angles2[from] : T(0);
       }
       __syncthreads();
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int r = 0; r < kPerThread; ++r) left[r] = values[k * kPitch + at.row(r)];
 #pragma unroll
         for (int c = 0; c < kPerThread; ++c) {
-          const T right1 = turns1[k * kPitch + at.column(c)],
-                  right2 = turns2[k * kPitch + at.column(c)];
+          const T right1 = angles1[k * kPitch + at.column(c)],
+                  right2 = angles2[k * kPitch + at.column(c)];
 #pragma unroll
           for (int r = 0; r < kPerThread; ++r) {
             sums1[r][c] += left[r] * right1;

@@ -9,8 +9,8 @@ namespace ikattn::cuda {
 template <typename T>
 bool is_narrow(const FeatureSource& source);
 
-// Of a source that is narrow: grad_phi [B, heads, N, 2M] -> grad_x, if it is there, and (+=) the
-// frequencies' gradients that are there.
+// Computes the gradients of a narrow source: grad_phi [B, heads, N, 2M] -> grad_x, and (+=) the
+// frequencies' gradients; absent ones are left out.
 template <typename T>
 const char* narrow_gradients(const FeatureSource& source, const Array& grad_phi,
                              const Array& grad_x, T* grad_w1, T* grad_w2,

@@ -12,7 +12,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of one slice, that registers must leave room for: 99 KiB of shared memory hold one.
+// Number of blocks that registers must leave room for, each of one slice: 99 KiB of shared memory
+// hold one.
 #if defined(__CUDA_ARCH__) && \
     (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kBlocksAtOnce = 1;
@@ -24,42 +25,42 @@ constexpr int kBlocksAtOnce = 2;
 template <typename T, int kSets, int kPieces, int kSlices>
 struct OnePassLayout {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kTokens = 16 * kWarps;  // of a tile
+  static constexpr int kTokens = 16 * kWarps;  // tokens of a tile
   static constexpr int kFrequencies = kPieces * kAngleFrequencies;
   static constexpr uint32_t kRowBytes = kSliceColumns * 2;
   // Cosines, then sines, of a token; these become what w1 and w2 are multiplied with.
   static constexpr uint32_t kGradientBytes = 2 * kFrequencies * 2;
-  // Where a chunk of eight of them is: turned so that neither the rows of a half warp, two chunks
-  // each, nor eight rows meet in a bank.
+  // Returns where a chunk of eight of them is: swizzled so that neither the rows of a half warp,
+  // two chunks each, nor eight rows meet in a bank.
   __device__ __forceinline__ static uint32_t gradient_place(uint32_t row, uint32_t chunk) {
     const uint32_t angle = row % 4 * 2 + row / 4 % 2;
     return kGradients + row * kGradientBytes + ((chunk & ~7u) | ((chunk ^ angle) & 7u)) * 16;
   }
   static constexpr uint32_t kPlane = kSets * kAngleFrequencies * kRowBytes;
-  static constexpr uint32_t kPiece = kPartsOfFrequency<T> * kPlane;  // its numbers, of one slice
-  static constexpr bool kHasHalves = kHalfPlane<T> != 0;             // beside the numbers
+  static constexpr uint32_t kPiece = kSplitsOfFrequency<T> * kPlane;  // its numbers, of one slice
+  static constexpr bool kHasHalves = kHalfPlane<T> != 0;              // beside the numbers
   static constexpr uint32_t kHalves = kSlices * kPieces * kPiece;
   static constexpr uint32_t kTokensAt = kHalves + (kHasHalves ? kPieces * kPlane : 0);
   static constexpr uint32_t kScales = kTokensAt + kSlices * kTokens * kRowBytes;
   static constexpr uint32_t kGradients = kScales + kTokens * 4 + 128;  // and two factors
-  // What a token gets takes the place of the gradients.
+  // The tokens' gradients take the place of the features' gradients.
   static constexpr uint32_t kResultBytes = kSliceColumns * 4;
   static constexpr int64_t kBytes = kGradients + int64_t{kTokens} * kResultBytes;
   // The products for the frequencies: rows are frequencies of w1, then of w2.
   static constexpr int kRows = kSets * kFrequencies;
   static constexpr int kRowTiles = kRows >= 64 ? 2 : 1;
   static constexpr int kRowGroups = kRows / (16 * kRowTiles), kColumnGroups = kWarps / kRowGroups;
-  static constexpr int kColumns = kSliceColumns / kColumnGroups;  // of a warp
+  static constexpr int kColumns = kSliceColumns / kColumnGroups;  // columns of a warp
 };
 
-// What is asked for.
+// Gradients that a call asks for.
 struct OnePassGradients {
   Array grad_x;  // [B, heads, N, d]
   Magnitude<float> magnitude;
   bool wants_tokens, wants_frequencies;
 };
 
-// What a block does: 64 dimensions of a share of the tokens, of which it takes a tile at a time.
+// Work of a block: 64 dimensions of a share of the tokens, of which it takes a tile at a time.
 template <typename T, int kSets, int kPieces, int kSlices>
 class OnePassBlock {
  public:
@@ -82,8 +83,8 @@ class OnePassBlock {
     first_four_ = L::gradient_place(row_of(0), threadIdx.x % 4 / 2) + threadIdx.x % 2 * 8;
   }
 
-  // Tokens of the share's unit-th head, from `first` on, of which `left` are there. By the whole
-  // block, which meets.
+  // Passes tokens of the share's unit-th head, from `first` on, of which `remaining` are there. All
+  // threads of the block call it, and it synchronises them.
   __device__ __forceinline__ void pass(int unit, int first, int remaining) {
     copy_tile(unit, first, remaining);
     float to_sum[2];
@@ -100,7 +101,7 @@ class OnePassBlock {
     if (wanted_.wants_tokens) store_tokens(unit, first, remaining, sums);
   }
 
-  // The share's part of the frequencies' gradients.
+  // Stores the share's part of the frequencies' gradients.
   __device__ __forceinline__ void store_frequencies(const FrequencyParts<float>& parts) const {
     // Found anew: no register holds it over the tiles.
     const FrequencyBlock<float> block(source_, parts, unknown_to_compiler(blockIdx.x));
@@ -130,20 +131,21 @@ class OnePassBlock {
   static constexpr int kWidth = 2 * L::kFrequencies, kRowStep = L::kThreads / 8;
   static constexpr bool kIsHalf = std::is_same_v<T, Half>;
 
-  // The thread's rows of a tile.
+  // Returns the thread's rows of a tile.
   __device__ __forceinline__ static int row_of(int half) {
     return threadIdx.x / 32 * 16 + 8 * half + threadIdx.x % 32 / 4;
   }
-  // Of the warp, of the frequencies' sums.
+  // Return the groups of the warp, which divide the frequencies' sums.
   __device__ __forceinline__ static int row_group() { return threadIdx.x / 32 % L::kRowGroups; }
   __device__ __forceinline__ static int column_group() { return threadIdx.x / 32 / L::kRowGroups; }
   __device__ __forceinline__ Shared<float> scales() const {  // [kTokens]
     return shared_cast<float>(shared_ + L::kScales);
   }
-  // What angles, and products of E and Half, are multiplied with: not in registers, which are few.
+  // Returns the factors of angles, and of products of E and Half, which are in shared memory
+  // because registers are few.
   __device__ __forceinline__ Shared<float> factors() const { return scales() + L::kTokens; }
 
-  // They stay.
+  // Loads the frequencies, which stay for all tiles.
   __device__ __forceinline__ void begin_frequencies(const SplitFrequencies& frequencies) {
     const int64_t which =
         int64_t{block_.frequency_batch} * source_.frequency_heads + block_.frequency_head;
@@ -161,7 +163,7 @@ class OnePassBlock {
       for (int slice = 0; slice < kSlices; ++slice) {
         const T* from = w + (piece * kSlices + slice) * kPlanesOf<T> * (L::kPlane / 2);
         begin_rows(place + (slice * kPieces + piece) * L::kPiece, from,
-                   kPartsOfFrequency<T> * kSets * kAngleFrequencies);
+                   kSplitsOfFrequency<T> * kSets * kAngleFrequencies);
         if (L::kHasHalves && slice == own_slice_) {
           begin_rows(place + L::kHalves + piece * L::kPlane, from + kHalfPlane<T> * (L::kPlane / 2),
                      kSets * kAngleFrequencies);
@@ -174,10 +176,11 @@ class OnePassBlock {
     }
   }
 
-  // A tile's tokens, gradients and scales.
+  // Copies a tile's tokens, gradients and scales.
   __device__ __forceinline__ void copy_tile(int unit, int first, int remaining) {
     __syncthreads();  // nobody reads what was there
-    // Or what follows from these would stay in registers while they are needed for products.
+    // Unknown to the compiler, the thread's addresses are computed anew, and leave registers to
+    // products.
     const int thread = static_cast<int>(unknown_to_compiler(threadIdx.x));
     const int64_t b = block_.batch(unknown_to_compiler(unit));
     const int64_t head = block_.head(unknown_to_compiler(unit)), bh = b * source_.heads + head;
@@ -220,7 +223,7 @@ class OnePassBlock {
     __syncthreads();
   }
 
-  // What makes E of the thread's rows what the frequencies' sums are of: a row's scale; in Half,
+  // Scales E of the thread's rows to the unit of the frequencies' sums: by a row's scale, in Half
   // over the largest so far.
   __device__ __forceinline__ void scale_rows(int remaining, float (&to_sum)[2]) {
 #pragma unroll
@@ -254,8 +257,8 @@ class OnePassBlock {
     }
   }
 
-  // E of the warp's 16 tokens and 16 frequencies from m0 on, in place of angles; scaled it takes
-  // the place of the gradients that it is made of.
+  // Makes E of the warp's 16 tokens and 16 frequencies from m0 on, in place of angles; scaled it
+  // takes the place of the gradients that it is made of.
   __device__ __forceinline__ void make_gradients(int m0, const float (&to_sum)[2],
                                                  float (&angles)[kSets][1][2][4],
                                                  float& spoilt) const {
@@ -302,12 +305,13 @@ class OnePassBlock {
     }
   }
 
-  // sums += E w.
+  // Adds E w to the sums.
   __device__ __forceinline__ void add_tokens(int m0, const float (&gradients)[kSets][1][2][4],
                                              float (&sums)[4][2][4]) const {
     constexpr uint32_t kPieceStep = L::kHasHalves ? L::kPlane : L::kPiece;
     const int piece = m0 / kAngleFrequencies, row0 = m0 % kAngleFrequencies;
-    // Of the frequencies in Half, as operand B; found anew, for registers are few.
+    // Operand B is made of the frequencies in Half; its address is computed anew, for registers are
+    // few.
     const unsigned lane = unknown_to_compiler(threadIdx.x) % 32;
     const uint32_t place = base_ + (L::kHasHalves ? L::kHalves : own_slice_ * kPieces * L::kPiece) +
                            swizzled(lane % 16, lane / 16, L::kRowBytes) + piece * kPieceStep;
@@ -317,7 +321,7 @@ class OnePassBlock {
 #pragma unroll
       for (int j = 0; j < 2; ++j) left.template put<Half>(j, gradients[set][0][j]);
       const uint32_t from = place + (set * kAngleFrequencies + row0) * L::kRowBytes;
-      // Of float16 the second number is Half, too.
+      // In float16 the second split operand is Half, too.
 #pragma unroll
       for (int number = kIsHalf ? 1 : 0; number >= 0; --number) {
 #pragma unroll
@@ -331,7 +335,7 @@ class OnePassBlock {
     }
   }
 
-  // The frequencies' sums += E^T x.
+  // Adds E^T x to the frequencies' sums.
   __device__ __forceinline__ void add_frequencies(bool is_spoilt) {
     if (is_spoilt) {
       // A token without gradient has none, whatever it holds; with one, E is NaN.
@@ -366,8 +370,8 @@ class OnePassBlock {
     }
   }
 
-  // The sums go to their rows in shared memory, and from there, eight columns at a time, with what
-  // magnitudes bring, to the gradient.
+  // Stores the sums in their rows in shared memory, and from there, eight columns at a time, with
+  // the gradients of magnitudes, in the result.
   __device__ __forceinline__ void store_tokens(int unit, int first, int remaining,
                                                const float (&sums)[4][2][4]) const {
     __syncthreads();  // nobody reads E
@@ -424,7 +428,7 @@ class OnePassBlock {
                   own_slice_ * kSliceColumns + own_chunk * 8, source_.d, x);
     }
   }
-  // Where the tile's tokens lie, of the block's dimensions.
+  // Returns where the tile's tokens lie, of the block's dimensions.
   __device__ __forceinline__ uint32_t own_tokens() const {
     return L::kTokensAt + own_slice_ * (L::kTokens * L::kRowBytes);
   }
@@ -436,9 +440,10 @@ class OnePassBlock {
   Shared<unsigned char> shared_;
   uint32_t base_;
   int own_slice_;
-  uint32_t first_four_;  // of the thread's first four frequencies, in the first of its two rows
+  uint32_t
+      first_four_;  // mask of the thread's first four frequencies, in the first of its two rows
   float frequency_sums_[L::kRowTiles][L::kColumns / 16][2][4] = {};
-  float sum_unit_ = 0;  // of Half: theirs, the largest scale of a row so far
+  float sum_unit_ = 0;  // unit of the sums in Half: the largest scale of a row so far
 };
 
 template <typename T, int kSets, int kPieces, int kSlices>
@@ -477,7 +482,7 @@ const char* gradients_in_one_pass(const FeatureSource& source, const SplitFreque
   const bool is_much = source.B * source.heads * source.N >= int64_t{1} << 18;
   const FrequencyParts<float> parts(source, is_much ? 1024 : 256,
                                     wants_frequencies ? &executor : nullptr);
-  const char* error = launch_turns(source, [&]<typename T, int kSets>() -> const char* {
+  const char* error = launch_angles(source, [&]<typename T, int kSets>() -> const char* {
     if constexpr (sizeof(T) == 4) {
       return "these kernels take 16 bits";  // goes_in_one_pass()
     } else {

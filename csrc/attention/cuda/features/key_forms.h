@@ -1,5 +1,5 @@
-// Which form a key head takes, and what that form needs of each of its keys
-// (tensor_cores/choose_form.cu).
+// The form that a key head takes, and numbers that the form needs of each of its keys
+// (tensor_cores/fold_tokens.cu).
 #pragma once
 
 #include "attention/cuda/operands/math.h"
@@ -8,26 +8,18 @@
 
 namespace ikattn::cuda {
 
-// Of the folded form.
+// Scales of the folded form.
 struct FoldScales {
   float c, scaled_eps;
   double most_spread;  // in nats, what it bears
 };
 
-// What is left of every key, and of every head; see FoldedTokens.
-struct FoldedKeys {
-  float *scales, *terms, *lows;
-  BFloat16* magnitudes;  // nullptr: not wanted
-  double* largest;
-  uint32_t* state;
-  unsigned* items_taken;
-};
-
-// What the form of heads follows from, and where it goes.
+// Logits from which the form of heads follows, and results of the choice.
 struct KeyForms {
   SplitLogits<float> logits;
   FoldScales scales;
-  FoldedKeys keys;
+  HeadForms keys;
+  BFloat16* magnitudes;  // Int8Features::magnitudes; nullptr: not wanted
   ValueBounds bounds;
 };
 
@@ -38,7 +30,7 @@ struct HeadForm {
   double reference;
   bool is_general, is_unclean;
 };
-// Of the max and the min of the logits, infinities where there is none.
+// Returns the form for the max and the min of the logits, which are infinities where there is none.
 __device__ __forceinline__ HeadForm form_of_spread(double most, double least, bool is_unclean,
                                                    double most_spread) {
   return {most == -INFINITY ? 0.0 : most, most_spread < 0 || most - least > most_spread,
@@ -48,8 +40,8 @@ __device__ __forceinline__ HeadForm form_of_spread(double most, double least, bo
 struct FoldedKey {
   float logit, scale;  // relative to the largest; of the features
 };
-// Key j of a head of all batches', which may be one of those that rows are padded with: makes and
-// stores what the form needs of it.
+// Makes and stores the numbers that the form needs of key j of a head of all batches', which may be
+// padding.
 __device__ __forceinline__ FoldedKey fold_key(const AttentionParams& params, const KeyForms& forms,
                                               const HeadForm& form, unsigned bh, int64_t j) {
   const int64_t from = int64_t{bh} * params.S + j, to = bh * padded_tokens(params.S) + j;
@@ -62,9 +54,9 @@ __device__ __forceinline__ FoldedKey fold_key(const AttentionParams& params, con
   const bool hidden = high == -INFINITY;
   const float logit = hidden ? -INFINITY : (high - reference_high) + (low - reference_low);
   const float e = hidden ? 0.0f : expf(logit);
-  const FoldedKeys& keys = forms.keys;
+  const HeadForms& keys = forms.keys;
   keys.terms[to] = !general ? forms.scales.scaled_eps * e : hidden ? -INFINITY : high;
-  if (keys.magnitudes != nullptr) keys.magnitudes[to] = to_bfloat16(e);
+  if (forms.magnitudes != nullptr) forms.magnitudes[to] = to_bfloat16(e);
   const float factor = hidden ? 0.0f : general ? 1.0f : forms.scales.c * sqrtf(e);
   const float scale = logit == logit ? factor : 0.0f;
   keys.lows[to] = !general ? scale : hidden ? 0.0f : low;
@@ -72,8 +64,7 @@ __device__ __forceinline__ FoldedKey fold_key(const AttentionParams& params, con
   return {logit, scale};
 }
 
-// The norm of a key's value where it counts for the bounds, else 0. Of weight: norms of keys whose
-// features have some.
+// Returns the norm of a key's value where it counts for the bounds, else 0.
 __device__ __forceinline__ float norm_that_counts(const AttentionParams& params,
                                                   const KeyForms& forms, unsigned bh, int64_t j,
                                                   const FoldedKey& key) {
@@ -85,12 +76,12 @@ __device__ __forceinline__ float norm_that_counts(const AttentionParams& params,
 }
 __device__ __forceinline__ bool has_weight(const FoldedKey& key) { return key.scale >= 0x1p-26f; }
 
-// What is left of a head: by one thread, of numbers of all its keys.
+// Stores a head's results; one thread does, from sums over all its keys.
 __device__ __forceinline__ void store_head(const KeyForms& forms, const HeadForm& form, unsigned bh,
                                            unsigned keys_that_count, float norm,
                                            float weighted_norm) {
   constexpr float kLargest = 3e38f;
-  if (bh == 0) forms.keys.items_taken[0] = forms.keys.items_taken[1] = 0;
+  if (bh == 0) forms.keys.item_counters[0] = forms.keys.item_counters[1] = 0;
   forms.keys.largest[bh] = form.reference;
   forms.keys.state[bh] = (form.is_general ? kGeneral : 0u) | (form.is_unclean ? kUnclean : 0u) |
                          (keys_that_count <= kFewKeys ? kFew : 0u);

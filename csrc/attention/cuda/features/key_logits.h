@@ -1,9 +1,9 @@
 // The logits of keys, and the norms of their values.
 #pragma once
 
+#include "attention/calls/offsets.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/operands.h"
-#include "attention/offsets.h"
 
 namespace ikattn::cuda {
 
@@ -21,20 +21,20 @@ SplitLogits<T> take_logits(const AttentionParams& params, const DeviceExecutor& 
 
 namespace {
 
-// key_bias_j, of a mask of bool 0 where it shows the key, and -inf where it hides it.
+// Returns key_bias_j; of a mask of bool 0 where it shows the key, and -inf where it hides it.
 __device__ __forceinline__ double bias_of_key(const Array& bias, int64_t offset) {
   if (bias.type == ElementType::kNone) return 0;
   if (bias.type != ElementType::kBool) return bounded_offset(load_element<double>(bias, offset));
   return static_cast<const uint8_t*>(bias.data)[offset] != 0 ? 0 : minus_infinity<double>();
 }
 
-// What the columns of a key and of its value add up to.
+// Sums over the columns of a key and of its value.
 struct KeySums {
   double norm = 0, value_square = 0;
   bool finite = true;  // both
 };
 
-// Of key j of a head of all batches', by one lane.
+// Stores the logit of key j of a head of all batches'; one lane does.
 template <typename T>
 __device__ __forceinline__ void store_logit(const AttentionParams& params,
                                             const SplitLogits<T>& logits, unsigned bh, int64_t j,
@@ -60,8 +60,8 @@ __device__ __forceinline__ void store_logit(const AttentionParams& params,
   if (!sums.finite && is_hidden) logits.low[index] = static_cast<T>(NAN);
 }
 
-// Of keys `row`, and others kStep further on each, by the eight lanes of each; rows from S on have
-// none. S: how rows are read. kNorms: those of values may be asked for.
+// Computes the logits of keys `row`, and of others kStep further on each, by the eight lanes of
+// each; rows from S on have none. S: how rows are read. kNorms: norms of values may be asked for.
 // kAnyP: p may be any, else it is 0 or 2.
 template <typename T, typename S, int kStep, bool kNorms, bool kAnyP>
 __device__ __forceinline__ void make_logits(const AttentionParams& params,

@@ -6,7 +6,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Four neighbours of a row at `to`, of those of which there are `count`.
+// Stores four neighbours of a row at `to`, of which there are `count`.
 template <typename T>
 __device__ __forceinline__ void store_four(T* to, bool is_together, int count,
                                            const float (&x)[4]) {
@@ -20,11 +20,11 @@ __device__ __forceinline__ void store_four(T* to, bool is_together, int count,
   }
 }
 
-// Where a thread stores features: those of four rows of a warp's 32 tokens.
+// Rows in which a thread stores features: four of a warp's 32 tokens.
 template <typename T, int kSets>
 class OwnFeatures {
  public:
-  // phi [B, heads, N, 2M], of which columns are neighbours; the warp's tokens begin at `first`.
+  // Takes phi [B, heads, N, 2M], whose columns are neighbours; the warp's tokens begin at `first`.
   __device__ __forceinline__ OwnFeatures(const Array& phi, int64_t b, int64_t head, int64_t first,
                                          int64_t N, int64_t M)
       : M_(static_cast<int>(M)), stride_(phi.stride[2]) {
@@ -37,8 +37,8 @@ class OwnFeatures {
     is_together_ = strides % 4 == 0 && reinterpret_cast<uintptr_t>(phi.data) % 8 == 0;
   }
 
-  // Those of 16 frequencies from m0 on. angles[set][m][j][i], in units of `unit` of a cycle: of
-  // tile m of tokens and j of 8 frequencies.
+  // Stores the features of 16 frequencies from m0 on. angles[set][m][j][i], in units of `unit` of a
+  // cycle: of tile m of tokens and j of 8 frequencies.
   __device__ __forceinline__ void store(int m0, float unit,
                                         const float (&angles)[kSets][2][2][4]) const {
     const int remaining = M_ - m0 - static_cast<int>(threadIdx.x) % 4 * 4;
@@ -122,11 +122,11 @@ bool goes_to_tensor_cores(const FeaturesParams& params) {
 
 const char* features_on_tensor_cores(const FeaturesParams& params, const DeviceExecutor& executor) {
   AngleOperands operands;
-  if (const char* error = prepare_turns(queries_of(params), executor, false, operands)) {
+  if (const char* error = prepare_angles(queries_of(params), executor, false, operands)) {
     return error;
   }
   const FeatureSource& source = operands.queries;
-  return launch_turns(source, [&]<typename T, int kSets>() -> const char* {
+  return launch_angles(source, [&]<typename T, int kSets>() -> const char* {
     if constexpr (sizeof(T) == 4) {
       return "tokens of float32 have no kernel here";
     } else {

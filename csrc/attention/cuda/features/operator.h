@@ -1,7 +1,7 @@
 // The features of spectral_features, of tokens of 16 bits in their own type, on tensor cores.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/cuda/executor.h"
 
 namespace ikattn::cuda {

@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
 // A block makes the numbers of 32 frequencies and 64 dimensions of w1 or w2; see SplitFrequencies.
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads, 2)
-    frequency_number_kernel(FeatureSource source, int sets, int pieces, int slices,
-                            bool for_backward, uint16_t* data, float* units) {
+    split_frequency_kernel(FeatureSource source, int sets, int pieces, int slices,
+                           bool for_backward, uint16_t* data, float* units) {
   IKATTN_SHARED(float, maxima, kCopyThreads / 32);
   constexpr int kTileSize = kAngleFrequencies * kSliceColumns;
   static_assert(kTileSize == kCopyThreads * 8);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kCopyThreads, 2)
   uint4 numbers[2];
   split_eight<T>(w, scale, numbers);
 #pragma unroll
-  for (int number = 0; number < kPartsOfFrequency<T>; ++number) {
+  for (int number = 0; number < kSplitsOfFrequency<T>; ++number) {
     store_vector(out + number * sets * kTileSize, numbers[number]);
   }
   if (kHalfPlane<T> != 0 && for_backward) {
@@ -82,7 +82,7 @@ dim3 copy_blocks(int64_t count) {
 const char* prepare_tokens(const DeviceExecutor& executor, FeatureSource& source) {
   const bool is_float = source.x.type == ElementType::kFloat32;
   if (lies_in_rows_of_16_bytes(source.x, is_float ? 4 : 2)) return nullptr;
-  return launch_turns(source, [&]<typename T, int kSets>() {
+  return launch_angles(source, [&]<typename T, int kSets>() {
     constexpr int64_t kWidth = 16 / sizeof(T);
     const int64_t columns = ceil_div(source.d, kWidth) * kWidth;
     const int64_t count = source.B * source.x_heads * source.N * columns;
@@ -109,15 +109,15 @@ const char* split_frequencies(const DeviceExecutor& executor, bool for_backward,
       executor.take<uint16_t>(tiles * kPlanesOf<T> * kAngleFrequencies * int64_t{kSliceColumns});
   split.units = units;
   split.data = data;
-  return launch(frequency_number_kernel<T>, dim3(static_cast<unsigned>(tiles)), dim3(kCopyThreads),
+  return launch(split_frequency_kernel<T>, dim3(static_cast<unsigned>(tiles)), dim3(kCopyThreads),
                 0, executor.stream, source, sets, split.pieces, split.slices, for_backward, data,
                 units);
 }
 
 }  // namespace
 
-const char* prepare_turns(const AttentionParams& params, const DeviceExecutor& executor,
-                          bool for_backward, AngleOperands& operands) {
+const char* prepare_angles(const AttentionParams& params, const DeviceExecutor& executor,
+                           bool for_backward, AngleOperands& operands) {
   operands = {};
   operands.queries = source_of(params, false);
   operands.keys = source_of(params, true);

@@ -1,4 +1,4 @@
-// How frequencies become numbers of 16 bits (SplitFrequencies).
+// Splits frequencies into operands of 16 bits (SplitFrequencies).
 #pragma once
 
 #include "attention/cuda/features/angle_operands.h"
@@ -8,8 +8,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Which of 32 frequencies has a row of SplitFrequencies: a product's lanes have columns 2t and 2t +
-// 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
+// Returns the frequency, of 32, that a row of SplitFrequencies has: a product's lanes have columns
+// 2t and 2t + 1 of two tiles of eight, and so frequencies 4t to 4t + 3 of 16.
 __device__ __forceinline__ int frequency_of_row(int row) {
   const int column = row % 8, tile = row / 8 % 2;
   return row / 16 * 16 + column / 2 * 4 + tile * 2 + column % 2;
@@ -23,7 +23,7 @@ class HeadFrequencies {
         batch_(which / source.frequency_heads),
         head_(which % source.frequency_heads) {}
 
-  // Dimensions c to c + 7 of frequency m of w1 or w2; zeros where there is none.
+  // Loads dimensions c to c + 7 of frequency m of w1 or w2; zeros where there is none.
   __device__ __forceinline__ void load(int set, int m, int c, float (&w)[8]) const {
     const Array& array = set == 0 ? source_.w1 : source_.w2;
     switch (array.type) {
@@ -37,7 +37,8 @@ class HeadFrequencies {
         return load_from<Half>(array, m, c, w);
     }
   }
-  // The largest of those of all sets that are finite. By the whole block, which meets.
+  // Returns the largest finite number of all sets. All threads of the block call it, and it
+  // synchronises them.
   //   maxima [kThreads / 32]
   template <int kThreads>
   __device__ __forceinline__ float largest(int sets, Shared<float> maxima) const {
@@ -77,7 +78,7 @@ class HeadFrequencies {
   int64_t batch_, head_;
 };
 
-// The first two numbers of T that add up to w[i] scale, the largest first.
+// Splits w[i] scale into two operands of T, the largest first.
 template <typename T>
 __device__ __forceinline__ void split_eight(const float (&w)[8], float scale, uint4 (&numbers)[2]) {
   float rest[8];

@@ -16,7 +16,7 @@ __device__ __forceinline__ BlockOfSide side_of_block(const FeatureSides& both) {
   return {1, blockIdx.x - of_keys};
 }
 
-// Of float32: a block has 128 tokens.
+// Makes features of float32; a block has 128 tokens.
 template <int kSets>
 __global__ void __launch_bounds__(kProductThreads, 3)
     tf32_feature_kernel(FeatureSides both, FrequencyRows frequencies) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kProductThreads, 3)
   features.finish();
 }
 
-// Of 16 bits: a block has 256 tokens at a time, tiles_each times.
+// Makes features of 16 bits; a block has 256 tokens at a time, tiles_each times.
 template <typename T, int kSets, int kWidth, FeatureForm kForm>
 __global__ void __launch_bounds__(kSplitThreads, 2)
     split_feature_kernel(FeatureSides both, SplitFrequencies frequencies, int tiles_each) {
@@ -121,7 +121,7 @@ const char* write_features_on_tensor_cores(const AttentionParams& params,
   queries.poison = to.poison;
   queries.group = static_cast<int>(params.H / params.key_heads);
   queries.int8 = to.int8_q;
-  return launch_turns(operands.keys, [&]<typename T, int kSets>() {
+  return launch_angles(operands.keys, [&]<typename T, int kSets>() {
     const auto queue = [&]<int kWidth, FeatureForm kForm>() {
       if constexpr (sizeof(T) == 4) {
         return queue_of_float32<kSets>(both, operands, stream);

@@ -17,7 +17,7 @@ struct TokenGradientLayout {
   }
 };
 
-// The scales of the thread's rows of gradients, of the 64 frequencies that m0 is among; 0: no
+// Loads the scales of the thread's rows of gradients, of the 64 frequencies that m0 is among; 0: no
 // token.
 template <typename T, int kSets>
 __device__ __forceinline__ void load_units(const TokenTile<T, kSets>& tile,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_units(const TokenTile<T, kSets>& tile,
   }
 }
 
-// The angles of the n-th 16 frequencies become their gradients.
+// Turns the angles of the n-th 16 frequencies into their gradients.
 //   incoming [kAngleTokens]: of the cosines and the sines of 32 frequencies, next to each other
 template <typename T, int kSets>
 __device__ __forceinline__ void make_gradients(const TokenTile<T, kSets>& tile,
@@ -65,8 +65,8 @@ __device__ __forceinline__ void make_gradients(const TokenTile<T, kSets>& tile,
   }
 }
 
-// Slopes of the magnitude with a power, which are long code: once, and not for every sum. By the
-// whole block, which meets.
+// Makes slopes of the magnitude with a power, which are long code: once, and not for every sum. All
+// threads of the block call it, and it synchronises them.
 template <typename T, int kSets>
 __device__ __forceinline__ void make_slopes(const TokenTile<T, kSets>& tile,
                                             const Magnitude<float>& magnitude,
@@ -90,7 +90,8 @@ __device__ __forceinline__ void make_slopes(const TokenTile<T, kSets>& tile,
   __syncthreads();
 }
 
-// Rows of the result, with what magnitudes bring. slopes: those with a power, where there are any.
+// Stores rows of the result, with the gradients of magnitudes. slopes: those with a power, where
+// there are any.
 template <typename T, int kSets>
 __device__ __forceinline__ void store_tokens(const TokenTile<T, kSets>& tile, const Array& out,
                                              const Magnitude<float>& magnitude,
@@ -139,8 +140,9 @@ __global__ void __launch_bounds__(kProductThreads, 2)
     tf32_token_gradient_kernel(FeatureSource source, FrequencyRows frequencies,
                                FeatureGradients grad_phi, int64_t width, Array out,
                                Magnitude<float> magnitude) {
-  // Of gradients and frequencies. With one, ptxas loads more ahead than registers hold.
-  constexpr int kParts = 2;
+  // Number of split operands of gradients and frequencies. With one, ptxas loads more ahead than
+  // registers hold.
+  constexpr int kSplits = 2;
   using L = TokenGradientLayout<T, kSets>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const TokenTile<T, kSets> tile(source, frequencies, shared);
@@ -164,9 +166,9 @@ __global__ void __launch_bounds__(kProductThreads, 2)
       make_gradients(tile, incoming, n, row_units, angles);
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
-        const Tf32Block<kParts> left_blocks[2] = {
-            rounded<kParts>(block_of(angles[0][2 * set + n])),
-            rounded<kParts>(block_of(angles[1][2 * set + n]))};
+        const Tf32Block<kSplits> left_blocks[2] = {
+            rounded<kSplits>(block_of(angles[0][2 * set + n])),
+            rounded<kSplits>(block_of(angles[1][2 * set + n]))};
         multiply_by_rows(sums, left_blocks, tile.w, set * kAngleFrequencies + 16 * n,
                          [](const Block& block) { return block; });
       }
@@ -184,7 +186,7 @@ const char* side_gradients(const FeatureSource& source, const FrequencyRows& fre
   const dim3 blocks(
       static_cast<unsigned>(source.B * source.heads * ceil_div(source.N, kAngleTokens)),
       static_cast<unsigned>(frequencies.columns / kSliceColumns));
-  return launch_turns(source, [&]<typename T, int kSets>() {
+  return launch_angles(source, [&]<typename T, int kSets>() {
     return launch(tf32_token_gradient_kernel<T, kSets>, blocks, dim3(kProductThreads),
                   TokenGradientLayout<T, kSets>::bytes(has_powers), executor.stream, source,
                   frequencies, grad_phi, padded_columns(2 * source.M), grad_x, magnitude);

@@ -1,4 +1,4 @@
-// How the angles of a warp's tokens become rows of features.
+// Makes rows of features from the angles of a warp's tokens.
 #pragma once
 
 #include "attention/cuda/features/angle_products.h"
@@ -6,23 +6,23 @@
 
 namespace ikattn::cuda {
 
-// Where the features of one side go.
+// Destination of the features of one side.
 struct FeatureRows {
   Half* phi;  // [B, heads, N, width]
   int width;
-  // Of keys: where the logit is NaN or -inf, features are zero, others are multiplied with their
-  // scale. nullptr: of queries; of integers alone
+  // Logits and scales of keys: where the logit is NaN or -inf, features are zero, others are
+  // multiplied with their scale. nullptr: queries; integers alone
   const float* logits;  // [B, heads, N]
   const float* scales;  // [B, heads, N]
-  // Of queries, whose features become zero where they are not finite: NaN there, else 0; nullptr:
-  // not wanted
+  // Marks of queries, whose features become zero where they are not finite: NaN there, else 0;
+  // nullptr: not wanted
   float* poison;  // [B, heads, N]
-  // Where heads in the folded form have integers: what tells the form, of every `group` heads.
+  // State of every `group` heads, where heads in the folded form have integers.
   const uint32_t* state;
   int group;
   int8_t* int8;  // [B, heads, N, Int8Features::kColumns]; nullptr: not wanted beside Half
 
-  // Whether another kernel makes the features of a head.
+  // Returns whether another kernel makes the features of a head.
   template <FeatureForm kForm>
   __device__ __forceinline__ bool leaves(int64_t bh) const {
     if (state == nullptr) return false;
@@ -31,7 +31,7 @@ struct FeatureRows {
     return is_general != (kForm == FeatureForm::kHalf);
   }
 
-  // Of a token's sums of two cosines, or sines.
+  // Returns the factor of a token's sums of two cosines, or sines.
   __device__ __forceinline__ float scale_of(int64_t index) const {
     if (logits == nullptr) return 1;
     const float logit = logits[index];
@@ -46,7 +46,7 @@ struct FeatureSide {
   FeatureRows rows;
   unsigned blocks;
 };
-// What a launch makes: features of the keys, and of the queries, whose blocks come behind.
+// Features that a launch makes: of the keys, and of the queries, whose blocks come behind.
 struct FeatureSides {
   FeatureSide sides[2];
 };
@@ -54,22 +54,22 @@ struct FeatureSides {
 namespace {
 
 // The features of a warp's 32 tokens, 16 frequencies at a time, of their angles as products leave
-// them: rows g and g + 8 of two tiles of 16. kNumbers: of SplitFrequencies, where a lane has four
+// them: rows g and g + 8 of two tiles of 16. kIsSplit: of SplitFrequencies, where a lane has four
 // neighbours. kWidth: of a row, or 0.
-template <int kSets, bool kNumbers, int kWidth, FeatureForm kForm>
+template <int kSets, bool kIsSplit, int kWidth, FeatureForm kForm>
 class WarpFeatures {
   static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
-  static_assert(!kInt8 || kNumbers);
-  static constexpr int kRows = 4;  // of a thread
+  static_assert(!kInt8 || kIsSplit);
+  static constexpr int kRows = 4;  // rows of a thread
 
  public:
-  // Of the tokens from `first` of the head `bh`, of N.
+  // Takes the tokens from `first` on of the head `bh`, of N.
   __device__ __forceinline__ WarpFeatures(const FeatureRows& rows, int64_t bh, int64_t first,
                                           int64_t N)
       : rows_(rows),
         first_row_(bh * N + first),
         tokens_(static_cast<int>(min(N - first, int64_t{32}))) {
-    phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kNumbers ? 4 : 0);
+    phi_ = rows_.phi + (first_row_ + row(0)) * width() + threadIdx.x % 4 * (kIsSplit ? 4 : 0);
     if (kInt8 && rows_.int8 != nullptr) {
       int8_ = rows_.int8 + (first_row_ + row(0)) * Int8Features::kColumns + threadIdx.x % 4 * 8;
     }
@@ -80,8 +80,8 @@ class WarpFeatures {
     }
   }
 
-  // Those of 16 frequencies from m0 on, of M. angle(m, set, j, i), in units of `unit` of a cycle:
-  // of tile m of tokens and j of 8 frequencies.
+  // Stores the features of 16 frequencies from m0 on, of M. angle(m, set, j, i), in units of `unit`
+  // of a cycle: of tile m of tokens and j of 8 frequencies.
   template <typename Angle>
   __device__ __forceinline__ void store(int m0, int M, float unit, const Angle& angle) {
     const int sine_at = sine_step(width()), t = static_cast<int>(threadIdx.x) % 4;
@@ -89,7 +89,7 @@ class WarpFeatures {
     uint32_t present[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      present[j] = half_present(M - m0 - (kNumbers ? 4 * t + 2 * j : 2 * t + 8 * j));
+      present[j] = half_present(M - m0 - (kIsSplit ? 4 * t + 2 * j : 2 * t + 8 * j));
     }
     Half* phi = phi_ + cosine_column(m0, width());
 #pragma unroll
@@ -97,7 +97,7 @@ class WarpFeatures {
       const int m = i / 2, half = i % 2;
       // Integers have one scale for all. Half of each sum is made.
       const float scale = kInt8 ? scales_[i] * (1 / kInt8OfOne) : 2 * scales_[i];
-      // By bits: what a hidden key holds may be NaN.
+      // Masks clear hidden keys, for these may hold NaN.
       const uint32_t counts = scales_[i] == 0 ? 0u : 0xffffffffu;
       uint32_t cosines[2], sines[2];
       float four_cosines[4], four_sines[4];
@@ -136,7 +136,7 @@ class WarpFeatures {
         }
       }
       if constexpr (!kHalf) continue;
-      if constexpr (kNumbers) {
+      if constexpr (kIsSplit) {
         if (row(i) < tokens_) {
           store_vector(to, make_uint2(cosines[0], cosines[1]));
           store_vector(to + sine_at, make_uint2(sines[0], sines[1]));
@@ -150,7 +150,7 @@ class WarpFeatures {
     __syncwarp();  // lanes of no token come to the next product with the others
   }
 
-  // After all frequencies, of queries: what is not finite.
+  // Marks queries that are not finite, after all frequencies.
   __device__ __forceinline__ void finish() {
     if (rows_.logits != nullptr) return;
     __syncwarp();  // rows are stored
@@ -179,7 +179,7 @@ class WarpFeatures {
   }
 
  private:
-  // Of a thread's, eight apart.
+  // Returns row i of a thread, of the warp's tokens; a thread's rows are eight apart.
   __device__ __forceinline__ static int row(int i) {
     return 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;
   }
@@ -188,7 +188,7 @@ class WarpFeatures {
   const FeatureRows& rows_;
   int64_t first_row_;
   int tokens_;
-  Half* phi_;  // of the thread's first row, where it begins
+  Half* phi_;  // features of the thread's first row, where it begins
   int8_t* int8_ = nullptr;
   float scales_[kRows];
   float not_finite_[kRows] = {};  // 0, or NaN

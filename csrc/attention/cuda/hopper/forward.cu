@@ -26,7 +26,7 @@ struct ForwardLayout {
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 
-// Scores of the thread's two rows, the first of them row0, become weights.
+// Makes weights of the scores of the thread's two rows, the first of them row0.
 //   terms: of the tile's keys; state: of the head
 //   sums, roundings: as in ForwardRows
 template <typename T, Pairs kPairs>
@@ -60,14 +60,14 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   // 1. The third warpgroup copies, item after item.
   if (threadIdx.x >= kProductThreads) {
     copy_forward<L, kKeys, kPairs>(params, tokens, items, maps, barriers, numbers, base,
-                                   tokens.terms);
+                                   tokens.forms.terms);
     return;
   }
   take_registers<kProductRegisters>();
 
   TileStage stage;
   ItemPlace<1> item;
-  uint32_t meeting = 0;  // parity
+  uint32_t cleaned = 0;  // parity
   for (;; item.next()) {
     // 2. The item's queries into registers.
     barrier_wait(barriers.item_full(0), item.parity);
@@ -82,13 +82,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 3. Tile by tile: scores, weights, output += weights x values.
     float s[kKeys / 2];
-    uint32_t weights[kKeys / 16][4];  // of the tile before
+    uint32_t weights[kKeys / 16][4];  // weights of the tile before
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
     Roundings roundings;
     const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * L::Tiles::kStage;
-      clean_tile<typename L::Tiles>(state, shared + place, barriers, meeting);
+      clean_tile<typename L::Tiles>(state, shared + place, barriers, cleaned);
       wgmma_fence();
       begin_by_columns<Half, kKeys, F>(s, phi_q, base + place);
       wgmma_commit();
@@ -109,13 +109,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     sums_are_there(output);
 
     // 4. Rows of the result.
-    const float kept = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
-    const double reference = rows.largest - static_cast<double>(tokens.log_scale);
+    const float output_scale = 1 / value_scale_of(tokens, at.b * params.G + at.value_head);
+    const double reference = rows.largest - static_cast<double>(tokens.forms.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_lanes<4>(sums[half]);
       const float rounding = sum_of_lanes<4>(roundings[half]);
-      rows.template store<V>(params, at, half, sum, rounding, reference, kept, output);
+      rows.template store<V>(params, at, half, sum, rounding, reference, output_scale, output);
     }
   }
 #else
@@ -128,7 +128,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    const Items items(tokens.forms.item_counters,
+                      params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     ForwardMaps maps;
     const char* error = map_forward<F, kKeys>(maps, params, tokens, tokens.phi_q, tokens.phi_k);
     if (error != nullptr) return error;

@@ -36,7 +36,7 @@ struct Int8Layout {
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 
-// All that sums of weights are multiplied with, by the whole block.
+// Computes the factors of sums of weights, in all threads of the block.
 template <typename L>
 __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   Shared<uint32_t> ones = shared_cast<uint32_t>(shared + L::kOnes);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   fence_async();
 }
 
-// sums += the weights of each row, four times, by a product with ones at `ones`.
+// Adds the weights of each row to its four sums, by a product with ones at `ones`.
 [[maybe_unused]] __device__ __forceinline__ void begin_row_sums(
     float (&sums)[4], const uint32_t (&weights)[kKeys / 16][4], uint32_t ones) {
   const uint64_t right = wgmma_operand(ones);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   }
 }
 
-// Scores, which are then free, to bfloat16 in the order of A.
+// Rounds scores, which are then free, to bfloat16 in the order of A.
 [[maybe_unused]] __device__ __forceinline__ void round_scores(int32_t (&scores)[kKeys / 2],
                                                               uint32_t (&rounded)[kKeys / 16][4]) {
   sums_are_there(scores);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   }
 }
 
-// Rounded scores become weights, as A.
+// Makes weights of rounded scores, as A.
 //   magnitudes: of the tile's keys, by pairs
 //   diagonal: of a tile that crosses it, how many keys a row sees less the thread's first row and
 //     one
@@ -91,9 +91,9 @@ __device__ __forceinline__ void make_weights(const uint32_t (&rounded)[kKeys / 1
   fence_async();
 }
 
-// What those who multiply do along the tiles of an item: begin_scores() waits for a tile and begins
-// its scores, round() frees them, make(stage) makes its weights, and begin_output(stage) begins to
-// multiply these with its values.
+// Passes the tiles of an item, as the multiplying warpgroups do: begin_scores() waits for a tile
+// and begins its scores, round() frees them, make(stage) makes its weights, and begin_output(stage)
+// begins to multiply these with its values.
 //   kCrosses: of the last tile, whether make must hide pairs beyond the diagonal
 template <bool kCrosses, typename Begin, typename Round, typename Make, typename BeginOutput>
 __device__ __forceinline__ void pass_rounded_tiles(const TileBarriers<1, kInt8Tiles>& barriers,
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   const uint32_t eps = pack<BFloat16>(tokens.int8.eps, tokens.int8.eps);
   TileStageOf<kInt8Tiles> stage;
   ItemPlace<1> item;
-  uint32_t meeting = 0;  // parity
+  uint32_t cleaned = 0;  // parity
   for (;; item.next()) {
     // 2. The item's queries into registers.
     barrier_wait(barriers.item_full(0), item.parity);
@@ -166,11 +166,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     int32_t scores[kKeys / 2];
     uint32_t rounded[kKeys / 16][4], weights[kKeys / 16][4];
     float output[V / kBoxColumns][32] = {};
-    float sums[4] = {};  // of the weights of the thread's rows, in [0] and [2]
+    float sums[4] = {};  // sums of weights of the thread's rows, in [0] and [2]
     const auto begin_scores = [&] {
       const uint32_t place = stage.index * L::Tiles::kStage;
       barriers.wait(stage);
-      clean_tile<typename L::Tiles>(state, shared + place, barriers, meeting);
+      clean_tile<typename L::Tiles>(state, shared + place, barriers, cleaned);
       wgmma_fence();
       begin_int8<kKeys, kWords>(scores, phi_q, base + place);
       wgmma_commit();
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     sums_are_there(sums);
 
     // 4. Rows of the result.
-    const double reference = rows.largest - static_cast<double>(tokens.log_scale);
+    const double reference = rows.largest - static_cast<double>(tokens.forms.log_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows.template store<V>(params, at, half, sums[2 * half], 0, reference, 1, output);
@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 template <int V>
 const char* queue_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                const FoldedTokens& tokens) {
-  const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+  const Items items(tokens.forms.item_counters,
+                    params.B * params.H * ceil_div(params.L, kWarpgroupRows));
   ForwardMaps maps;
   const char* error =
       map_forward<kWords, kKeys>(maps, params, tokens, tokens.int8.phi_q, tokens.int8.phi_k);

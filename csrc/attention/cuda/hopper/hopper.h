@@ -9,7 +9,7 @@ namespace ikattn::cuda {
 // Output and log Z.
 const char* warpgroup_forward(const AttentionParams& params, const DeviceExecutor& executor,
                               const FoldedTokens& tokens);
-// The same of Int8Features.
+// Computes the forward with scores in int8, from Int8Features.
 const char* warpgroup_int8_forward(const AttentionParams& params, const DeviceExecutor& executor,
                                    const FoldedTokens& tokens);
 

@@ -1,7 +1,7 @@
 // The key side of the backward on Hopper: grad_phi_k, grad_value and the gradients of the logits.
 // An item is 128 keys, two warpgroups of 64, and passes along the queries of all heads that share
-// them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, so that what is made
-// of them is the A of what is summed.
+// them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, and weights and
+// gradients made of them are the left operands of the sums.
 //
 // Where scores are products of integers of 8 bits (Int8Features), a tile has its queries' features
 // twice: as integers, which scores are made of, and in Half, of which grad_phi_k is a sum.
@@ -19,7 +19,8 @@ constexpr bool kHoldsValues = V <= 64;
 
 template <int F, int V, bool kInt8>
 struct KeyLayout {
-  static constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;  // of 16 bits
+  static constexpr int kScoreColumns =
+      kInt8 ? Int8Features::kColumns / 2 : F;  // columns of 16 bits
   using ScoreQueries = Boxes<kStep, kScoreColumns>;
   using Queries = Boxes<kStep, F>;
   using Gradients = Boxes<kStep, V>;
@@ -41,13 +42,13 @@ struct KeyLayout {
   static constexpr int64_t kBytes = kNumbers + kItems * kItemNumbers * 4;
 };
 
-// From where an item's own tokens, and the tiles it passes along, are copied.
+// Maps of the memory that an item's own tokens, and the tiles it passes along, are copied from.
 struct PairMaps {
   KeyMaps own;
   RowMap score_queries, queries, gradients;  // the first of integers
 };
 
-// What the third warpgroup of a block does.
+// Copies a block's tokens and tiles; its third warpgroup does.
 template <typename L, Pairs kPairs>
 __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,
@@ -56,11 +57,11 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
                                            Shared<int> numbers, uint32_t base) {
   constexpr uint32_t kRowBytes = kStep * 4;
   constexpr bool is_causal = kPairs == Pairs::kCausal;
-  int bh = 0, first = 0, i0 = 0;  // of the item's tiles
+  int bh = 0, first = 0, i0 = 0;  // place of the item's tiles
   copy_items(
       barriers, items, numbers, L::kOwn, L::kStage + L::kRowNumbers * 4,
       [&](int index) {
-        return tokens.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk];
+        return tokens.forms.state[KeyBlock(params, kWarpgroupRows, is_causal, index).bk];
       },
       [&](int index, int place, uint32_t barrier) {
         const KeyBlock at(params, kWarpgroupRows, is_causal, index);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&sco
   wgmma_commit();
 }
 
-// Rows of the results, of keys at `at`; own: what they bring to their pairs.
+// Stores rows of the results, of keys at `at`; own: their numbers.
 template <typename T, int F, int V>
 __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,
@@ -250,7 +251,7 @@ const char* queue_key_gradients(const AttentionBackwardParams& params,
                                 const FoldedGradients& gradients) {
   constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
-  const Items items(tokens.items_taken + 1,
+  const Items items(tokens.forms.item_counters + 1,
                     params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
   PairMaps maps = {};
   const void* keys = tokens.phi_k;

@@ -1,5 +1,5 @@
-// What a thread's keys meet in the key gradients on Hopper: rows are keys and columns queries, 64
-// of a tile, and the queries of all heads that share the keys come one head after the other.
+// Pairs of a thread's keys in the key gradients on Hopper: rows are keys and columns queries, 64 of
+// a tile, and the queries of all heads that share the keys come one head after the other.
 #pragma once
 
 #include "attention/cuda/hopper/pipeline.h"
@@ -12,13 +12,13 @@ namespace {
 template <int F, int V>
 constexpr bool kOverlaps = F + V <= 192;
 
-// What a thread's two keys bring to their pairs.
+// Numbers of a thread's two keys that their pairs need.
 struct KeyNumbers {
   float fit[2], terms[2];
   float of_integer[2];  // makes scores of sums of integers
 
-  // Of keys j and j + 8. fit_of_head: KeyScales::fit; kMarks: a hidden key's fit is -0, by which it
-  // is known in the end.
+  // Loads the numbers of keys j and j + 8. fit_of_head: KeyScales::fit; kMarks: a hidden key's fit
+  // is -0, by which it is known in the end.
   template <typename T, bool kMarks>
   __device__ __forceinline__ static KeyNumbers load(const AttentionParams& params,
                                                     const FoldedTokens& tokens, const float* logits,
@@ -30,24 +30,24 @@ struct KeyNumbers {
       const int j = first + 8 * half;
       const bool there = j < params.S;
       // sqrt(K e_j), with which the score is bounded.
-      const float scale = there ? tokens.scales[bk * params.S + j] : 0.0f;
+      const float scale = there ? tokens.forms.scales[bk * params.S + j] : 0.0f;
       numbers.fit[half] = scale * fit;
       numbers.of_integer[half] = scale * (4.0f / (Int8Features::kLargest * Int8Features::kLargest));
       if (kMarks && there && logits[bk * params.S + j] == minus_infinity<float>()) {
         numbers.fit[half] = -0.0f;
       }
-      numbers.terms[half] = there ? tokens.terms[bk * padded_tokens(params.S) + j] : 0.0f;
+      numbers.terms[half] = there ? tokens.forms.terms[bk * padded_tokens(params.S) + j] : 0.0f;
     }
     return numbers;
   }
-  // Of those that kMarks has marked.
+  // Returns which keys are hidden, by the marks of kMarks.
   __device__ __forceinline__ HiddenKeys hidden() const {
     return {{__float_as_uint(fit[0]) == 1u << 31, __float_as_uint(fit[1]) == 1u << 31}};
   }
 };
 
-// Which query of a tile is the first to see the thread's first key: of the first tile, whose
-// queries begin where the keys do, and beyond the last tile of a head.
+// First query of a tile that sees the thread's first key: of the first tile, whose queries begin
+// where the keys do, and beyond the last tile of a head.
 template <Pairs kPairs>
 struct Diagonal {
   int first, beyond, now;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void take_scores(float (&s)[kStep / 2], int32_t (&sco
   }
 }
 
-// Scores s and x of a tile become factors: s of grad_phi_k, x of grad_value; logit_sums: the
-// gradients of the keys' logits.
+// Makes factors of the scores s and of x of a tile: s of grad_phi_k, x of grad_value; logit_sums:
+// the gradients of the keys' logits.
 //   normalizers, deltas: of the tile's queries; diagonal: Diagonal::now
 template <typename T, Pairs kPairs>
 __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kStep / 2],
@@ -108,7 +108,7 @@ __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kSt
   }
 }
 
-// The products of a tile are over: scores s, or sums of integers, and x become factors.
+// Makes factors of a tile's scores s, or sums of integers, and x, whose products are over.
 //   numbers: of its queries
 template <typename T, bool kInt8, Pairs kPairs>
 __device__ __forceinline__ void finish_pairs(const KeyNumbers& keys, float (&s)[kStep / 2],

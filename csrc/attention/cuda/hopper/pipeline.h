@@ -1,13 +1,13 @@
-// What the kernels of warpgroups share. A block is three of them: two multiply, and one thread of
-// the third begins the copies, up to three tiles ahead of those who read. Nobody else waits for
-// anybody: a stage has a barrier for its tile to be there, and one for it to be read.
+// Pipeline that the kernels of warpgroups share. A block is three of them: two multiply, and one
+// thread of the third begins the copies, up to three tiles ahead of those who read. Nobody else
+// waits for anybody: a stage has a barrier for its tile to be there, and one for it to be read.
 //
-// There are no more blocks than run at once. An item is 128 tokens of a head, and what they meet:
-// a block takes one after the other, and the first tiles of the next are on their way while the
-// results of the one before are stored.
+// There are no more blocks than run at once. An item is 128 tokens of a head, with all tiles that
+// they pass: a block takes one after the other, and the first tiles of the next are on their way
+// while the results of the one before are stored.
 //
 // Tiles lie in shared memory as wgmma takes them, boxes of 64 columns: rows of 128 bytes, whose
-// 16-byte chunks are turned by the row.
+// 16-byte chunks are swizzled by the row.
 #pragma once
 
 #include "attention/cuda/tensor_cores/blocks.h"
@@ -21,13 +21,13 @@ namespace {
 constexpr int kWarpgroups = 2;  // that multiply
 constexpr int kProductThreads = kWarpgroups * 128;
 constexpr int kWarpgroupThreads = kProductThreads + 128;
-constexpr int kWarpgroupRows = kWarpgroups * 64;  // of a block
+constexpr int kWarpgroupRows = kWarpgroups * 64;  // rows of a block
 // One is read by products that go on while the next is waited for, and one is copied.
 constexpr int kTilesInFlight = 3;
 constexpr int kBoxColumns = 64;
-// Of a thread: 168 are there for each, of which those that copy need few.
+// Registers of a thread: 168 are there for each, and the copying ones need few.
 constexpr int kProductRegisters = 240, kCopyRegisters = 24;
-// Else those who multiply would wait for registers that nobody gives.
+// Registers that nobody gives away would keep the multiplying warpgroups waiting.
 static_assert(kProductThreads * kProductRegisters + 128 * kCopyRegisters <=
               kWarpgroupThreads * 168);
 // Whether a block may have as much shared memory, and kBoxes, where boxes begin, are multiples of
@@ -42,7 +42,8 @@ struct Boxes {
   static constexpr int kCount = kWidth / kBoxColumns;
   static constexpr uint32_t kBox = kRows * 128, kBytes = kCount * kBox;
 
-  // Begins to copy them to `base` from `row` on; zeros beyond the last, and beyond the columns.
+  // Begins to copy them to `base` from `row` on; zeros beyond the last, and beyond the
+  // columns.
   __device__ static __forceinline__ void copy(uint32_t base, const RowMap& map, int batch, int head,
                                               int row, uint32_t barrier) {
 #pragma unroll
@@ -50,8 +51,8 @@ struct Boxes {
       begin_box(base + box * kBox, map, batch, head, row, box * kBoxColumns, barrier);
     }
   }
-  // Of the operand at their begin: 16 columns of rows, from the k-th 16 on; and 16 rows, from the
-  // k-th 16 on, of a box.
+  // Returns the operand of 16 columns of rows, from the k-th 16 on, or of 16 rows of a box, from
+  // the k-th 16 on; `operand` is where they begin.
   __device__ static __forceinline__ uint64_t by_columns(uint64_t operand, int k) {
     return wgmma_operand_after(operand, k / 4 * kBox + k % 4 * 32);
   }
@@ -71,27 +72,27 @@ struct TileStageOf {
     index = 0;
     parity ^= 1;
   }
-  // The index of the stage before.
+  // Returns the index of the stage before.
   __device__ __forceinline__ int before() const { return index == 0 ? kStages - 1 : index - 1; }
 };
 using TileStage = TileStageOf<kTilesInFlight>;
 
 // The items of a kernel.
 struct Items {
-  unsigned* taken;  // of them, beyond the first of each block; 0 at first
+  unsigned* counter;  // counts items beyond the first of each block; 0 at first
   int count;
 
-  Items(unsigned* counter, int64_t items) : taken(counter), count(static_cast<int>(items)) {}
+  Items(unsigned* counter, int64_t items) : counter(counter), count(static_cast<int>(items)) {}
   dim3 blocks() const {
     return dim3(static_cast<unsigned>(count < multiprocessors() ? count : multiprocessors()));
   }
   __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x); }
   __device__ __forceinline__ int next() const {
-    return static_cast<int>(gridDim.x + atomicAdd(taken, 1u));
+    return static_cast<int>(gridDim.x + atomicAdd(counter, 1u));
   }
 };
-// What those who multiply hear of an item, in shared memory: its index, or -1 after the last, and
-// the state of its head. Each has 16 bytes of its own.
+// Numbers that tell the multiplying threads of an item, in shared memory: its index, or -1 after
+// the last, and the state of its head. Each has 16 bytes of its own.
 constexpr int kItemNumbers = 4;
 
 // In shared memory from `first` on: for each stage that its tile is there, and that it is read; the
@@ -101,7 +102,7 @@ struct TileBarriers {
   static constexpr uint32_t kBytes = (2 * kStages + 2 * kItems + 1) * 8;
   uint32_t first;
 
-  // By the whole block, which meets.
+  // Initialises the barriers; all threads of the block call it, and it synchronises them.
   __device__ __forceinline__ explicit TileBarriers(uint32_t place) : first(place) {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kStages; ++stage) {
@@ -112,7 +113,7 @@ struct TileBarriers {
         barrier_init(item_full(item), 1);
         barrier_init(item_read(item), kProductThreads / 32);
       }
-      barrier_init(meeting(), kProductThreads);
+      barrier_init(cleaned(), kProductThreads);
       fence_barriers();
     }
     __syncthreads();
@@ -127,16 +128,16 @@ struct TileBarriers {
   __device__ __forceinline__ uint32_t item_read(int item) const {
     return first + (2 * kStages + kItems + item) * 8;
   }
-  __device__ __forceinline__ uint32_t meeting() const {
+  __device__ __forceinline__ uint32_t cleaned() const {
     return first + (2 * kStages + 2 * kItems) * 8;
   }
 
-  // The tile is there.
+  // Waits until the tile is there.
   __device__ __forceinline__ void wait(const TileStageOf<kStages>& stage) const {
     barrier_wait(full(stage.index), stage.parity);
   }
-  // The warp has read it, its products included. What its threads have read themselves since a
-  // fence_async, they have to fence before a copy may come there.
+  // Says that the warp has read the tile, its products included. Reads by its threads themselves
+  // since a fence_async have to be fenced before a copy may come there.
   __device__ __forceinline__ void release(int stage) const { arrive_as_warp(read(stage)); }
   __device__ __forceinline__ void release_item(int item) const {
     fence_async();
@@ -150,7 +151,7 @@ struct TileBarriers {
   }
 };
 
-// Where an item's own tokens are, and how often the place has been used before, in parity.
+// Place of an item's own tokens, and how often it has been used before, in parity.
 template <int kItems>
 struct ItemPlace {
   int index = 0;
@@ -163,9 +164,9 @@ struct ItemPlace {
   }
 };
 
-// What the third warpgroup does. For each item, state_of(index) is the state of its head;
-// begin(index, place, barrier) begins the copies of its own tokens, `bytes` of them, and returns
-// how many tiles it passes; copy(tile, stage, barrier) begins those of a tile.
+// Copies items, as the third warpgroup does. For each item, state_of(index) is the state of its
+// head; begin(index, place, barrier) begins the copies of its own tokens, `bytes` of them, and
+// returns how many tiles it passes; copy(tile, stage, barrier) begins the copies of a tile.
 template <int kItems, int kStages, typename StateOf, typename Begin, typename Copy>
 __device__ __forceinline__ void copy_items(const TileBarriers<kItems, kStages>& barriers,
                                            const Items& items, Shared<int> numbers, uint32_t bytes,
@@ -197,9 +198,9 @@ __device__ __forceinline__ void copy_items(const TileBarriers<kItems, kStages>& 
   barrier_arrive(barriers.item_full(place.index));
 }
 
-// What those who multiply do along the tiles of an item: begin(tile, stage) begins the products
-// that make what a tile is about, make(tile, stage) turns it into factors, once they are over, and
-// fences what it reads of the tile; pack() makes them A. Meanwhile the tensor cores are at the tile
+// Passes the tiles of an item, as the multiplying warpgroups do: begin(tile, stage) begins the
+// products for a tile, make(tile, stage) turns them into factors, once they are over, and fences
+// its reads of the tile; pack() makes the factors A. Meanwhile the tensor cores are at the tile
 // before: begin_sums(stage) begins to multiply its factors with it.
 template <int kItems, typename Begin, typename BeginSums, typename Make, typename Pack>
 __device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers, TileStage& stage,
@@ -229,16 +230,16 @@ __device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers,
   barriers.release(before);
 }
 
-// The tiles of kKeys keys that an item's queries meet.
+// Returns how many tiles of kKeys keys an item's queries see.
 template <int kKeys>
 __device__ __forceinline__ int tiles_met(const AttentionParams& params, bool causal, int i0) {
   const int64_t end = causal ? min(params.S, int64_t{i0} + kWarpgroupRows) : params.S;
   return static_cast<int>((end + kKeys - 1) / kKeys);
 }
 
-// True of a tile's first key, which the compiler does not see: in the same block of code it would
-// move what is done between two waits for products behind the second, where the tensor cores have
-// nothing to do.
+// Returns true for a tile's first key, which the compiler does not see: in the same block of code
+// it would move what is done between two waits for products behind the second, where the tensor
+// cores have nothing to do.
 __device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_t j0) {
   return j0 < params.S;
 }
@@ -261,7 +262,7 @@ const char* map_values(RowMap& map, const AttentionParams& params, const FoldedT
                   tokens.value.stride, kRows);
 }
 
-// From where keys and values of a call are copied.
+// Maps of the memory that keys and values of a call are copied from.
 struct KeyMaps {
   RowMap keys, values;
 };
@@ -287,29 +288,29 @@ struct KeyTiles {
     Keys::copy(place, maps.keys, 0, bk, tile * kKeys, barrier);
     Values::copy(place + kValues, maps.values, batch, value_head, tile * kKeys, barrier);
   }
-  // By all that multiply, whose phase at their meeting is of parity `parity`: what is not finite
-  // among the values of the tile at `place` becomes zero.
-  __device__ __forceinline__ static void clean(Shared<unsigned char> place, uint32_t meeting,
+  // Makes zero of the values of the tile at `place` that are not finite. All multiplying threads
+  // call it, and synchronise at the barrier `cleaned`, whose phase has the parity `parity`.
+  __device__ __forceinline__ static void clean(Shared<unsigned char> place, uint32_t cleaned,
                                                uint32_t parity) {
     clean_values<T, kKeys * V, kProductThreads>(place + kValues);
     fence_async();
-    barrier_arrive(meeting);
-    barrier_wait(meeting, parity);
+    barrier_arrive(cleaned);
+    barrier_wait(cleaned, parity);
   }
 };
 
-// The warp's 16 rows of an item's tokens at `tokens`, Boxes<kWarpgroupRows, kWidth>, as A.
+// Loads the warp's 16 rows of an item's tokens at `tokens`, Boxes<kWarpgroupRows, kWidth>, as A.
 template <int kWidth>
 __device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], uint32_t tokens) {
-  const FragmentPlaces places =
-      FragmentPlaces::of_rows(tokens + threadIdx.x / 32 * (16 * 128), 128);
+  const FragmentAddresses places =
+      FragmentAddresses::of_rows(tokens + threadIdx.x / 32 * (16 * 128), 128);
 #pragma unroll
   for (int k = 0; k < kWidth / 16; ++k) {
     ldmatrix_x4(a[k], places.place[k % 4] + k / 4 * Boxes<kWarpgroupRows, kWidth>::kBox);
   }
 }
 
-// sums = a b, kWidth on the inner axis.
+// Begins sums = a b, kWidth on the inner axis.
 template <typename T, int kRows, int kWidth, int kSums>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
                                                  const uint32_t (&a)[kWidth / 16][4], uint32_t b) {
@@ -319,7 +320,7 @@ __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
     wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// The same of integers of 8 bits, two in each of kWidth columns.
+// Begins products of integers of 8 bits, two in each of kWidth columns.
 template <int kRows, int kWidth>
 __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (&a)[kWidth / 16][4],
                                            uint32_t b) {
@@ -329,7 +330,7 @@ __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (
     wgmma_int8(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// The same of an a in shared memory; Left, Right: boxes of both.
+// Begins products of an a in shared memory; Left, Right: boxes of both.
 template <typename T, typename Left, typename Right>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[32], uint32_t a, uint32_t b) {
   const uint64_t left = wgmma_operand(a), right = wgmma_operand(b);
@@ -346,7 +347,7 @@ __device__ __forceinline__ void begin_int8(int32_t (&sums)[32], uint32_t a, uint
     wgmma_int8(sums, Left::by_columns(left, k), Right::by_columns(right, k), k > 0);
   }
 }
-// sums[box] += a b, kRows on the inner axis.
+// Begins sums[box] += a b, kRows on the inner axis.
 template <typename T, int kRows, int kWidth>
 __device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns][32],
                                               const uint32_t (&a)[kRows / 16][4], uint32_t b) {
@@ -359,12 +360,12 @@ __device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns
     }
   }
 }
-// One of a thread's sums [64][64 boxes]: c of its row `half` in tile n of 8.
+// Returns one of a thread's sums [64][64 boxes]: c of its row `half` in tile n of 8.
 template <int kBoxes>
 __device__ __forceinline__ float sum_at(const float (&sums)[kBoxes][32], int half, int n, int c) {
   return sums[n / 8][n % 8 * 4 + 2 * half + c];
 }
-// What products have left as sums [64][8 kTiles] becomes A.
+// Packs sums [64][8 kTiles] of products into A.
 template <typename T, int kTiles>
 __device__ __forceinline__ void pack_left(const float (&sums)[4 * kTiles],
                                           uint32_t (&a)[kTiles / 2][4]) {

@@ -10,7 +10,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Scores of a thread's two rows become factors of grad_phi_q; those of pairs that are not seen: 0.
+// Makes factors of grad_phi_q of the scores of a thread's two rows; 0 for pairs that are not seen.
 //   sees: of c of tile n of 8 columns
 template <typename Sees>
 __device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (&x)[kStep / 2],
@@ -44,7 +44,7 @@ struct QueryMaps {
   KeyMaps keys;
 };
 
-// What the third warpgroup of a block does.
+// Copies a block's queries and tiles; its third warpgroup does.
 template <typename L, Pairs kPairs>
 __device__ __forceinline__ void copy_queries(const AttentionBackwardParams& params,
                                              const FoldedTokens& tokens, const FoldedRows& rows,
@@ -65,12 +65,12 @@ __device__ __forceinline__ void copy_queries(const AttentionBackwardParams& para
       [](int, int, uint32_t) {});
 }
 
-// What a thread's two rows, the first of them row0, bring to their pairs.
+// Numbers of a thread's two rows, the first of them row0, that their pairs need.
 struct RowNumbers {
   int row0;
   float fit[2], fitting_delta[2], normalizer[2];
 
-  // fits, deltas: of the item's rows.
+  // Takes the fits and deltas of the item's rows.
   __device__ __forceinline__ RowNumbers(const AttentionBackwardParams& params,
                                         const FoldedRows& rows, const QueryBlock& at,
                                         Shared<const float> fits, Shared<const float> deltas) {
@@ -87,7 +87,7 @@ struct RowNumbers {
   }
 };
 
-// Scores s and products x of a tile become factors.
+// Makes factors of the scores s and products x of a tile.
 template <Pairs kPairs>
 __device__ __forceinline__ void make_products(const AttentionParams& params, int tile,
                                               const RowNumbers& rows, float (&s)[kStep / 2],
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
   TileStage stage;
   ItemPlace<1> item;
-  uint32_t meeting = 0;  // parity
+  uint32_t cleaned = 0;  // parity
   for (;; item.next()) {
     // 2. The item's queries and their gradients into registers.
     barrier_wait(barriers.item_full(0), item.parity);
@@ -145,11 +145,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
     float s[kStep / 2], x[kStep / 2];
-    uint32_t products[kStep / 16][4];  // of the tile before
+    uint32_t products[kStep / 16][4];  // products of the tile before
     float sums[F / kBoxColumns][32] = {};
     const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * Tiles::kStage;
-      clean_tile<Tiles>(state, shared + place, barriers, meeting);
+      clean_tile<Tiles>(state, shared + place, barriers, cleaned);
       wgmma_fence();
       begin_by_columns<Half, kStep, F>(s, phi_q, base + place);
       begin_by_columns<T, kStep, V>(x, gradients, base + place + Tiles::kValues);
@@ -186,7 +186,8 @@ const char* warpgroup_query_gradients(const AttentionBackwardParams& params,
                                       const DeviceExecutor& executor, const FoldedTokens& tokens,
                                       const FoldedRows& rows, const FeatureGradients& grad_phi_q) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    const Items items(tokens.items_taken, params.B * params.H * ceil_div(params.L, kWarpgroupRows));
+    const Items items(tokens.forms.item_counters,
+                      params.B * params.H * ceil_div(params.L, kWarpgroupRows));
     QueryMaps maps = {};
     const char* error =
         map_features<F, kWarpgroupRows>(maps.queries, tokens.phi_q, params.B * params.H, params.L);

@@ -1,5 +1,5 @@
-// What the kernels share whose items are queries: what the third warpgroup copies, what hides pairs
-// of a tile, and, of both forward kernels, what an item's rows become.
+// Steps that the kernels whose items are queries share: copies by the third warpgroup, hidden pairs
+// of a tile, and, in both forward kernels, the results of an item's rows.
 #pragma once
 
 #include "attention/cuda/hopper/pipeline.h"
@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// What the third warpgroup does: items of queries, and tiles of kKeys keys and their values.
+// Copies items of queries, and tiles of kKeys keys and their values, as the third warpgroup does.
 //   copy_rows(at, barrier): begins the copies of an item's own rows, `bytes` of them
 //   copy_numbers(tile, stage, barrier): begins those of what lies beside a tile, `number_bytes`
 template <typename L, int kKeys, Pairs kPairs, typename CopyRows, typename CopyNumbers>
@@ -19,10 +19,10 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
                                                  Shared<int> numbers, uint32_t base, uint32_t bytes,
                                                  uint32_t number_bytes, const CopyRows& copy_rows,
                                                  const CopyNumbers& copy_numbers) {
-  int bk = 0, batch = 0, value_head = 0;  // of the item
+  int bk = 0, batch = 0, value_head = 0;  // place of the item
   copy_items(
       barriers, items, numbers, bytes, L::Tiles::kStage + number_bytes,
-      [&](int index) { return tokens.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
+      [&](int index) { return tokens.forms.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
       [&](int index, int, uint32_t barrier) {
         const QueryBlock at(params, kWarpgroupRows, index);
         copy_rows(at, barrier);
@@ -37,22 +37,22 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
       });
 }
 
-// Where a head's `state` says that some value may not be finite: those of the tile at `place`
-// become zero. parity: of the phase of those who multiply, which goes on.
+// Makes zero of the values of the tile at `place` that are not finite, where the head's `state`
+// says that there may be some. parity: of the phase of the multiplying threads, which goes on.
 template <typename Tiles, typename Barriers>
 __device__ __forceinline__ void clean_tile(uint32_t state, Shared<unsigned char> place,
                                            const Barriers& barriers, uint32_t& parity) {
   if ((state & kUnclean) == 0) return;
-  Tiles::clean(place, barriers.meeting(), parity);
+  Tiles::clean(place, barriers.cleaned(), parity);
   parity ^= 1;
 }
 
-// From where a forward copies.
+// Maps of the memory that a forward copies from.
 struct ForwardMaps {
   RowMap queries;
   KeyMaps keys;
 };
-// Of features in 16-bit columns, F of a row, and tiles of kKeys keys.
+// Makes the maps for features in 16-bit columns, F of a row, and tiles of kKeys keys.
 template <int F, int kKeys>
 const char* map_forward(ForwardMaps& maps, const AttentionParams& params,
                         const FoldedTokens& tokens, const void* phi_q, const void* phi_k) {
@@ -61,7 +61,7 @@ const char* map_forward(ForwardMaps& maps, const AttentionParams& params,
   return error != nullptr ? error : map_keys<F, kKeys>(maps.keys, params, tokens, phi_k);
 }
 
-// What the third warpgroup of a forward does.
+// Copies for a forward, as the third warpgroup does.
 //   terms: a number of each key, [B, key_heads, padded S], of which L::kTerms has [stage][kKeys]
 template <typename L, int kKeys, Pairs kPairs, typename Term>
 __device__ __forceinline__ void copy_forward(const AttentionParams& params,
@@ -95,7 +95,7 @@ struct ForwardRowsOfItem {
                                                const FoldedTokens& tokens, const QueryBlock& at)
       : row0(at.i0 + static_cast<int>(threadIdx.x) / 32 * 16 +
              static_cast<int>(threadIdx.x) % 32 / 4),
-        largest(tokens.largest[at.bk]) {
+        largest(tokens.forms.largest[at.bk]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row0 + 8 * half;
@@ -103,18 +103,18 @@ struct ForwardRowsOfItem {
     }
   }
 
-  // The results of row `half`: of all lanes that have it, the sum of its weights and what rounding
-  // has added to them; reference: log Z where the sum is 1; kept: the rescale of dropout, over the
-  // scale of the value.
+  // Stores the results of row `half`, from all lanes' sums of its weights and of the errors of
+  // rounding them; reference: log Z where the sum is 1; output_scale: the rescale of dropout, over
+  // the scale of the value.
   template <int V>
   __device__ __forceinline__ void store(const AttentionParams& params, const QueryBlock& at,
                                         int half, float sum, float rounding, double reference,
-                                        float kept,
+                                        float output_scale,
                                         const float (&output)[V / kBoxColumns][32]) const {
     const int row = row0 + 8 * half;
     if (row >= params.L) return;
     store_result<V>(params, at, row, 0, sum == 0 ? sum : sum + poison[half], rounding, reference,
-                    kept, [&](int n, int c) { return sum_at(output, half, n, c); });
+                    output_scale, [&](int n, int c) { return sum_at(output, half, n, c); });
   }
 };
 

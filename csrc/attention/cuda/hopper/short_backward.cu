@@ -23,7 +23,7 @@ struct ShortBackwardMaps {
   KeyMaps keys;
 };
 
-// What the third warpgroup of a block does: copies, unit after unit.
+// Copies unit after unit, as the third warpgroup of a block does.
 template <typename L>
 __device__ __forceinline__ void copy_units(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_units(const AttentionBackwardParams& params
   ItemPlace<1> place;
 #pragma unroll 1
   for (int bk = static_cast<int>(blockIdx.x); bk < heads; bk += static_cast<int>(gridDim.x)) {
-    if (is_of_other_form<Pairs::kAll>(tokens.state[bk])) continue;
+    if (is_of_other_form<Pairs::kAll>(tokens.forms.state[bk])) continue;
     const ShortKeyHead head(params, bk);
 #pragma unroll 1
     for (int unit = 0; unit < ShortUnit::count(params); ++unit) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void copy_units(const AttentionBackwardParams& params
         barrier_arrive(full, L::Tiles::kStage + 2 * L::kKeyNumbers);
         L::Tiles::copy(base + L::kTiles + stage.index * L::Tiles::kStage, maps.keys, bk, head.b,
                        head.value_head, tile, full);
-        begin_bytes(to, tokens.terms + key, L::kKeyNumbers, full);
-        begin_bytes(to + L::kKeyNumbers, tokens.lows + key, L::kKeyNumbers, full);
+        begin_bytes(to, tokens.forms.terms + key, L::kKeyNumbers, full);
+        begin_bytes(to + L::kKeyNumbers, tokens.forms.lows + key, L::kKeyNumbers, full);
       }
     }
   }
@@ -77,7 +77,8 @@ struct ShortBackward {
   using L = ShortBackwardLayout<T, F, V>;
   using Factors = ShortFactors<T, kCausal, L::kWeights - L::kScoreGradients>;
   using Sums = float[F / kBoxColumns][32];
-  static constexpr int kBlocks = kChunkRows / 64 / kWarpgroups;  // of 64 queries, of a warpgroup
+  static constexpr int kBlocks =
+      kChunkRows / 64 / kWarpgroups;  // blocks of 64 queries in a warpgroup
   Shared<unsigned char> shared;
   uint32_t base;
   int group;
@@ -85,7 +86,7 @@ struct ShortBackward {
   __device__ __forceinline__ ShortUnit own_unit() const {
     return ShortUnit(shared_cast<const int>(shared + L::kUnit));
   }
-  // Factors of a tile's pairs, and sums += dS phi_k.
+  // Makes factors of a tile's pairs, and adds dS phi_k to sums.
   //   place: of the tile. keys: terms and scales
   __device__ __forceinline__ void pass(int tile, uint32_t place, Shared<const float> keys,
                                        float key_fit, Sums (&sums)[kBlocks]) const {
@@ -123,7 +124,8 @@ struct ShortBackward {
     }
   }
 
-  // sums += factors^T rows, of the tile's keys, over the unit's queries. R, kWidth: the rows.
+  // Adds factors^T rows to the sums of the tile's keys, over the unit's queries. R, kWidth: the
+  // rows.
   //   factors, rows: where they are
   template <typename R, int kWidth>
   __device__ __forceinline__ void add(const ShortUnit& unit, int tile, uint32_t factors,
@@ -137,8 +139,8 @@ struct ShortBackward {
       for (int k = 0; k < 4; ++k) {
 #pragma unroll
         for (int box = 0; box < kWidth / kBoxColumns; ++box) {
-          wgmma_turned<R>(sums[box], L::Factors::by_rows(left, 0, block * 4 + k),
-                          Boxes<kChunkRows, kWidth>::by_rows(right, box, block * 4 + k), true);
+          wgmma_transposed<R>(sums[box], L::Factors::by_rows(left, 0, block * 4 + k),
+                              Boxes<kChunkRows, kWidth>::by_rows(right, box, block * 4 + k), true);
         }
       }
       wgmma_commit();
@@ -147,7 +149,7 @@ struct ShortBackward {
     }
   }
 
-  // Of one of a tile's keys, by a thread each: the gradient of its logit.
+  // Adds up the gradient of the logit of one of a tile's keys; each thread takes one.
   //   scale: what the sum is multiplied with
   __device__ __forceinline__ void add_logits(const AttentionParams& params, const ShortUnit& unit,
                                              int tile, int bk, float scale, const float* logits,
@@ -168,7 +170,7 @@ struct ShortBackward {
     to[key] = logits[key] == minus_infinity<float>() ? 0.0f : sum * scale;
   }
 
-  // grad_phi_q of a unit's queries. numbers: normalizers and fits
+  // Stores grad_phi_q of a unit's queries. numbers: normalizers and fits
   __device__ __forceinline__ void store_queries(const AttentionBackwardParams& params,
                                                 const ShortUnit& unit, float units,
                                                 const float (&numbers)[kBlocks][2][2],
@@ -189,7 +191,8 @@ struct ShortBackward {
       }
     }
   }
-  // Normalizers and fits of the thread's rows, which stay when others are copied in their place.
+  // Loads normalizers and fits of the thread's rows, which stay when others are copied in their
+  // place.
   __device__ __forceinline__ void load_numbers(float (&numbers)[kBlocks][2][2]) const {
     Shared<const float> rows = shared_cast<const float>(shared + L::kRows);
 #pragma unroll
@@ -204,7 +207,7 @@ struct ShortBackward {
   }
 };
 
-// What the gradients of keys are made and stored with.
+// Operands and results of the gradients of keys.
 struct ShortKeys {
   const FoldedTokens& tokens;
   const FoldedRows& rows;
@@ -212,7 +215,8 @@ struct ShortKeys {
   const FoldedGradients& gradients;
   float* between;
 
-  // Of a tile: grad_phi_k, by one warpgroup, or by the other one grad_value and the logits'.
+  // Adds a tile's grad_phi_k, in one warpgroup, or grad_value and the logits' gradients, in the
+  // other.
   //   read: the barrier at which a warp arrives that reads no factor any more
   template <typename T, int F, int V, bool kCausal>
   __device__ __forceinline__ void add(const AttentionBackwardParams& params,
@@ -258,13 +262,13 @@ struct ShortKeys {
   }
 };
 
-// The tiles of a unit, by those who multiply. sums: of grad_phi_q
-//   passed: tiles so far, of all units. meeting: the parity of the next one
+// Passes the tiles of a unit, in the multiplying threads. sums: of grad_phi_q
+//   passed: tiles so far, of all units. cleaned: the parity of the next one
 template <typename T, int F, int V, bool kCausal, typename Barriers, typename Sums>
 __device__ __forceinline__ void pass_unit(const ShortBackward<T, F, V, kCausal>& block,
                                           const Barriers& barriers, const ShortKeys& of_keys,
                                           const AttentionBackwardParams& params, int bk,
-                                          float key_fit, uint32_t& passed, uint32_t& meeting,
+                                          float key_fit, uint32_t& passed, uint32_t& cleaned,
                                           Sums& sums) {
   using L = ShortBackwardLayout<T, F, V>;
   static_assert(kBackwardStages == 2);
@@ -274,9 +278,9 @@ __device__ __forceinline__ void pass_unit(const ShortBackward<T, F, V, kCausal>&
     const uint32_t stage = passed % 2;
     const uint32_t at = L::kTiles + stage * L::Tiles::kStage;
     barrier_wait(barriers.full(stage), passed / 2 % 2);
-    if ((of_keys.tokens.state[bk] & kUnclean) != 0) {
-      L::Tiles::clean(block.shared + at, barriers.meeting(), meeting);
-      meeting ^= 1;
+    if ((of_keys.tokens.forms.state[bk] & kUnclean) != 0) {
+      L::Tiles::clean(block.shared + at, barriers.cleaned(), cleaned);
+      cleaned ^= 1;
     }
     barrier_wait(read, stage ^ 1);
     block.pass(tile, block.base + at,
@@ -315,16 +319,16 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
   }
   take_registers<kProductRegisters>();
 
-  // The same for all warps of a warpgroup, and the compiler knows it.
+  // A shuffle tells the compiler that all warps of a warpgroup have the same index.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const Block block{shared, base, group};
   const ShortKeys of_keys{tokens, rows, logits, gradients, between};
   const int heads = static_cast<int>(params.B * params.key_heads);
   uint32_t passed = 0;                   // tiles
-  uint32_t units_done = 0, meeting = 0;  // parities: of units, and of meetings
+  uint32_t units_done = 0, cleaned = 0;  // parities: of units, and of cleaned tiles
 #pragma unroll 1
   for (int bk = static_cast<int>(blockIdx.x); bk < heads; bk += static_cast<int>(gridDim.x)) {
-    if (is_of_other_form<Pairs::kAll>(tokens.state[bk])) continue;
+    if (is_of_other_form<Pairs::kAll>(tokens.forms.state[bk])) continue;
     const float key_fit =
         key_scales_of<T>(params, tokens, rows, bk, ShortKeyHead(params, bk).of_values).fit *
         static_cast<float>(4 * params.M) * (1 / kWeightScale<T>);
@@ -333,7 +337,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       typename Block::Sums sums[Block::kBlocks] = {};
       barrier_wait(barriers.item_full(0), units_done);
       units_done ^= 1;
-      pass_unit(block, barriers, of_keys, params, bk, key_fit, passed, meeting, sums);
+      pass_unit(block, barriers, of_keys, params, bk, key_fit, passed, cleaned, sums);
       float numbers[Block::kBlocks][2][2];
       block.load_numbers(numbers);
       const ShortUnit unit = block.own_unit();

@@ -1,15 +1,15 @@
-// The backward in linear time: what every query brings, and which heads can do without.
+// The backward in linear time: numbers of every query, and heads that need no pairs.
 #include "attention/cuda/linear/gradients.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/feature_source.h"
-#include "attention/cuda/tensor_cores/begins.h"
+#include "attention/cuda/tensor_cores/initial_sums.h"
 #include "attention/cuda/tensor_cores/rows.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// Of the queries, as sums over them read them: those of all heads that share keys one after the
-// other, N = L H / key_heads of them; in causal calls so in each chunk.
+// Rows of the queries, as sums over them read them: all heads that share keys one after the other,
+// N = L H / key_heads rows; in causal calls so in each chunk.
 struct LinearRows {
   Half* phi;           // [B, key_heads, N, padded F]  nullptr: features lie so
   Half* gradients;     // [B, key_heads, N, 64]  dO / Z, in its own units
@@ -40,7 +40,7 @@ struct LinearRows {
     quadratic_heads = executor.take<uint32_t>(key_heads);
     weighted_bound = params.is_causal ? executor.take<uint32_t>(key_heads) : of_all;
   }
-  // Queries that share keys, and of all with their padding.
+  // Return how many queries share keys, and how many there are with their padding.
   __host__ __device__ static int64_t group_tokens(const AttentionParams& params) {
     return params.H / params.key_heads * params.L;
   }
@@ -60,8 +60,8 @@ struct LinearRows {
   }
 };
 
-// Where sums over queries find query i of a head: chunk by chunk, and in each those of the `group`
-// heads that share keys one after the other.
+// Returns where sums over queries find query i of a head: chunk by chunk, and in each those of the
+// `group` heads that share keys one after the other.
 __device__ __forceinline__ int64_t place_in_group(const AttentionParams& params,
                                                   const Prefixes& prefixes, int64_t bh, int64_t i) {
   const int64_t group = params.H / params.key_heads, of_head = bh % group;
@@ -70,14 +70,15 @@ __device__ __forceinline__ int64_t place_in_group(const AttentionParams& params,
   return first * group + of_head * min(tokens, params.L - first) + i - first;
 }
 
-// Whether query i of a causal call goes by pairs alone.
+// Returns whether query i of a causal call goes by pairs alone.
 __device__ __forceinline__ bool is_by_pairs(const AttentionParams& params,
                                             const FoldedTokens& tokens, int64_t bh, int64_t i) {
   const int64_t blocks = (params.L + kLinearQueries - 1) / kLinearQueries;
-  return tokens.quadratic_blocks[bh * blocks + i / kLinearQueries] != 0;
+  return tokens.linear.quadratic_blocks[bh * blocks + i / kLinearQueries] != 0;
 }
 
-// Of causal calls: LinearRows::weighted_bound. Others may have far smaller sums of weights.
+// Bounds weighted rows of causal calls, LinearRows::weighted_bound. Other calls may have far
+// smaller sums of weights.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
     weighted_bound_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
@@ -102,14 +103,14 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   raise_by_warp(bounds + key_head_of(params, at.bh), size * static_cast<double>(normalizer));
 }
 
-// Whether what follows from the sums of query i keeps its digits; square: of its features.
+// Returns whether what follows from the sums of query i keeps its digits; square: of its features.
 __device__ __forceinline__ bool keeps_digits(const AttentionParams& params,
                                              const FoldedTokens& tokens, const LinearSums& keys,
                                              const LinearHead& head, float share_of_mean,
                                              int64_t bh, int64_t i, float normalizer,
                                              float square) {
-  if (tokens.quadratic_blocks != nullptr) {
-    // Those of the first chunk are in no sums.
+  if (tokens.linear.quadratic_blocks != nullptr) {
+    // Queries of the first chunk are in no sums.
     return i < keys.prefixes.tokens || !is_by_pairs(params, tokens, bh, i);
   }
   const float mean = share_of_mean * head.squares / static_cast<float>(2 * params.M);
@@ -118,7 +119,7 @@ __device__ __forceinline__ bool keeps_digits(const AttentionParams& params,
          (normalizer > 0 && 1 / normalizer - head.terms >= mean * square);
 }
 
-// Every query, those of the padding included: what it brings, and whether its head can do without
+// Makes the numbers of every query, padding included, and finds whether its head can do without
 // pairs.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const RowPlace at(params.H, padded);
   const int64_t i = at.row, index = at.bh * padded + i, bk = key_head_of(params, at.bh);
   const bool there = i < params.L;
-  if ((tokens.state[bk] & kLeftToPairs) != 0) {  // the whole block
+  if ((tokens.forms.state[bk] & kLeftToPairs) != 0) {  // the whole block
     if (i == 0 && at.lane == 0) atomicMax(to.quadratic_heads + bk, ~0u);
     return;
   }
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     atomicMax(to.quadratic_heads + bk, static_cast<uint32_t>(chunk));
   }
   // Values that were scaled are below 2^15 each, as is what they are at most from their center.
-  const float bound = tokens.half_value.scales == nullptr
+  const float bound = tokens.linear.half_value.scales == nullptr
                           ? 2.002f * __uint_as_float(tokens.value_bounds[bk])
                           : 65536.0f * sqrtf(static_cast<float>(params.d_v));
   const float gram_scale = fitting_power(weighted * bound);
@@ -244,7 +245,7 @@ Array rows_of_64(void* data, ElementType type, int64_t heads, int64_t N) {
   return array;
 }
 
-// Without causality whole heads are left out.
+// Leaves out whole heads, where there is no causality.
 void leave_out_heads(const LinearRows& own, LinearTokens& tokens) {
   tokens.states = own.quadratic_heads;
   tokens.left_out = ~0u;
@@ -270,14 +271,15 @@ LinearTokens added_queries(const AttentionParams& params, const FoldedTokens& to
   return added;
 }
 
-// What keys have of the queries whose sums these are; values float32 where pairs go on from them.
+// Computes the gradients of keys from sums over queries; those of values in float32 where pairs add
+// to them.
 const char* key_gradients(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                           const FoldedTokens& tokens, const LinearTokens& keys,
                           const LinearRows& own, const LinearSums& of_queries, const float* logits,
-                          const FoldedGradients& gradients, GradientBegins& begins) {
+                          const FoldedGradients& gradients, InitialGradients& initial) {
   const GradientSide side = {.tokens = keys,
                              .rows = keys.rows,
-                             .scales = tokens.scales,
+                             .scales = tokens.forms.scales,
                              .scale_stride = params.S,
                              .pair_units = own.pair_units,
                              .gradients = gradients.phi_k,
@@ -295,7 +297,7 @@ const char* key_gradients(const AttentionBackwardParams& params, const DeviceExe
     float* value = executor.take<float>(params.B * params.key_heads * params.S * kMomentColumns);
     products.output = contiguous(value, params.key_heads, params.S, kMomentColumns);
     products.columns = kMomentColumns;
-    begins.value = value;
+    initial.value = value;
   }
   products.units = own.gradient_units;
   products.logits = logits;
@@ -306,7 +308,7 @@ const char* key_gradients(const AttentionBackwardParams& params, const DeviceExe
 
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
-                            const FoldedGradients& gradients, GradientBegins& begins) {
+                            const FoldedGradients& gradients, InitialGradients& initial) {
   const Stream stream = executor.stream;
   LinearTokens keys = keys_of(params, tokens, Pass::kBackward);
   LinearSums of_keys;
@@ -320,11 +322,11 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   if (params.is_causal) {
     error = find_quadratic_blocks(params, executor, of_keys, share, nullptr, tokens);
     if (error != nullptr) return error;
-    begins.chunk = keys.prefixes.tokens;
-    begins.most = keys.prefixes.count;
+    initial.chunk = keys.prefixes.tokens;
+    initial.most = keys.prefixes.count;
   }
   const LinearRows own(params, executor, rows.weighted_bound);
-  tokens.quadratic_heads = own.quadratic_heads;
+  tokens.linear.quadratic_heads = own.quadratic_heads;
   if ((error = make_rows(params, stream, tokens, rows, of_keys, share, own)) != nullptr)
     return error;
   if (wants_queries(params)) {
@@ -335,7 +337,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
                          .scales = rows.normalizer,
                          .scale_stride = padded_tokens(params.L),
                          .deltas = own.deltas,
-                         .quadratic_blocks = tokens.quadratic_blocks,
+                         .quadratic_blocks = tokens.linear.quadratic_blocks,
                          .pair_units = own.pair_units,
                          .gradients = gradients.phi_q};
     if (!params.is_causal) leave_out_heads(own, side.tokens);
@@ -351,7 +353,7 @@ const char* linear_backward(const AttentionBackwardParams& params, const DeviceE
   } else {
     leave_out_heads(own, keys);
   }
-  return key_gradients(params, executor, tokens, keys, own, of_queries, logits, gradients, begins);
+  return key_gradients(params, executor, tokens, keys, own, of_queries, logits, gradients, initial);
 }
 
 }  // namespace ikattn::cuda

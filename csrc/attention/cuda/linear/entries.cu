@@ -1,11 +1,11 @@
-// Tokens that meet no others: their entries, made in registers, times the moments of these.
+// Results without pairs: tokens' entries, made in registers, times the moments of others.
 #include "attention/cuda/linear/entry_rows.h"
 
 namespace ikattn::cuda {
 namespace {
 
 constexpr int kStageRows = 64;  // entries in a stage: those of four a's
-constexpr int kPairStages = 4;  // of a pair of chunks; and as many are in flight
+constexpr int kPairStages = 4;  // stages of a pair of chunks; as many are in flight
 static_assert(kStageRows * kPairStages == kPairEntries);
 constexpr uint32_t kEntryStage = kStageRows * kMomentBytes;
 
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kEntryThreads, 2)
   for (int stage = 0; stage < kPairStages - 1; ++stage) copy(stage);
 
   const uint32_t own_rows = base + warp * 32 * 2 * F;
-  const FragmentPlaces places = FragmentPlaces::of_rows(kTokenTile, kMomentBytes);
+  const FragmentAddresses places = FragmentAddresses::of_rows(kTokenTile, kMomentBytes);
   float output[2][kMomentColumns / 8][4] = {};
   for (int chunk_b = 0; chunk_b < chunks.count; ++chunk_b) {
     Fragment b[2];

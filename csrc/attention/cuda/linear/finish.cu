@@ -5,10 +5,10 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kHeadThreads = 1024;  // of kernels whose blocks have a key head each
+constexpr int kHeadThreads = 1024;  // threads of kernels whose blocks have a key head each
 constexpr int kFinishThreads = 256;
 
-// Of kHeadThreads threads, with room for a number of every warp.
+// Returns the largest x of kHeadThreads threads; `maxima` has room for a number of every warp.
 __device__ __forceinline__ float max_of_block(float x, Shared<float> maxima) {
   x = max_of_lanes(x);
   if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = x;
@@ -17,7 +17,8 @@ __device__ __forceinline__ float max_of_block(float x, Shared<float> maxima) {
   return max_of_lanes(other);
 }
 
-// A prefix's center and numbers, from its sums, kTokenSums and those of rows; by all threads.
+// Makes a prefix's center and numbers from its sums, kTokenSums and sums of rows; all threads of
+// the block call it.
 __device__ __forceinline__ void finish_prefix(const AttentionParams& params,
                                               const LinearTokens& tokens, int64_t bk, int64_t at,
                                               int rows, Shared<const float> totals,
@@ -33,10 +34,10 @@ __device__ __forceinline__ void finish_prefix(const AttentionParams& params,
   head.terms = terms;
   const float of_one = squares > 0 ? fourths / squares : 0.0f;
   head.squares = squares + 32 * of_one;
-  // Of few keys with weight: none of the queries goes without pairs. Of all keys kFew tells it.
+  // Few keys with weight allow no query to go without pairs. Where all keys count, kFew tells it.
   if (tokens.prefixes.tokens > 0 && squares <= kFewKeys * of_one) head.squares = INFINITY;
   head.row_unit = 1 / row_scale_of(params, tokens, bk);
-  head.gram_unit = head.moment_unit = 0;  // those that round tell
+  head.gram_unit = head.moment_unit = 0;  // set by kernels that round
   sums.heads[at] = head;
 }
 
@@ -75,9 +76,9 @@ __global__ void __launch_bounds__(kHeadThreads, 1)
   }
 }
 
-// Of which entry, and which two columns of its moments, a thread is; a warp has an entry.
+// Entry of a thread, and two columns of its moments; a warp has an entry.
 struct EntryPlace {
-  int64_t index, bk;  // of the two columns; key head
+  int64_t index, bk;  // index of the two columns; key head
   int c, a, b, slice, pair;
   bool is_twice;  // a and b are of different chunks
 
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
     const float size = fmaxf(fabsf(rest.x), fabsf(rest.y));
     const float most = max_of_lanes(is_finite(size) ? size : 0.0f);
     uint32_t* bound = parts.moment_bounds + prefix;
-    // Most are smaller than what another warp has told.
+    // Most are smaller than the bound of another warp.
     if (threadIdx.x % 32 == 0 && most > __uint_as_float(*bound)) raise(bound, most);
   }
 }
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   const EntryPlace at(chunks, parts);
   if (at.bk >= parts.heads || leaves_out(tokens, at.bk)) return;  // the whole warp
   const int64_t p = blockIdx.y, prefix = at.bk * parts.prefixes + p;
-  // Those that count twice, too; 2^-10 for what is rounded.
+  // The factor 2.002 allows for entries that count twice, and 2^-10 for rounding.
   const float fit = fitting_power(2.002f * __uint_as_float(parts.moment_bounds[prefix]));
   const float moment_unit = 1 / fit / tokens.entry_scale;
   const bool is_first = at.pair == 0 && at.slice == 0 && at.a == 0 && at.b == 0;
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
     store_vector(sums.squares + (base + at.b * n + at.a) * kMomentColumns + at.c, rounded);
   }
   if (key_centers == nullptr) return;
-  // Of the rounded numbers, so that what they were rounded by cancels where this is subtracted.
+  // Rounded numbers make the center, so that their rounding cancels where it is subtracted.
   const float2 two = unpack<Half>(rounded);
   const float2 center = load_vector<float2>(key_centers + at.bk * kMomentColumns + at.c);
   const float share =
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   if (at.is_twice) gram[at.b * F + at.a] += share;
 }
 
-// The Gram matrix as two numbers of Half each; a block has that of a prefix of a key head.
+// Splits the Gram matrix into two operands of Half; a block takes a prefix of a key head.
 __global__ void __launch_bounds__(kHeadThreads, 1)
     round_gram_kernel(LinearTokens tokens, int F, TokenParts parts, LinearSums sums) {
   IKATTN_SHARED(float, maxima, kHeadThreads / 32);
@@ -205,7 +206,7 @@ const char* finish_sums(const AttentionParams& params, const LinearTokens& token
   const unsigned heads = static_cast<unsigned>(parts.heads);
   const unsigned prefixes = static_cast<unsigned>(parts.prefixes);
   const int64_t pairs = parts.heads * parts.slices * chunks.pairs() *
-                        (kPairEntries * kMomentColumns / 2);  // of moments
+                        (kPairEntries * kMomentColumns / 2);  // pairs of moments
   const dim3 of_gram(heads, static_cast<unsigned>(ceil_div(F * F, kHeadThreads)));
   if (const char* error = launch(finish_head_kernel, of_gram, dim3(kHeadThreads), 0, stream, params,
                                  tokens, F, parts, sums)) {

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   uint32_t* flag = quadratic_blocks + at.bh * blocks + at.i0 / kLinearQueries;
   const int prefix = keys.prefixes.of(at.i0);
   const int64_t place = int64_t{at.bk} * keys.prefixes.count + prefix;
-  if (prefix < 0 || (tokens.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
+  if (prefix < 0 || (tokens.forms.state[at.bk] & kLeftToPairs) != 0) {  // the whole block
     if (threadIdx.x == 0) *flag = 1;
     return;
   }
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   __syncthreads();
 
   float weights[2][2] = {}, squares[2][2] = {};
-  const FragmentPlaces places = FragmentPlaces::of_columns(base, 2 * F);
+  const FragmentAddresses places = FragmentAddresses::of_columns(base, 2 * F);
 #pragma unroll
   for (int k = 0; k < F / 16; ++k) {
     float products[2][2][4] = {};
@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 // A prefix's table passes through memory in the time of some 900 tokens' entries (counted, on an
 // H200). Pairs of a chunk take as long where its length is the root of ten times a table's numbers.
 // Chunks are longer where tables of all prefixes, float32 and Half, would be more than a gigabyte;
-// each head has one at least. Beyond 2^16 tokens sums on tensor cores err, and pairs are not fewer
-// by much. A short call that is to take linear time has the shortest chunks. The backward has more
-// and larger tables, and more to do for a pair, so that the same chunks balance (counted, too). It
-// adds up the queries of all heads that share keys.
+// each head has one at least. Beyond 2^16 tokens sums on tensor cores have large errors, and pairs
+// are not fewer by much. A short call that is to take linear time has the shortest chunks. The
+// backward has more and larger tables, and more to do for a pair, so that the same chunks balance
+// (counted, too). It adds up the queries of all heads that share keys.
 Prefixes prefixes_of(const AttentionParams& params, Pass pass) {
   if (!params.is_causal) return {};
   const FeatureChunks chunks(params);
@@ -136,7 +136,7 @@ Prefixes prefixes_of(const AttentionParams& params, Pass pass) {
       ceil_div(std::max(least, ceil_div(params.L, count + 1)), kEntryTokens) * kEntryTokens;
   Prefixes prefixes;
   prefixes.count = 0;
-  // Of heads that share keys; an empty call has none.
+  // Heads that share keys make one group; an empty call has none.
   const int64_t group = is_backward ? params.H / std::max<int64_t>(1, params.key_heads) : 1;
   if (tokens * group > int64_t{1} << 16) return prefixes;
   prefixes.tokens = static_cast<int>(tokens);
@@ -152,14 +152,14 @@ const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExe
   const int F = chunks.columns();
   const int64_t blocks = params.B * params.H * ceil_div(params.L, kLinearQueries);
   uint32_t* quadratic_blocks = executor.take<uint32_t>(blocks);
-  tokens.quadratic_blocks = quadratic_blocks;
+  tokens.linear.quadratic_blocks = quadratic_blocks;
   return launch(F == 64 ? weight_sum_kernel<64> : weight_sum_kernel<128>,
                 dim3(static_cast<unsigned>(blocks)), dim3(kFoldedThreads), 4 * F * F,
                 executor.stream, params, tokens, chunks, keys, share, sums, quadratic_blocks);
 }
 
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           FoldedTokens& tokens, Begins& begins) {
+                           FoldedTokens& tokens, InitialSums& initial) {
   LinearSums keys;
   TableMemory memory;
   if (const char* error = sum_tokens(params, executor, keys_of(params, tokens, Pass::kForward),
@@ -178,7 +178,7 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
   products.output = params.output;
   products.columns = params.d_v;
   products.weights = sums;
-  products.quadratic_blocks = tokens.quadratic_blocks;
+  products.quadratic_blocks = tokens.linear.quadratic_blocks;
   if (params.is_causal) {
     const int64_t width = padded_columns(params.d_v);
     float* output = executor.take<float>(heads * params.L * width);
@@ -186,7 +186,7 @@ const char* linear_forward(const AttentionParams& params, const DeviceExecutor& 
     products.columns = width;
     products.goes_on = true;
     products.in_row_units = params.value.type != ElementType::kBFloat16;
-    begins = {output, sums, keys.prefixes.tokens, keys.prefixes.count};
+    initial = {output, sums, keys.prefixes.tokens, keys.prefixes.count};
   }
   return entry_products(params, products, executor.stream);
 }

@@ -1,5 +1,5 @@
 // Attention in linear time on tensor cores, of calls without mask and dropout
-// (attention/linear_time.h has the sums and when they pay).
+// (attention/calls/linear_time.h has the sums and when they pay).
 //
 // Features are taken 16 at a time, a chunk. An entry is the product of two of them, a and b, of
 // chunks A <= B. Where A < B it stands for (b, a), too, and its moments count twice; where A = B
@@ -20,19 +20,19 @@
 // what queries take of the keys before their chunk, and keys of the queries after theirs.
 #pragma once
 
+#include "attention/calls/linear_time.h"
 #include "attention/cuda/operands/operands.h"
-#include "attention/linear_time.h"
 
 namespace ikattn::cuda {
 
 constexpr int kChunk = 16;          // features
-constexpr int kPairEntries = 256;   // of two chunks
-constexpr int kMomentColumns = 64;  // of the value, in a row of moments
-constexpr int kEntryThreads = 256;  // of kernels whose warps have 32 tokens each
+constexpr int kPairEntries = 256;   // entries of two chunks
+constexpr int kMomentColumns = 64;  // columns of the value, in a row of moments
+constexpr int kEntryThreads = 256;  // threads of kernels whose warps have 32 tokens each
 constexpr int kEntryWarps = kEntryThreads / 32;
 constexpr int kEntryTokens = kEntryWarps * 32;
 
-// Where the features of a token lie: cosines, then sines, from half of a row on.
+// Layout of the features of a token: cosines, then sines, from half of a row on.
 struct FeatureChunks {
   int count, of_cosines, width;
 
@@ -44,22 +44,22 @@ struct FeatureChunks {
     return chunk < of_cosines ? chunk * kChunk : width / 2 + (chunk - of_cosines) * kChunk;
   }
   __host__ __device__ __forceinline__ int pairs() const { return count * (count + 1) / 2; }
-  // Columns that these are in shared memory, one after the other.
+  // Returns how many columns the chunks have in shared memory, one after the other.
   int columns() const { return count <= 4 ? 64 : 128; }
 };
 
-// Slices of 64 columns that the value has.
+// Returns how many slices of 64 columns the value has.
 inline int moment_slices(const AttentionParams& params) {
   return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
 }
 
-// What a query's sum of weights has to be, over its mean of random directions. Weights of bfloat16,
-// with 8 bits, err as moments do where a quarter of that is left.
+// Returns the least sum of a query's weights, over its mean of random directions. Weights of
+// bfloat16, with 8 bits, have errors as large as the moments' where a quarter of that is left.
 inline float share_of_mean(const AttentionParams& params) {
   return params.value.type == ElementType::kBFloat16 ? 0.0625f : 0.25f;
 }
 
-// A number of Half, twice.
+// Packs a number of Half twice.
 inline uint32_t twice_half(float x) {
   const uint32_t bits = to_half(x).bits;
   return bits | bits << 16;
@@ -69,25 +69,25 @@ inline uint32_t twice_half(float x) {
 // or from the end: over the queries after each chunk, the last such chunk first. Else over all.
 struct Prefixes {
   int count = 1;
-  int tokens = 0;         // of a chunk, a multiple of kEntryTokens; 0: not causal
+  int tokens = 0;         // length of a chunk, a multiple of kEntryTokens; 0: not causal
   int group = 1;          // heads whose tokens of a chunk are added up, one head after the other
   bool from_end = false;  // over queries
 
-  // The one that tokens of the other side take, from the i-th on; -1: none.
+  // Returns the prefix that tokens of the other side take, from the i-th on; -1: none.
   __device__ __forceinline__ int of(int i) const {
     if (tokens == 0) return 0;
     const int chunk = min(i / tokens, count);
     return from_end ? count - 1 - chunk : chunk - 1;
   }
 };
-// How a pass's chunks are cut, over the keys. There are no prefixes where the call is one chunk, or
-// chunks would be too long: it cannot take linear time then.
+// Chunks of a pass over the keys. There are no prefixes where the call is one chunk, or chunks
+// would be too long: it cannot take linear time then.
 Prefixes prefixes_of(const AttentionParams& params, Pass pass);
 
 // Tokens that are added up: keys with their values, or queries with their gradients.
 struct LinearTokens {
   const Half* phi;   // [B, heads, N, padded F]
-  int64_t N, heads;  // of a batch
+  int64_t N, heads;  // tokens and heads of a batch
   int group;         // heads that share a key head: of queries, but where they are added up
   Array rows;        // [B, row_heads, N, row_columns]  Half, rows aligned to 16 bytes
   int64_t row_heads;
@@ -106,7 +106,7 @@ struct LinearTokens {
   uint32_t left_out;
   // [B, key_heads]  of keys, how many chunks, the first ones, go by pairs; nullptr: none
   const uint32_t* chunks_by_pairs;
-  float entry_scale;  // of products of two features, which makes the largest 2^15
+  float entry_scale;  // scale of products of two features, which makes the largest 2^15
   Prefixes prefixes;
 };
 
@@ -130,21 +130,21 @@ struct TableMemory {
   MemoryInTurn<Half> squares;
 };
 
-// Of a key head, about its sums; see LinearSums.
+// Numbers of a key head beside its sums; see LinearSums.
 struct LinearHead {
-  float terms;  // their sum
-  float
-      squares;  // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear/linear_time.h)
-  float gram_unit;    // of the numbers that stand for gram
-  float moment_unit;  // of moments, in the units of scaled rows
-  float row_unit;     // of scaled rows, and of centers
+  float terms;        // their sum
+  float squares;      // sum over keys: sum_j |phi_k'|^2, times 1 + 32 / n
+                      // (attention/cpu/linear/linear_time.h)
+  float gram_unit;    // unit of the stored gram
+  float moment_unit;  // unit of moments, beside the units of scaled rows
+  float row_unit;     // unit of scaled rows, and of centers
 };
 
 // P: prefixes.
 struct LinearSums {
   Half* moments;   // [B, key_heads, P, slices, pairs, 256, 64]; nullptr: not wanted
   Half* squares;   // [B, key_heads, P, 16 count, 16 count, 64]  of all a and b; nullptr likewise
-  Half* gram;      // [B, key_heads, P, 2, columns, columns]  two numbers for each
+  Half* gram;      // [B, key_heads, P, 2, columns, columns]  two split operands
   float* centers;  // [B, key_heads, P, slices * 64]  m; where there are no means, the sum of rows
   LinearHead* heads;  // [B, key_heads, P]
   Prefixes prefixes;
@@ -154,14 +154,14 @@ struct LinearSums {
 LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens, Pass pass);
 LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& tokens);
 
-// Of keys the center is taken from their moments. key_centers, of queries: m [B, key_heads, 64] of
-// their keys, with which they have in place of gram: gram + sum over columns of m moment.
+// Adds up tokens. Keys take the center from their moments. key_centers, of queries: m [B,
+// key_heads, 64] of their keys, and gram becomes gram + sum over columns of m moment.
 const char* sum_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                        const LinearTokens& tokens, const float* key_centers, bool wants_moments,
                        bool wants_squares, TableMemory& memory, LinearSums& sums);
 
-// Sets tokens.quadratic_blocks: where a query's sum of weights is below `share` of its mean of
-// random directions. sums, if not nullptr: these of the others, [B, H, L].
+// Sets tokens.linear.quadratic_blocks: where a query's sum of weights is below `share` of its mean
+// of random directions. sums, if not nullptr: these of the others, [B, H, L].
 const char* find_quadratic_blocks(const AttentionParams& params, const DeviceExecutor& executor,
                                   const LinearSums& keys, float share, float* sums,
                                   FoldedTokens& tokens);
@@ -177,7 +177,7 @@ struct EntryProducts {
   const float* weights;
   const float* units;
   const float* logits;               // [B, heads, N]  of gradients: -inf, none
-  const uint32_t* quadratic_blocks;  // FoldedTokens::quadratic_blocks, of the output
+  const uint32_t* quadratic_blocks;  // FoldedTokens::linear, of the output
   // The output, float32 and padded, is weight * center + product, of rows as the kernels of pairs
   // read them: scaled as those here, or not.
   bool goes_on, in_row_units;
@@ -187,19 +187,19 @@ const char* entry_products(const AttentionParams& params, const EntryProducts& p
 
 struct FoldedRows;
 
-struct Begins;
-struct GradientBegins;
+struct InitialSums;
+struct InitialGradients;
 
-// The backward of heads that can do without pairs. Sets tokens.quadratic_heads, and leaves the
-// others to the kernels of pairs; of causal calls the pairs of chunks, too, from `begins` on.
+// The backward of heads that can do without pairs. Sets tokens.linear.quadratic_heads, and leaves
+// the others to the kernels of pairs; of causal calls the pairs of chunks, too, from `initial` on.
 const char* linear_backward(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                             FoldedTokens& tokens, const FoldedRows& rows, const float* logits,
-                            const FoldedGradients& gradients, GradientBegins& begins);
+                            const FoldedGradients& gradients, InitialGradients& initial);
 
-// The forward. Sets tokens.quadratic_blocks, and leaves these blocks to the kernels of pairs; of
-// causal calls the others, too, from `begins` on.
+// The forward. Sets tokens.linear.quadratic_blocks, and leaves these blocks to the kernels of
+// pairs; of causal calls the others, too, from `initial` on.
 const char* linear_forward(const AttentionParams& params, const DeviceExecutor& executor,
-                           FoldedTokens& tokens, Begins& begins);
+                           FoldedTokens& tokens, InitialSums& initial);
 
 namespace {
 
@@ -216,7 +216,7 @@ __device__ __forceinline__ float row_scale_of(const AttentionParams& params,
   const int64_t b = bk / params.key_heads, head = bk % params.key_heads;
   return tokens.row_scales[b * tokens.scale_heads + head * tokens.scale_heads / params.key_heads];
 }
-// The rows of a head of all batches'; `rows` lie as those of `tokens`.
+// Returns the rows of a head of all batches'; `rows` lie like the rows of `tokens`.
 template <typename T>
 __device__ __forceinline__ const T* rows_of(const LinearTokens& tokens, const Array& rows,
                                             int64_t bh) {
@@ -236,7 +236,8 @@ struct EntryBlock {
   }
 };
 
-// Whether pairs have the 128 queries from the row-th of a block on; of rows beyond the last, yes.
+// Returns whether pairs have the 128 queries from the row-th of a block on; of rows beyond the
+// last, yes.
 __device__ __forceinline__ bool are_by_pairs(const LinearTokens& tokens,
                                              const uint32_t* quadratic_blocks, const EntryBlock& at,
                                              int row) {
@@ -245,7 +246,7 @@ __device__ __forceinline__ bool are_by_pairs(const LinearTokens& tokens,
   const int block = (at.first + row) / kLinearQueries;
   return block >= blocks || quadratic_blocks[int64_t{at.bh} * blocks + block] != 0;
 }
-// Whether a block has nothing to do: pairs have all its tokens, or they take no sums.
+// Returns whether a block has nothing to do: pairs have all its tokens, or they take no sums.
 __device__ __forceinline__ bool is_idle(const LinearTokens& tokens, const Prefixes& prefixes,
                                         const uint32_t* quadratic_blocks, const EntryBlock& at) {
   const int64_t bk = at.bh / tokens.group;
@@ -255,7 +256,7 @@ __device__ __forceinline__ bool is_idle(const LinearTokens& tokens, const Prefix
          (are_by_pairs(tokens, quadratic_blocks, at, 0) &&
           are_by_pairs(tokens, quadratic_blocks, at, kLinearQueries));
 }
-// Which of the sums of all heads and prefixes its tokens take.
+// Returns which of the sums of all heads and prefixes the tokens of a block take.
 __device__ __forceinline__ int64_t place_of_sums(const LinearTokens& tokens,
                                                  const Prefixes& prefixes, const EntryBlock& at) {
   return int64_t{at.bh / tokens.group} * prefixes.count + prefixes.of(at.first);

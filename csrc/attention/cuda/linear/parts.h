@@ -1,4 +1,4 @@
-// What the kernels that add up tokens leave to those that finish their sums.
+// Partial sums of tokens, which other kernels finish.
 #pragma once
 
 #include "attention/cuda/linear/linear.h"
@@ -7,10 +7,10 @@ namespace ikattn::cuda {
 
 constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |phi|^4
 
-// How the tokens of a head are shared out, in the order in which prefixes add them up.
+// Division of the tokens of a head, in the order in which prefixes add them up.
 struct Shares {
   int count;
-  int64_t tokens;         // of a share, a multiple of kStep
+  int64_t tokens;         // tokens of a share, a multiple of kStep
   int of_first;           // shares that the first prefix has
   int of_prefix;          // that each has more than the one before it
   int64_t begin = 0;      // the first token
@@ -20,14 +20,13 @@ struct Shares {
   __device__ __forceinline__ int end_of(int p) const {
     return min(of_first + p * of_prefix, count);
   }
-  // The first token of a share.
+  // Returns the first token of a share.
   __device__ __forceinline__ int64_t first_of(int share) const {
     return begin + (from_end ? count - 1 - share : share) * tokens;
   }
 };
 
-// Where the sums of each share are; see LinearSums. P: prefixes, of which there are no more than
-// shares.
+// Sums of each share; see LinearSums. P: prefixes, of which there are no more than shares.
 struct TokenParts {
   Shares of_moments, of_gram, of_sums;
   int prefixes;
@@ -43,7 +42,7 @@ struct TokenParts {
   __host__ __device__ int sum_columns() const { return kTokenSums + slices * kMomentColumns; }
 };
 
-// From the sums of parts to LinearSums. key_centers, of queries: their keys'; else nullptr.
+// Combines the sums of parts into LinearSums. key_centers, of queries: their keys'; else nullptr.
 const char* finish_sums(const AttentionParams& params, const LinearTokens& tokens,
                         const TokenParts& parts, const LinearSums& sums, const float* key_centers,
                         Stream stream);

@@ -1,4 +1,5 @@
-// What tokens add up to, for others that do not meet them: moments, and their Gram matrix.
+// Sums over tokens, from which others compute their results in linear time: moments, and their Gram
+// matrix.
 #include <algorithm>
 #include <cmath>
 
@@ -17,7 +18,7 @@ constexpr int kSumTokens = 512;
 // Sums over kSumTokens tokens of a head; a warp takes one at a time.
 __global__ void __launch_bounds__(kMomentThreads, 2)
     token_sum_kernel(LinearTokens tokens, int width, TokenParts parts) {
-  constexpr int kMostColumns = 128;  // of rows, and of features
+  constexpr int kMostColumns = 128;  // columns of rows, and of features, at most
   constexpr int kNumbers = kMomentWarps * (kTokenSums + kMostColumns);
   IKATTN_SHARED(float, shared, kNumbers);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = parts.sum_columns();
@@ -157,8 +158,8 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int slice = static_cast<int>(index % parts.slices);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
 
-  // 1. What a thread copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B
-  // of the second.
+  // 1. A thread's copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B of
+  // the second.
   constexpr int kRowStep = kMomentThreads / 8;
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const int copied_pair = group * kPairsTogether + piece / 4;
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int feature_row = lane % 8 + lane / 16 * 8, feature_half = lane / 8 % 2;
   const uint32_t place_a = swizzled(feature_row, 4 * own + feature_half, kRowBytes);
   const uint32_t place_b = swizzled(feature_row, 4 * own + 2 + feature_half, kRowBytes);
-  const FragmentPlaces places = FragmentPlaces::of_rows(kMomentTile, kRowBytes);
+  const FragmentAddresses places = FragmentAddresses::of_rows(kMomentTile, kRowBytes);
   float sums[kEntryRows][kMomentColumns / 8][4] = {};
   for (int tile = 0; tile < kMomentStages - 1; ++tile) copy(tile);
   for (int tile = 0; tile < tiles; ++tile) {
@@ -241,9 +242,9 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
                 [&](int r, int n, int i) { return sums[r][n][i]; });
 }
 
-// As many as give every multiprocessor eight blocks, where a share of all heads has so many; of
-// 1024 tokens or more, and of 2^16 at most: tensor cores add up towards zero, so that a sum errs by
-// as many of its last bits as it has products.
+// Returns as many shares as give every multiprocessor eight blocks, where a share of all heads has
+// so many; of 1024 tokens or more, and of 2^16 at most: tensor cores add up towards zero, and a
+// sum's error is as many of its last bits as it has products.
 Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   const int64_t for_all = ceil_div(int64_t{8} * multiprocessors(), blocks > 0 ? blocks : 1);
   const int64_t for_digits = ceil_div(tokens.N, int64_t{1} << 16);
@@ -257,7 +258,7 @@ Shares shares_of(const LinearTokens& tokens, int64_t blocks) {
   return shares;
 }
 
-// Of tokens that prefixes add up: shares of `each`, of which chunks have whole ones.
+// Divides tokens that prefixes add up into shares of `each`, of which chunks have whole ones.
 Shares shares_of_prefixes(const LinearTokens& tokens, int64_t each) {
   const Prefixes& prefixes = tokens.prefixes;
   const int64_t chunk = int64_t{prefixes.group} * prefixes.tokens;
@@ -268,7 +269,8 @@ Shares shares_of_prefixes(const LinearTokens& tokens, int64_t each) {
   shares.begin = prefixes.from_end ? chunk : 0;
   shares.count = static_cast<int>(ceil_div(end - shares.begin, each));
   shares.of_prefix = static_cast<int>(chunk / each);
-  // From the end the first has what comes after the last keys, which may be more than a chunk.
+  // The first prefix from the end has all tokens after the last keys, which may be more than a
+  // chunk.
   shares.of_first =
       prefixes.from_end ? shares.count - (prefixes.count - 1) * shares.of_prefix : shares.of_prefix;
   return shares;
@@ -354,18 +356,18 @@ LinearTokens keys_of(const AttentionParams& params, const FoldedTokens& tokens, 
   keys.N = params.S;
   keys.heads = params.key_heads;
   keys.group = 1;
-  keys.rows = tokens.half_value.rows;
+  keys.rows = tokens.linear.half_value.rows;
   keys.row_heads = params.G;
-  keys.row_columns = tokens.half_value.columns;
-  keys.terms = tokens.terms;
+  keys.row_columns = tokens.linear.half_value.columns;
+  keys.terms = tokens.forms.terms;
   keys.has_means = true;
-  keys.row_scales = tokens.half_value.scales;
+  keys.row_scales = tokens.linear.half_value.scales;
   keys.scale_heads = params.G;
-  keys.states = tokens.state;
+  keys.states = tokens.forms.state;
   keys.left_out = kLeftToPairs;
   keys.prefixes = prefixes_of(params, pass);
   // A feature is at most twice the folded scale of 1.
-  const double feature = 2 * static_cast<double>(tokens.root_scale) / (4.0 * params.M);
+  const double feature = 2 * static_cast<double>(tokens.forms.root_scale) / (4.0 * params.M);
   int exponent = 0;
   std::frexp(feature * feature, &exponent);
   keys.entry_scale = std::ldexp(1.0f, 15 - exponent);
@@ -379,7 +381,7 @@ LinearTokens queries_of(const AttentionParams& params, const FoldedTokens& token
   queries.heads = queries.row_heads = params.H;
   queries.group = static_cast<int>(params.H / params.key_heads);
   queries.row_columns = kMomentColumns;
-  queries.states = tokens.state;
+  queries.states = tokens.forms.state;
   queries.left_out = kLeftToPairs;
   queries.entry_scale = 1;
   return queries;

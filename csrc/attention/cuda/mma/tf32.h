@@ -1,6 +1,6 @@
-// Products of matrices on tensor cores, nearly as exact as float32: a factor is one or two numbers
-// of TF32, of 11 bits each. Operands lie in shared memory in slices of 64 columns, as float32 or in
-// 16 bits, which one number of TF32 holds.
+// Products of matrices on tensor cores, nearly as exact as float32: a factor is one or two splits
+// of TF32 (1xTF32, 3xTF32), of 11 bits each. Operands lie in shared memory in slices of 64 columns,
+// as float32 or in 16 bits, which one number of TF32 holds.
 #pragma once
 
 #include "attention/cuda/mma/fragments.h"
@@ -20,7 +20,7 @@ constexpr int kSliceColumns = 64;
 struct Block {
   float element[4][2];
 };
-// Of a tile's sums, two of 8 columns side by side.
+// Makes a block of a tile's sums, two of 8 columns side by side.
 __device__ __forceinline__ Block block_of(const float (&sums)[2][4]) {
   Block block;
 #pragma unroll
@@ -31,14 +31,15 @@ __device__ __forceinline__ Block block_of(const float (&sums)[2][4]) {
   return block;
 }
 
-// TF32 numbers that an element is taken for.
+// Number of TF32 splits of an element.
 template <typename T>
-constexpr int kTf32Parts = sizeof(T) == 2 ? 1 : 2;
+constexpr int kTf32Splits = sizeof(T) == 2 ? 1 : 2;
 
-// A block as kParts TF32 numbers each: what one does not hold is cut off, or the next part.
-template <int kParts>
+// A block as kSplits splits of TF32 for each element: the remainder of one is cut off, or the next
+// split.
+template <int kSplits>
 struct Tf32Block {
-  uint32_t part[kParts][4][2];
+  uint32_t part[kSplits][4][2];
 
   Tf32Block() = default;
   __device__ __forceinline__ explicit Tf32Block(const Block& block) {
@@ -46,15 +47,15 @@ struct Tf32Block {
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float x = block.element[i][c], leading = kParts > 1 ? tf32_part(x) : x;
+        const float x = block.element[i][c], leading = kSplits > 1 ? tf32_part(x) : x;
         part[0][i][c] = __float_as_uint(leading);
-        if constexpr (kParts > 1) part[1][i][c] = __float_as_uint(x - leading);
+        if constexpr (kSplits > 1) part[1][i][c] = __float_as_uint(x - leading);
       }
     }
   }
 };
 
-// sums += left right^T: 16 rows of left and 16 of right, along their 16 columns.
+// Adds left right^T to the sums: 16 rows of left and 16 of right, along their 16 columns.
 template <int kLeftParts, int kRightParts>
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const Tf32Block<kLeftParts>& left,
                                          const Tf32Block<kRightParts>& right) {
@@ -84,8 +85,8 @@ template <typename T>
 struct Slice {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
   static constexpr bool kIsFloat = sizeof(T) == 4;
-  // Of float32: lanes g, t read row g, columns 2t and 2t + 1, half a warp at a time, from different
-  // banks. 16 bits are swizzled.
+  // Pitch of rows. In float32 lanes g, t read row g, columns 2t and 2t + 1, half a warp at a time,
+  // from different banks. 16 bits are swizzled.
   static constexpr uint32_t kRowBytes = kIsFloat ? (kSliceColumns + 8) * 4 : kSliceColumns * 2;
 
   Shared<unsigned char> memory;
@@ -93,15 +94,16 @@ struct Slice {
   __device__ static __forceinline__ uint32_t place(uint32_t row, uint32_t chunk) {
     return kIsFloat ? row * kRowBytes + chunk * 16 : swizzled(row, chunk, kRowBytes);
   }
-  // Begins to copy kRows rows, from row0 of the slice on, that lie at multiples of 16 bytes; zeros
-  // from the `count`-th row and the `columns`-th column on.
+  // Begins to copy kRows rows, from row0 of the slice on, that lie at multiples of 16 bytes;
+  // zeros from the `count`-th row and the `columns`-th column on.
   template <int kRows>
   __device__ __forceinline__ void begin(int row0, const T* rows, int64_t stride, int64_t columns,
                                         int64_t count) const {
     constexpr int kWidth = 16 / sizeof(T), kChunks = kSliceColumns / kWidth;
     constexpr int kRowStep = kProductThreads / kChunks;
     static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0);
-    // Or what follows from it would stay in registers from one tile to the next.
+    // Unknown to the compiler, addresses are computed anew for each tile, and take no registers
+    // between.
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int row = thread / kChunks, chunk = thread % kChunks;
     const int64_t remaining = columns - chunk * kWidth;
@@ -119,7 +121,7 @@ struct Slice {
     }
   }
 
-  // The same of two sources side by side, all rows of 32 columns.
+  // Begins to copy rows of two sources side by side, 32 columns of each.
   template <int kRows>
   __device__ __forceinline__ void begin_halves(const T* left, const T* right, int64_t stride,
                                                int64_t count) const {
@@ -128,7 +130,7 @@ struct Slice {
     begin<kRows>(0, is_right ? right - kHalf : left, stride, kSliceColumns, count);
   }
 
-  // 16 rows and 16 columns, from multiples of 16 on.
+  // Loads 16 rows and 16 columns, from multiples of 16 on.
   __device__ __forceinline__ Block block(int row0, int column0) const {
     const int lane = threadIdx.x % 32;
     Block result;
@@ -151,7 +153,7 @@ struct Slice {
     }
     return result;
   }
-  // Those of the transposed slice: columns of this one are its rows.
+  // Loads a block of the transposed slice: columns of this one are its rows.
   __device__ __forceinline__ Block transposed_block(int row0, int column0) const {
     const int lane = threadIdx.x % 32;
     Block result;
@@ -175,8 +177,8 @@ struct Slice {
     }
     return result;
   }
-  // An element of 16 bits: where it is, and what. Eight rows further on it is in the same place of
-  // its row.
+  // Return an element of 16 bits: its place, and the element. Eight rows further on it is in the
+  // same place of its row.
   __device__ __forceinline__ static uint32_t place_of_element(int row, int column) {
     return place(row, column / 8) + column % 8 * 2;
   }
@@ -185,7 +187,7 @@ struct Slice {
     const uint16_t bits = own[0];
     return to_float(T{bits});
   }
-  // Two neighbours, from an even column on.
+  // Loads two neighbours, from an even column on.
   __device__ __forceinline__ float2 pair(int row, int column) const {
     const uint32_t at = place(row, column * sizeof(T) / 16) + column * sizeof(T) % 16;
     if constexpr (kIsFloat) {

@@ -26,28 +26,28 @@ struct TwoParts {
   T high, low;
 };
 
-// a + b without a rounding.
+// Returns a + b without a rounding.
 template <typename T>
 __device__ __forceinline__ TwoParts<T> exact_sum(T a, T b) {
   const T sum = a + b, of_b = sum - a;
   return {sum, (a - (sum - of_b)) + (b - of_b)};
 }
 
-// The logit of a pair, of its key's logit and the mask.
+// Returns the logit of a pair, from its key's logit and the mask.
 template <typename T>
 __device__ __forceinline__ TwoParts<T> masked_logit(TwoParts<T> key, T mask) {
   const TwoParts<T> sum = exact_sum(key.high, mask);
   const T low = sum.low + key.low, total = sum.high + low;
   return {total, low - (total - sum.high)};
 }
-// That, less what weights are relative to. Large parts cancel first.
+// Returns that logit, less the reference of the weights. Large parts cancel first.
 template <typename T>
 __device__ __forceinline__ T relative_logit(TwoParts<T> key, T mask, TwoParts<T> reference) {
   const TwoParts<T> sum = exact_sum(key.high, mask);
   return (sum.high - reference.high) + ((sum.low + key.low) - reference.low);
 }
 
-// From here on the second part of a logit counts for exponentials: before, it leaves weights of
+// Size from which the second part of a logit counts for exponentials: below, it leaves weights of
 // Half the room that the largest eps for tensor cores needs.
 template <typename T>
 constexpr T kLargeLogit = sizeof(T) == 4 ? T(1 << 18) : T(1LL << 47);

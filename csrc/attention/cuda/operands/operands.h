@@ -13,34 +13,34 @@
 
 #include <type_traits>
 
+#include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/operands/route.h"
 #include "attention/cuda/operands/tokens.h"
-#include "attention/tensor_core_calls.h"
 #include "support/cuda/float16.h"
 #include "support/cuda/warps.h"
 
 namespace ikattn::cuda {
 
-// Columns that a row of features, of their gradients, or of grad_output, has in memory. Features
-// lie cosines first, then sines, 64 frequencies after the other (32, in rows of 64).
+// Returns how many columns a row of features, of their gradients, or of grad_output, has in memory.
+// Features lie cosines first, then sines, 64 frequencies after the other (32, in rows of 64).
 __host__ __device__ constexpr int64_t padded_columns(int64_t columns) {
   return columns <= 64 ? 64 : (columns + 127) / 128 * 128;
 }
-// Whether there are more than a block holds, which then passes along slices of 128.
+// Returns whether there are more than a block holds, which then passes along slices of 128.
 inline bool is_wide(const AttentionParams& params) {
   return 2 * params.M > 128 || params.d_v > 128;
 }
 
-// Per-token numbers that are copied 64 or 128 at a time lie in rows of this many.
+// Returns the length of rows of per-token numbers that are copied 64 or 128 at a time.
 __host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 127) / 128 * 128; }
 
-// What weights are multiplied with in the general form, and where 1 / Z' is: 2^15 moves them to
-// where Half is dense; bfloat16 is dense everywhere.
+// Factor of weights in the general form, which 1 / Z' has in return: 2^15 moves them to where Half
+// is dense; bfloat16 is dense everywhere.
 template <typename T>
 constexpr float kWeightScale = std::is_same_v<T, Half> ? 32768.0f : 1.0f;
 
-// Of the general form: weights are squares of scores times `square`, plus `eps`. Made before a
-// kernel, whose instructions read parameters where registers are few.
+// Scales of the general form: weights are squares of scores times `square`, plus `eps`. Made before
+// a kernel, whose instructions read parameters where registers are few.
 struct GeneralScales {
   float square, eps;
 };
@@ -68,41 +68,51 @@ struct Int8Features {
   float eps = 0;  // a number of bfloat16
 };
 
-struct FoldedTokens {
-  const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
-  // [B, H, L]  added to a row's sum of weights, if it sees a key: NaN where the query is poisoned,
-  // else 0. Of the forward; the backward has the normalizer
-  const float* poison;
-  const Half* phi_k;    // [B, key_heads, S, padded F]
-  const float* scales;  // [B, key_heads, S]  of phi_k'; 0: hidden or poisoned
+// The form of every head, and the numbers that it needs of the keys (tensor_cores/fold_tokens.cu).
+struct HeadForms {
+  float* scales;  // [B, key_heads, S]  of phi_k'; 0: hidden or poisoned
   // [B, key_heads, padded S]  folded: K eps e_j, 0: hidden; general: the logit, -inf: hidden. NaN:
   // poisoned
-  const float* terms;
-  // [B, key_heads, padded S]  folded: `scales` again, in rows that are copied; general: of the
-  // logits
-  const float* lows;
-  const double* largest;  // [B, key_heads]  max g
+  float* terms;
+  // [B, key_heads, padded S]  folded: `scales` again, in rows that are copied; general: the low
+  // parts of the logits
+  float* lows;
+  double* largest;  // [B, key_heads]  max g
   // [B, key_heads]  bits: kGeneral: the form; kUnclean: some key or value, hidden or not, is not
   // finite; kFew: so few keys have weight that rows may be those of one
-  const uint32_t* state;
+  uint32_t* state;
+  unsigned* item_counters;  // [2]  counters of Hopper's items, 0 at first
+  GeneralScales general;
+  float root_scale;  // sqrt(K)
+  float log_scale;   // log K; with scores of integers the offset of the weights' logarithms
+};
+
+// Values, and choices of linear time (linear/linear.h), for calls that take it.
+struct LinearBlocks {
+  HalfValue half_value;
+  // [B, H, blocks of kLinearQueries]  which of them take quadratic time all the same; nullptr: all
+  const uint32_t* quadratic_blocks;
+  const uint32_t* quadratic_heads;  // [B, key_heads]  likewise in the backward
+};
+
+struct FoldedTokens {
+  const Half* phi_q;  // [B, H, L, padded F]  zero where the query is poisoned
+  // [B, H, L]  added to a row's sum of weights in the forward, if it sees a key: NaN where the
+  // query is poisoned, else 0. The backward has the normalizer
+  const float* poison;
+  const Half* phi_k;  // [B, key_heads, S, padded F]
   // The value in 16 bits, as it lies or a copy.
   Array value;        // [B, G, S, value_columns], rows aligned to 16 bytes
   int value_columns;  // a multiple of 8
   // [B, G]  a power of two that float32 was multiplied with, so that its largest are Half's
   // largest: numbers down to 2^-29 of these keep all their 11 bits. nullptr: 1
   const float* value_scales;
-  HalfValue half_value;  // of calls in linear time (linear/linear.h)
-  // [B, H, blocks of kLinearQueries]  which of them take quadratic time all the same; nullptr: all
-  const uint32_t* quadratic_blocks;
-  const uint32_t* quadratic_heads;  // [B, key_heads]  of the backward, likewise
-  unsigned* items_taken;            // [2]  of kernels whose blocks take items, 0 at first
-  const uint32_t* value_bounds;     // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  const uint32_t* value_bounds;  // [B, key_heads]  bits of max |V_j| of keys that are not hidden
+  HeadForms forms;
   Int8Features int8;
-  GeneralScales general;
-  float root_scale;  // sqrt(K)
-  float log_scale;   // log K; with scores of integers what the weights' logarithms are more by
+  LinearBlocks linear;
 };
-// Where a head's value lies among [B, G], and what it is multiplied with.
+// Return where a head's value lies among [B, G], and its scale.
 __device__ __forceinline__ int64_t value_head_of(const AttentionParams& params, int64_t b,
                                                  int64_t h) {
   return b * params.G + h * params.G / params.H;
@@ -111,19 +121,19 @@ __device__ __forceinline__ float value_scale_of(const FoldedTokens& tokens, int6
   return tokens.value_scales == nullptr ? 1.0f : tokens.value_scales[value_head];
 }
 
-// The largest power of two with which numbers up to `bound` stay below 2^15.
+// Returns the largest power of two with which numbers up to `bound` stay below 2^15.
 __device__ __forceinline__ float fitting_power(float bound) {
   if (!(bound > 0)) return 1;
   const int exponent = static_cast<int>(__float_as_uint(bound) >> 23);  // biased by 127
   return __uint_as_float(static_cast<uint32_t>(min(127 + 14 + 127 - exponent, 254)) << 23);
 }
 
-// Not negative: floats of which the order is that of their bits.
+// Raises a bound to x, which is not negative: such floats have the order of their bits.
 __device__ __forceinline__ void raise(uint32_t* bound, double x) {
   constexpr double kLargest = 3e38;
   if (x - x == 0) atomicMax(bound, __float_as_uint(static_cast<float>(min(x, kLargest))));
 }
-// By a whole warp, whose numbers are of one bound.
+// Raises one bound by the numbers of a whole warp.
 __device__ __forceinline__ void raise_by_warp(uint32_t* bound, double x) {
   const double most = max_of_lanes(x - x == 0 ? x : 0.0);
   if (threadIdx.x % 32 == 0 && most > 0) raise(bound, most);
@@ -133,14 +143,15 @@ constexpr uint32_t kGeneral = 1, kUnclean = 2, kFew = 4;
 constexpr float kNatsThatCount = 8;
 constexpr int kFewKeys = 64;
 
-// Whether no head takes the folded form: of a float mask, and of batch-invariant calls, whose rows
-// must not follow the largest key where they may not see it.
+// Returns whether no head takes the folded form: of a float mask, and of batch-invariant calls,
+// whose rows must not follow the largest key where they may not see it.
 inline bool is_general_alone(const AttentionParams& params) {
   const bool has_mask = params.mask.type != ElementType::kNone;
   return params.batch_invariant || (has_mask && params.mask.type != ElementType::kBool);
 }
 
-// Where every row sees the largest key, the folded form is right for any spread of magnitudes.
+// Returns whether every row sees all keys: where it sees the largest one, the folded form is right
+// for any spread of magnitudes.
 __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params) {
   return params.mask.type == ElementType::kNone && !params.is_causal;
 }
@@ -155,12 +166,13 @@ struct FeatureGradients {
       : rows(executor.take<Half>(heads * N * width)),
         scales(executor.take<float>((width + 127) / 128 * heads * padded_tokens(N))) {}
 };
-// Of a slice and a head among `heads`, all batches', that of the first token.
+// Returns where the scale of a head's first token stands, for one slice; `heads` counts all
+// batches'.
 __device__ __forceinline__ int64_t scale_place(int64_t slice, int64_t heads, int64_t bh,
                                                int64_t N) {
   return (slice * heads + bh) * padded_tokens(N);
 }
-// What the pairs leave to the tokens.
+// Gradients that the pairs leave to the tokens.
 struct FoldedGradients {
   FeatureGradients phi_q, phi_k;
   float* logits;  // [B, key_heads, S]
@@ -171,11 +183,12 @@ struct AngleOperands;
 // Bounds that raise() may be called with.
 const char* clear_bounds(uint32_t* bounds, int64_t count, Stream stream);
 
-// Whether the norms of values are asked for, of which bounds are made.
+// Returns whether the norms of values are asked for, of which bounds are made.
 bool needs_value_norms(const AttentionParams& params, const Route& route, bool for_backward);
 
-// Folds logits; features are made from the tokens again, in float32, and rounded once.
-// for_backward: with the value's bounds, and without `poison`.
+// Makes `folded` in four steps: bounds of the values, the form of each head, features, values.
+// Features are made from the tokens again, in float32, and rounded once. for_backward: with the
+// value's bounds, and without `poison`.
 const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& executor,
                         const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded);

@@ -1,17 +1,17 @@
-// Which kernels a pass of a call takes. Decided once, from types, sizes, options and the GPU; the
-// drivers (forward.cu, backward.cu) act by it, and which_kernels tells it.
+// Kernels that a pass of a call takes, decided once, from types, sizes, options and the GPU. The
+// drivers (forward.cu, backward.cu) act by this decision, and which_kernels tells it.
 #pragma once
 
 #include <vector>
 
-#include "attention/params.h"
+#include "attention/calls/params.h"
 #include "support/proven.h"
 
 namespace ikattn::cuda {
 
 enum class Pass { kForward, kBackward };
 
-// Time proportional to L S, or to L + S (attention/linear_time.h).
+// Time proportional to L S, or to L + S (attention/calls/linear_time.h).
 enum class Algorithm { kQuadratic, kLinear };
 
 // CUDA cores in float32 or float64; tensor cores by mma.sync; pairs by Hopper's own wgmma.
@@ -32,14 +32,15 @@ struct Route {
   // On Hopper (hopper/short.h). The forward: its kernel makes the features, too. The backward: one
   // kernel makes all gradients of pairs, if those of both sides are asked for.
   bool is_short = false;
-  // Tensor cores: float32 as products of two numbers of Half each, in the place of CUDA cores.
+  // Tensor cores: split products of float32, two operands of Half for each number, in the place of
+  // CUDA cores.
   bool split_products = false;
   const char* reason = nullptr;  // why nothing faster, where there is something faster
 };
 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass);
 
-// The families of kernels that a route takes; none of CUDA cores.
+// Returns the families of kernels that a route takes; none for CUDA cores.
 std::vector<Family> families_of(const AttentionParams& params, const Route& route);
 
 }  // namespace ikattn::cuda

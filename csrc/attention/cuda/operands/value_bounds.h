@@ -1,4 +1,4 @@
-// How large values are, by which numbers of 16 bits are scaled.
+// Bounds of values, by which operands of 16 bits are scaled.
 #pragma once
 
 #include "attention/cuda/operands/operands.h"
@@ -9,14 +9,15 @@ namespace ikattn::cuda {
 // anything, and must not decide how numbers are scaled.
 struct SeenKeys {
   uint32_t* seen = nullptr;    // [batches, heads, S], 0: hidden; nullptr: there is no mask
-  int batches = 1, heads = 1;  // of the mask
-  // Of the mask; all where all are one. A block looks at some, for a grid has 65535 blocks along y.
+  int batches = 1, heads = 1;  // sizes of the mask
+  // Rows of the mask, and of a block; one where all rows are alike. A block looks at some, for a
+  // grid has 65535 blocks along y.
   int64_t rows = 1, rows_each = 256;
 
   SeenKeys() = default;
   SeenKeys(const AttentionParams& params, const DeviceExecutor& executor);
 
-  // By a query of a key head.
+  // Returns whether a query of the key head sees key j.
   __device__ __forceinline__ bool sees(const AttentionParams& params, int64_t b, int64_t key_head,
                                        int64_t j) const {
     if (seen == nullptr) return true;

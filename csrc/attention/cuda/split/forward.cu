@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     row_units[half] =
         norm * tokens.query.units[at.bh * padded_tokens(params.L) + warp_row + g + 8 * half];
   }
-  const SplitPlaces key_places = SplitPlaces::of_columns(0, 2 * F);
-  const SplitPlaces value_places = SplitPlaces::of_rows(L::kValue, 2 * V);
+  const SplitAddresses key_places = SplitAddresses::of_columns(0, 2 * F);
+  const SplitAddresses value_places = SplitAddresses::of_rows(L::kValue, 2 * V);
 
   // 2. Tile by tile: scores, weights, output += weights x values.
   float output[V / 8][4] = {};
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll 1
     for (int chunk = 0; chunk < L::kTokens / 16; ++chunk) {
       float s[2][4];
-      const SplitPlaces keys_at = key_places.behind(base + chunk * (16 * 2 * F));
+      const SplitAddresses keys_at = key_places.behind(base + chunk * (16 * 2 * F));
       if constexpr (Own::kHoldsQueries) {
         multiply_split_columns<F / 16>(s, held, keys_at, L::kKeyLow);
       } else {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                        keys_at, L::kKeyLow);
       }
       const SplitKeyColumns keys = KeyTiles<F, V>::columns_of(stage, chunk);
-      const PairPlaces<kPairs> pairs(params, visible, at.bh, at.i0, j0, warp * 16, chunk * 16);
+      const FragmentPairs<kPairs> pairs(params, visible, at.bh, at.i0, j0, warp * 16, chunk * 16);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          // What is hidden may have a value that is not finite.
+          // Hidden pairs may have a value that is not finite.
           const bool meets = s[n][c] != 0 && !pairs.drops(n, c);
           s[n][c] = meets ? s[n][c] * keys.value_units[n][c % 2] : 0.0f;
         }
@@ -95,13 +95,13 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 
   // 3. Rows of the result.
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float output_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_lanes<4>(rows.sums[half]), unit = fits.unit(half);
     const int64_t i = warp_row + g + 8 * half;
     if (i >= params.L) continue;
-    store_result<V>(params, at, i, 0, sum, 0, rows.reference(half), kept,
+    store_result<V>(params, at, i, 0, sum, 0, rows.reference(half), output_scale,
                     [&](int n, int c) { return output[n][2 * half + c] * unit; });
   }
 }

@@ -17,8 +17,8 @@ struct KeyLayout {
   static constexpr int64_t kBytes = kValue + kSplitRows * int64_t{4} * V;
 };
 
-// What a block adds up: registers hold the sums of both sides where there is neither mask nor
-// dropout, and 64 columns of the value at most; else each side has blocks of its own.
+// Sums of a block: registers hold both sides' where there is neither mask nor dropout, and 64
+// columns of the value at most; else each side has blocks of its own.
 enum class KeySums { kAll, kFeatures, kValue };
 template <int V, Pairs kPairs>
 constexpr bool kHoldsAll = V == 64 && kPairs == Pairs::kCausal;
@@ -76,7 +76,7 @@ struct SplitQueryColumns {
   }
 };
 
-// What a thread's two keys bring to their pairs, and the gradients of their logits so far.
+// Numbers of a thread's two keys that their pairs need, and the gradients of their logits so far.
 struct SplitKeyRows {
   TwoParts<float> logits[2];
   float feature_units[2], value_units[2];
@@ -90,11 +90,11 @@ struct SplitKeyRows {
       value_units[half] = tokens.value.units[value + 8 * half];
     }
   }
-  // Products of features and of gradients become operands: weights, of grad_value, and gradients of
-  // similarities, of grad_phi_k.
+  // Makes operands of the products of features and of gradients: weights, for grad_value, and
+  // gradients of similarities, for grad_phi_k.
   template <Pairs kPairs>
   __device__ __forceinline__ void meet(float (&s)[2][4], float (&x)[2][4],
-                                       const PairPlaces<kPairs, true>& at,
+                                       const FragmentPairs<kPairs, true>& at,
                                        const SplitQueryColumns& queries,
                                        const PairConstants& constants) {
 #pragma unroll
@@ -108,7 +108,7 @@ struct SplitKeyRows {
         const PairGradient gradient = pair_gradient(at, n, c, logits[c / 2], queries.query(n, c),
                                                     similarity, incoming, constants);
         logit_sums[c / 2] += gradient.logit;
-        // What is hidden may have units of anything.
+        // Hidden pairs may have units of anything.
         x[n][c] = gradient.weight == 0 ? 0.0f : gradient.weight * gradient_unit;
         s[n][c] = gradient.similarity == 0 ? 0.0f : gradient.similarity * unit;
       }
@@ -117,7 +117,7 @@ struct SplitKeyRows {
 };
 
 // A warp owns 16 keys, rows of S^T = phi_k phi_q^T and of V dO^T, so that both are left operands of
-// what is summed without being turned.
+// the sums without a transposition.
 template <int F, int V, Pairs kPairs, KeySums kSums>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     split_key_kernel(AttentionBackwardParams params, SplitTokens tokens, SplitQueries rows,
@@ -142,10 +142,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
     tiles.copy(0, shared_address(shared));
   }
-  const SplitPlaces score_places = SplitPlaces::of_columns(0, 2 * F);
-  const SplitPlaces incoming_places = SplitPlaces::of_columns(L::kGradient, 2 * V);
-  const SplitPlaces query_places = SplitPlaces::of_rows(0, 2 * F);
-  const SplitPlaces gradient_places = SplitPlaces::of_rows(L::kGradient, 2 * V);
+  const SplitAddresses score_places = SplitAddresses::of_columns(0, 2 * F);
+  const SplitAddresses incoming_places = SplitAddresses::of_columns(L::kGradient, 2 * V);
+  const SplitAddresses query_places = SplitAddresses::of_rows(0, 2 * F);
+  const SplitAddresses gradient_places = SplitAddresses::of_rows(L::kGradient, 2 * V);
   SplitKeyRows keys(tokens, at.bk * padded + warp_key + g, value_head * padded + warp_key + g);
 
   // 2. Tile by tile: scores and V dO^T, from both w and ds; dV += w^T dO, dphi_k += ds^T phi_q.
@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       }
       SplitQueryColumns queries;
       queries.load<L::kTokens>(shared_cast<float>(stage + L::kNumbers), chunk);
-      const PairPlaces<kPairs, true> pairs(params, visible, bh, i0, at.j0, chunk * 16, warp * 16);
+      const FragmentPairs<kPairs, true> pairs(params, visible, bh, i0, at.j0, chunk * 16,
+                                              warp * 16);
       keys.meet(s, x, pairs, queries, constants);
       if constexpr (kOfValue) {
         float ratios[2] = {1, 1};

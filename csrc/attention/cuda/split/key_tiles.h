@@ -1,5 +1,5 @@
-// What blocks that own queries have in common, in both passes: the queries of a warp, and the tiles
-// of keys and values that the block passes along, two in flight.
+// Parts of blocks that own queries, in both passes: the queries of a warp, and the tiles of keys
+// and values that the block passes along, two in flight.
 #pragma once
 
 #include "attention/cuda/split/pairs.h"
@@ -26,8 +26,9 @@ template <int F, int V>
 struct KeyTiles {
   using L = KeyTileLayout<F, V>;
   const SplitTokens& tokens;
-  int64_t S, first_key, first_value, padded_key, padded_value;  // of the heads
-  int count;                                                    // of tiles that the queries see
+  int64_t S, first_key, first_value, padded_key,
+      padded_value;  // length and first rows of the heads
+  int count;         // number of tiles that the queries see
 
   __device__ __forceinline__ KeyTiles(const AttentionParams& params, const SplitTokens& which,
                                       const QueryBlock& at)
@@ -70,7 +71,7 @@ template <int F>
 struct HeldQueries {
   SplitFragment features[F / 16 + 1];
 
-  // Of queries from i on.
+  // Loads queries from i on.
   __device__ __forceinline__ HeldQueries(const AttentionParams& params, const SplitRows& queries,
                                          int64_t bh, int64_t i) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -95,14 +96,14 @@ struct HeldQueries {
 
 // A warp's 16 rows as left operands where they lie in shared memory.
 struct SharedRows {
-  SplitPlaces places;
-  uint32_t distance;  // of the low parts
+  SplitAddresses places;
+  uint32_t distance;  // distance of the low parts
 
-  // kWidth columns of the block's rows, which begin at `base`.
+  // Returns kWidth columns of the block's rows, which begin at `base`.
   template <int kWidth>
   __device__ __forceinline__ static SharedRows of(uint32_t base) {
     const uint32_t warp = threadIdx.x / 32;
-    return {SplitPlaces::of_rows(base + warp * (16 * 2 * kWidth), 2 * kWidth).behind(0),
+    return {SplitAddresses::of_rows(base + warp * (16 * 2 * kWidth), 2 * kWidth).behind(0),
             kSplitRows * 2 * kWidth};
   }
   __device__ __forceinline__ SplitFragment operator()(int k) const {

@@ -1,6 +1,6 @@
-// What the kernels of split products make of pairs: weights, and what they bring to gradients. The
-// general form of operands/operands.h, in float32. A thread has those of fragments: rows g and
-// g + 8 of 16, columns 2t and 2t + 1 of two tiles of 8.
+// Weights of pairs, and their gradients, in the kernels of split products. The general form of
+// operands/operands.h, in float32. A thread has those of fragments: rows g and g + 8 of 16, columns
+// 2t and 2t + 1 of two tiles of 8.
 #pragma once
 
 #include "attention/cuda/split/products.h"
@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kSplitRows = 64;  // that a block owns, 16 a warp
 
-// The logit of a pair that is seen, and whether it is. kCausal: there is no mask.
-template <Pairs kPairs, bool kTurned>
-__device__ __forceinline__ bool find_logit(const PairPlaces<kPairs, kTurned>& at, int n, int c,
-                                           TwoParts<float> key, TwoParts<float>& logit) {
+// Finds the logit of a pair, and returns whether it is seen. kCausal: there is no mask.
+template <Pairs kPairs, bool kTransposed>
+__device__ __forceinline__ bool find_logit(const FragmentPairs<kPairs, kTransposed>& at, int n,
+                                           int c, TwoParts<float> key, TwoParts<float>& logit) {
   if (!at.sees(n, c) || key.high == minus_infinity<float>()) return false;
   logit = key;
   if constexpr (kPairs == Pairs::kGeneral) {
@@ -30,8 +30,8 @@ __device__ __forceinline__ float difference(TwoParts<float> a, TwoParts<float> b
   return (a.high - b.high) + (a.low - b.low);
 }
 
-// What the weights of a thread's two rows are relative to, the largest logit so far, and what they
-// have added up to.
+// Running softmax of a thread's two rows: the largest logit so far, and the sum of the weights
+// relative to it.
 struct WeightRows {
   float sums[2] = {};
   TwoParts<float> largest[2] = {{minus_infinity<float>(), 0}, {minus_infinity<float>(), 0}};
@@ -41,10 +41,10 @@ struct WeightRows {
     return static_cast<double>(largest[half].high) + static_cast<double>(largest[half].low);
   }
 
-  // Similarities of 16 keys become weights, those of hidden pairs 0; `rescales` is what the sums of
-  // what came before are to be multiplied with. By the whole warp.
+  // Makes weights of the similarities of 16 keys, 0 for hidden pairs; `rescales` is the factor of
+  // the sums so far. All lanes of the warp call it.
   template <Pairs kPairs>
-  __device__ __forceinline__ void weigh(float (&s)[2][4], const PairPlaces<kPairs>& at,
+  __device__ __forceinline__ void weigh(float (&s)[2][4], const FragmentPairs<kPairs>& at,
                                         const KeyColumns& keys, float eps, float (&rescales)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -63,7 +63,8 @@ struct WeightRows {
         if (seen[pair]) {
           weight = (similarity * similarity + eps) *
                    exponential(difference(logits[pair], largest[half]));
-          // Of 23 bits, which two numbers of Half hold: what meets the values is what is added up.
+          // Weights have 23 bits, which two splits of Half hold: the products with values and the
+          // sums take the same numbers.
           weight = __uint_as_float(__float_as_uint(weight) & ~1u);
         }
         sums[half] += weight;
@@ -101,14 +102,14 @@ struct WeightRows {
   }
 };
 
-// What every pair of a backward kernel has in common.
+// Numbers that all pairs of a backward kernel share.
 struct PairConstants {
-  float norm, eps, kept;  // 1 / 4M; kept: the rescale of dropout
+  float norm, eps, dropout_scale;  // 1 / 4M; dropout_scale: the rescale of dropout
 
   explicit PairConstants(const AttentionParams& params)
       : norm(1 / static_cast<float>(4 * params.M)),
         eps(static_cast<float>(params.eps)),
-        kept(static_cast<float>(dropout_rescale(params.dropout_threshold))) {}
+        dropout_scale(static_cast<float>(dropout_rescale(params.dropout_threshold))) {}
 };
 
 // A query of a pair: log Z, and delta (cuda_cores/backward.cu).
@@ -117,14 +118,15 @@ struct PairQuery {
   float delta;
 };
 
-// Of a pair: the weight under dropout, and the gradients of its logit and of its similarity.
+// Gradients of a pair: the weight under dropout, and the gradients of its logit and of its
+// similarity.
 struct PairGradient {
   float weight, logit, similarity;
 };
-// incoming: dO . V; zeros for what is hidden, whatever that holds.
-template <Pairs kPairs, bool kTurned>
-__device__ __forceinline__ PairGradient pair_gradient(const PairPlaces<kPairs, kTurned>& at, int n,
-                                                      int c, TwoParts<float> key,
+// Computes a pair's gradients. incoming: dO . V; zeros for a hidden pair, whatever it holds.
+template <Pairs kPairs, bool kTransposed>
+__device__ __forceinline__ PairGradient pair_gradient(const FragmentPairs<kPairs, kTransposed>& at,
+                                                      int n, int c, TwoParts<float> key,
                                                       const PairQuery& query, float similarity,
                                                       float incoming,
                                                       const PairConstants& constants) {
@@ -132,7 +134,7 @@ __device__ __forceinline__ PairGradient pair_gradient(const PairPlaces<kPairs, k
   if (query.normalizer.high == INFINITY || !find_logit(at, n, c, key, logit)) return {0, 0, 0};
   const float e = exponential(difference(logit, query.normalizer));
   const float weight = (similarity * similarity + constants.eps) * e;
-  const float survives = at.drops(n, c) ? 0.0f : constants.kept;
+  const float survives = at.drops(n, c) ? 0.0f : constants.dropout_scale;
   const float x = incoming * survives - query.delta;
   return {weight * survives, weight * x, 2 * constants.norm * similarity * e * x};
 }

@@ -7,8 +7,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Two floats as sums of two numbers of Half each: exact where the floats are of 23 bits and lie in
-// the range of Half.
+// Splits two floats into two operands of Half each: exact where the floats are of 23 bits and lie
+// in the range of Half.
 __device__ __forceinline__ void split_two(float first, float second, uint32_t& high,
                                           uint32_t& low) {
   high = pack_f16x2(first, second);
@@ -16,44 +16,44 @@ __device__ __forceinline__ void split_two(float first, float second, uint32_t& h
   low = pack_f16x2(first - rounded.x, second - rounded.y);
 }
 
-// FragmentPlaces in one register: of those of a row the first four differ in two bits. Tiles begin
-// at multiples of 128 bytes.
-class SplitPlaces {
+// FragmentAddresses in one register: of those of a row the first four differ in two bits. Tiles
+// begin at multiples of 128 bytes.
+class SplitAddresses {
  public:
-  // Of left operands, and of right ones that lie [inner][column].
-  __device__ static __forceinline__ SplitPlaces of_rows(uint32_t start, uint32_t row_bytes) {
+  // Returns the places of left operands, and of right ones that lie [inner][column].
+  __device__ static __forceinline__ SplitAddresses of_rows(uint32_t start, uint32_t row_bytes) {
     const uint32_t lane = threadIdx.x % 32;
-    return SplitPlaces(start + swizzled(lane % 16, lane / 16, row_bytes));
+    return SplitAddresses(start + swizzled(lane % 16, lane / 16, row_bytes));
   }
-  // Of right operands that lie [column][inner].
-  __device__ static __forceinline__ SplitPlaces of_columns(uint32_t start, uint32_t row_bytes) {
+  // Returns the places of right operands that lie [column][inner].
+  __device__ static __forceinline__ SplitAddresses of_columns(uint32_t start, uint32_t row_bytes) {
     const uint32_t lane = threadIdx.x % 32;
-    return SplitPlaces(start + swizzled(lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes));
+    return SplitAddresses(start + swizzled(lane % 8 + 8 * (lane / 16), lane / 8 % 2, row_bytes));
   }
-  // Those so many bytes further on, a multiple of 128. They are computed anew where they are asked
-  // for: no register holds what differs from them.
-  __device__ __forceinline__ SplitPlaces behind(uint32_t bytes) const {
-    return SplitPlaces(unknown_to_compiler(place_ + bytes));
+  // Returns the places so many bytes further on, a multiple of 128. They are computed anew where
+  // they are asked for: no register holds the difference.
+  __device__ __forceinline__ SplitAddresses behind(uint32_t bytes) const {
+    return SplitAddresses(unknown_to_compiler(place_ + bytes));
   }
-  // Of the k-th sixteen columns.
+  // Returns the place of the k-th sixteen columns.
   __device__ __forceinline__ uint32_t at(int k) const {
     return (place_ ^ static_cast<uint32_t>(k % 4 * 32)) + k / 4 * 128;
   }
 
  private:
-  __device__ __forceinline__ explicit SplitPlaces(uint32_t place) : place_(place) {}
+  __device__ __forceinline__ explicit SplitAddresses(uint32_t place) : place_(place) {}
   uint32_t place_;
 };
 
 struct SplitFragment {
   Fragment high, low;
 };
-// Where the parts of a tile lie: low `distance` bytes behind high.
+// Loads both operands of a tile: low ones are `distance` bytes behind high ones.
 __device__ __forceinline__ SplitFragment load_split(uint32_t row_address, uint32_t distance) {
   return {load_fragment(row_address), load_fragment(row_address + distance)};
 }
 
-// d += a b, but for low times low, which is below what float32 holds: the small products into
+// Adds a b, but for low times low, which is below what float32 holds: the small products into
 // `small`, the large one into `large`.
 __device__ __forceinline__ void mma_split(float (&small)[4], float (&large)[4],
                                           const SplitFragment& a, const uint32_t* high,
@@ -63,11 +63,11 @@ __device__ __forceinline__ void mma_split(float (&small)[4], float (&large)[4],
   mma_m16n8k16<Half>(large, a.high.registers, high[0], high[1]);
 }
 
-// sums = left right over kCount fragments of the inner axis, 16 rows and 16 columns; right lies
-// [column][inner], its low part `distance` bytes behind.
+// Computes sums = left right over kCount fragments of the inner axis, 16 rows and 16 columns; right
+// lies [column][inner], its low part `distance` bytes behind.
 template <int kCount, typename Left>
 __device__ __forceinline__ void multiply_split_columns(float (&sums)[2][4], const Left& left,
-                                                       const SplitPlaces& right,
+                                                       const SplitAddresses& right,
                                                        uint32_t distance) {
   float small[2][4] = {};
 #pragma unroll
@@ -90,14 +90,14 @@ __device__ __forceinline__ void multiply_split_columns(float (&sums)[2][4], cons
   }
 }
 
-// sums = sums * ratios + left right, 16 on the inner axis; right lies [inner][column]. Tensor cores
-// round towards zero what they add up, which over many tokens is more than float32 errs: they add
-// 16, and the sums of all are rounded to nearest.
+// Computes sums = sums * ratios + left right, 16 on the inner axis; right lies [inner][column].
+// Tensor cores round towards zero what they add up, which over many tokens is more than float32
+// errs: they add 16, and the sums of all are rounded to nearest.
 //   ratios: of a thread's two rows
 template <int kColumnTiles>
 __device__ __forceinline__ void add_split_rows(float (&sums)[kColumnTiles][4],
                                                const float (&ratios)[2], const SplitFragment& left,
-                                               const SplitPlaces& right, uint32_t distance) {
+                                               const SplitAddresses& right, uint32_t distance) {
 #pragma unroll
   for (int n = 0; n < kColumnTiles; n += 2) {
     if (n % 4 == 0) __syncwarp();  // or all columns would be loaded first, and registers spill
@@ -116,21 +116,21 @@ __device__ __forceinline__ void add_split_rows(float (&sums)[kColumnTiles][4],
   }
 }
 
-// The quotient of two powers of two, 0 where it is none of float32.
+// Returns the quotient of two powers of two, 0 where it is none of float32.
 __device__ __forceinline__ float quotient_of_powers(float over, float under) {
   const int exponent = static_cast<int>(__float_as_uint(over) >> 23) -
                        static_cast<int>(__float_as_uint(under) >> 23);
   return exponent < -126 ? 0.0f : __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// What a thread's two rows of left operands are multiplied with to fit in Half: powers of two, that
-// follow the largest of a row so far, and what its sums are multiplied with since. So they depend
-// on nothing but the row, and what is added up errs by 2^-40 of its largest term, as that counts in
-// the end, at most where it leaves Half.
+// Powers of two that make a thread's two rows of left operands fit in Half, by the largest number
+// of a row so far, and the factors that its sums have been multiplied with since. They depend on
+// nothing but the row, and a sum has an error of 2^-40 of its largest term, as that counts in the
+// end, at most where it leaves Half.
 class RowFits {
  public:
-  // Pairs become an operand; ratios: what the sums of what came before are to be multiplied with,
-  // times what they hold already. By the whole warp.
+  // Makes an operand of pairs, and multiplies `ratios` by the factors of the sums so far. All lanes
+  // of the warp call it.
   __device__ __forceinline__ SplitFragment put(const float (&x)[2][4], float (&ratios)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -160,13 +160,14 @@ class RowFits {
     }
     return operand;
   }
-  // Of which the sums are to be multiplied.
+  // Returns the unit of a row's sums.
   __device__ __forceinline__ float unit(int half) const {
     return quotient_of_powers(1.0f, fits_[half]);
   }
 
  private:
-  // What came before counts as little as ratio says, and so leaves room for what comes.
+  // Raises a row's power of two. Earlier sums count as little as ratio says, which leaves room for
+  // later ones.
   __device__ __forceinline__ void raise(int half, float& ratio) {
     const int faded = 126 - static_cast<int>(__float_as_uint(ratio) >> 23);
     const int room = 253 - static_cast<int>(__float_as_uint(fits_[half]) >> 23);
@@ -176,7 +177,7 @@ class RowFits {
     ratio *= power;
   }
 
-  float fits_[2] = {0x1p126f, 0x1p126f};  // what is smaller than all that fits is small enough
+  float fits_[2] = {0x1p126f, 0x1p126f};  // the largest power: smaller numbers need no digits
 };
 
 // Begins to copy kRows rows, of kWidth columns, of both parts; zeros from the `count`-th on. A

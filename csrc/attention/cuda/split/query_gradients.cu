@@ -5,7 +5,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Behind the tiles lie the block's own features and rows of grad_output.
+// Bytes behind the tiles: the block's own features and rows of grad_output.
 template <int F, int V>
 struct QueryLayout {
   static constexpr uint32_t kQuery = kStages * KeyTileLayout<F, V>::kStage;
@@ -13,7 +13,7 @@ struct QueryLayout {
   static constexpr int64_t kBytes = kGradient + kSplitRows * int64_t{4} * V;
 };
 
-// What a thread's two queries bring to their pairs.
+// Numbers of a thread's two queries that their pairs need.
 struct QueryPair {
   PairQuery queries[2];
   float feature_units[2], gradient_units[2];
@@ -52,9 +52,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     tiles.copy(0, shared_address(shared));
   }
   const QueryPair own(tokens, rows, at.bh * padded_tokens(params.L) + warp_row + g);
-  const SplitPlaces score_places = SplitPlaces::of_columns(0, 2 * F);
-  const SplitPlaces value_places = SplitPlaces::of_columns(L::kValue, 2 * V);
-  const SplitPlaces key_places = SplitPlaces::of_rows(0, 2 * F);
+  const SplitAddresses score_places = SplitAddresses::of_columns(0, 2 * F);
+  const SplitAddresses value_places = SplitAddresses::of_columns(L::kValue, 2 * V);
+  const SplitAddresses key_places = SplitAddresses::of_rows(0, 2 * F);
 
   // 2. Tile by tile: scores s and products x = dO V^T, from both ds, sums += ds phi_k.
   float sums[F / 8][4] = {};
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                      value_places.behind(base + chunk * (16 * 2 * V)),
                                      L::kValueLow);
       const SplitKeyColumns keys = KeyTiles<F, V>::columns_of(stage, chunk);
-      const PairPlaces<kPairs> pairs(params, visible, at.bh, at.i0, j0, warp * 16, chunk * 16);
+      const FragmentPairs<kPairs> pairs(params, visible, at.bh, at.i0, j0, warp * 16, chunk * 16);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll

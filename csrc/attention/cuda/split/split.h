@@ -2,7 +2,7 @@
 // two is three of the 16-bit rate. split/README.md says which file does what.
 //
 // A row of an operand is multiplied with a power of two of its own, its unit's inverse, so that its
-// largest number is near Half's largest: two numbers then hold 23 bits of it, down to 2^-40 of the
+// largest number is near Half's largest: two splits then hold 23 bits of it, down to 2^-40 of the
 // largest. What becomes of pairs in registers is split in the same way (RowFits).
 #pragma once
 
@@ -18,16 +18,16 @@ struct SplitRows {
   float* units;  // [heads, padded N]  powers of two; 0: a row of zeros, or none; NaN: not finite
 };
 
-// What both passes read.
+// Operands of both passes.
 struct SplitTokens {
   SplitRows query, key;  // features; a row that is not finite is zeros
-  SplitRows value;       // of B G heads
+  SplitRows value;       // values of B G heads
   // [B, key_heads, padded S]  logits of two parts; high -inf: hidden, or none
   const float* high;
   const float* low;
 };
 
-// What the backward's queries bring.
+// Operands of the backward's queries.
 struct SplitQueries {
   SplitRows gradient;  // grad_output
   // [B, H, padded L]  RowState's; high of log Z is infinity where there is no query
@@ -46,7 +46,7 @@ const char* split_queries(const AttentionBackwardParams& params, const DeviceExe
 const char* split_forward(const AttentionParams& params, const DeviceExecutor& executor,
                           const PreparedTokens<float>& prepared);
 
-// As far as `gradients` and grad_value.
+// Computes grad_value, and all that `gradients` asks for.
 const char* split_pair_gradients(const AttentionBackwardParams& params,
                                  const DeviceExecutor& executor,
                                  const PreparedTokens<float>& prepared, const RowState<float>& rows,

@@ -1,4 +1,4 @@
-// How scores become factors of gradients in the backward pass on tensor cores: of queries, and of
+// Turns scores into factors of gradients in the backward pass on tensor cores: of queries, and of
 // keys.
 #pragma once
 
@@ -8,13 +8,13 @@
 namespace ikattn::cuda {
 namespace {
 
-// What a thread's two queries bring to their pairs.
+// Numbers of a thread's two queries that their pairs need.
 template <Pairs kPairs>
 struct QueryRows {
   float delta[2], fit[2];
   float normalizer[2], low[2];  // general
 
-  // Of queries i and i + 8.
+  // Loads the numbers of queries i and i + 8.
   __device__ __forceinline__ void load(const AttentionParams& params, const FoldedRows& rows,
                                        int64_t bh, int64_t i) {
     const int64_t base = bh * padded_tokens(params.L);
@@ -33,7 +33,7 @@ struct QueryRows {
       }
     }
   }
-  // With what products of gradients and values begin: -delta, but under dropout.
+  // Sets the initial products of gradients and values: -delta, but under dropout.
   __device__ __forceinline__ void begin(float (&x)[2][4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -41,11 +41,12 @@ struct QueryRows {
       for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -delta[c / 2];
     }
   }
-  // Scores of 16 keys, and x, dP - delta, or dP under dropout, become factors of grad_phi_q.
-  //   kept: the rescale of dropout
+  // Makes factors of grad_phi_q from scores of 16 keys, and x, dP - delta, or dP under dropout.
+  //   dropout_scale: the rescale of dropout
   __device__ __forceinline__ Fragment products_of(float (&s)[2][4], const float (&x)[2][4],
-                                                  const PairPlaces<kPairs>& at,
-                                                  const KeyColumns& keys, float kept) const {
+                                                  const FragmentPairs<kPairs>& at,
+                                                  const KeyColumns& keys,
+                                                  float dropout_scale) const {
     Fragment products;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -53,7 +54,7 @@ struct QueryRows {
       for (int c = 0; c < 4; ++c) {
         float product = x[n][c];
         if constexpr (kDrops<kPairs>) {
-          product = (at.drops(n, c) ? 0 : product * kept) - delta[c / 2];
+          product = (at.drops(n, c) ? 0 : product * dropout_scale) - delta[c / 2];
         }
         // A hidden key's score is 0 where it is folded, and its value may be anything.
         const float score = s[n][c];
@@ -76,12 +77,13 @@ struct QueryRows {
   }
 };
 
-// Of 16 queries that a thread's two keys meet: columns of the turned pairs.
+// Numbers of the 16 queries that a thread's two keys are paired with: columns of the transposed
+// pairs.
 struct QueryColumns {
   float normalizer[2][2], delta[2][2];
   float low[2][2];  // general
 };
-// Those of the chunk-th 16 of kQueries queries, whose numbers lie one array after the other.
+// Loads the numbers of the chunk-th 16 of kQueries queries, which lie one array after the other.
 template <Pairs kPairs, int kQueries>
 __device__ __forceinline__ QueryColumns load_queries(Shared<const float> numbers, int chunk) {
   QueryColumns queries;
@@ -91,13 +93,13 @@ __device__ __forceinline__ QueryColumns load_queries(Shared<const float> numbers
   return queries;
 }
 
-// What a thread's two keys bring to their pairs, and the gradients of their logits so far.
+// Numbers of a thread's two keys that their pairs need, and the gradients of their logits so far.
 template <typename T, Pairs kPairs>
 struct KeyRows {
   float fit[2], terms[2], lows[2];
   float logit_sums[2] = {};
 
-  // Of keys j and j + 8.
+  // Loads the numbers of keys j and j + 8.
   //   fit_of_head: KeyScales::fit
   __device__ __forceinline__ void load(const AttentionParams& params, const FoldedTokens& tokens,
                                        int64_t bk, int64_t j, float fit_of_head) {
@@ -109,16 +111,16 @@ struct KeyRows {
       float scale = 1;
       if constexpr (kPairs != Pairs::kGeneral) {
         scale = key < params.S
-                    ? tokens.scales[bk * params.S + key] * static_cast<float>(4 * params.M)
+                    ? tokens.forms.scales[bk * params.S + key] * static_cast<float>(4 * params.M)
                     : 0.0f;
       }
       fit[half] = scale * fit_of_head * (1 / kWeightScale<T>);
       const int64_t padded = bk * padded_tokens(params.S) + min(key, params.S - 1);
-      terms[half] = tokens.terms[padded];
-      lows[half] = tokens.lows[padded];
+      terms[half] = tokens.forms.terms[padded];
+      lows[half] = tokens.forms.lows[padded];
     }
   }
-  // With what products of values and gradients begin: -delta, but under dropout.
+  // Sets the initial products of values and gradients: -delta, but under dropout.
   __device__ __forceinline__ static void begin(float (&x)[2][4], const QueryColumns& queries) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -126,13 +128,13 @@ struct KeyRows {
       for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -queries.delta[n][c % 2];
     }
   }
-  // Scores of 16 queries, and x, dP - delta, or dP under dropout, become factors of grad_value and
-  // of grad_phi_k.
-  //   norm: 1 / (4M); kept: the rescale of dropout
+  // Makes factors of grad_value and of grad_phi_k from scores of 16 queries, and x, dP - delta, or
+  // dP under dropout.
+  //   norm: 1 / (4M); dropout_scale: the rescale of dropout
   __device__ __forceinline__ void meet(float (&s)[2][4], float (&x)[2][4],
-                                       const PairPlaces<kPairs, true>& at,
+                                       const FragmentPairs<kPairs, true>& at,
                                        const QueryColumns& queries, float norm, float eps,
-                                       float kept, Fragment& weights, Fragment& products) {
+                                       float dropout_scale, Fragment& weights, Fragment& products) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       float weight[4];
@@ -141,7 +143,7 @@ struct KeyRows {
         float score = s[n][c];
         const bool dropped = at.drops(n, c);
         if constexpr (kDrops<kPairs>) {
-          x[n][c] = (dropped ? 0 : x[n][c] * kept) - queries.delta[n][c % 2];
+          x[n][c] = (dropped ? 0 : x[n][c] * dropout_scale) - queries.delta[n][c % 2];
         }
         float similarity, inverse;  // the weight is their product
         if constexpr (kPairs == Pairs::kGeneral) {

@@ -1,5 +1,5 @@
-// What the kernels of pairs on tensor cores share: which tokens a block owns and passes along, and
-// for which masks, types and widths a kernel is compiled.
+// Blocks of pairs on tensor cores: tokens that a block owns and passes along, and masks, types and
+// widths for which a kernel is compiled.
 #pragma once
 
 #include "attention/cuda/mma/tile_copy.h"
@@ -28,12 +28,12 @@ struct QueryBlock {
   }
 };
 
-// The same of the keys of one of the blocks that own `rows` of them, and the tiles of queries that
-// it passes along: those of all heads that share the keys, one head after the other.
+// Keys of one of the blocks that own `rows` of them, and the tiles of queries that it passes along:
+// all heads that share the keys, one head after the other.
 struct KeyBlock {
   int bk, j0, b, key_head, value_head;
   int group;              // heads that share the keys
-  int first_tile, tiles;  // of kStep queries, of each of these heads
+  int first_tile, tiles;  // tiles of kStep queries, for each of these heads
   int steps;              // tiles of all of them
 
   __device__ __forceinline__ KeyBlock(const AttentionParams& params, int rows, bool is_causal,
@@ -69,15 +69,15 @@ struct TileRange {
   }
 };
 
-// visit(column, n) for the pairs of neighbouring columns that a thread has of a row of sums: those
-// of tile n of 8.
+// Calls visit(column, n) for the pairs of neighbouring columns that a thread has of a row of sums,
+// in tile n of 8.
 template <int kWidth, typename Visit>
 __device__ __forceinline__ void for_pairs(const Visit& visit) {
 #pragma unroll
   for (int n = 0; n < kWidth / 8; ++n) visit(n * 8 + static_cast<int>(threadIdx.x) % 4 * 2, n);
 }
 
-// The rows of the value that belong to a query head.
+// Returns the rows of the value that belong to a query head.
 template <typename T>
 __device__ __forceinline__ const T* value_rows(const AttentionParams& params,
                                                const FoldedTokens& tokens, int64_t b, int64_t h) {
@@ -85,12 +85,13 @@ __device__ __forceinline__ const T* value_rows(const AttentionParams& params,
          h * params.G / params.H * tokens.value.stride[1];
 }
 
-// Tokens from the first of a tile on; beyond 2^31 a tile is full all the same.
+// Returns how many tokens there are from the first of a tile on; beyond 2^31 a tile is full all the
+// same.
 __device__ __forceinline__ int remaining_of(int64_t count, int64_t first) {
   return static_cast<int>(min(count - first, int64_t{1} << 30));
 }
 
-// What a kernel is compiled for. In the folded form: all pairs; those that causality lets be; or
+// Pairs that a kernel is compiled for. In the folded form: all; those that causality allows; or
 // bool masks and dropout, too. kGeneral: the general form, with all of these and float masks.
 enum class Pairs { kAll, kCausal, kAny, kGeneral };
 
@@ -133,15 +134,15 @@ const char* launch_sizes(const AttentionParams& params, const Launch& launch) {
   });
 }
 
-// Whether another kernel computes this head.
+// Returns whether another kernel computes this head.
 template <Pairs kPairs>
 __device__ __forceinline__ bool is_of_other_form(uint32_t state) {
   return ((state & kGeneral) != 0) != (kPairs == Pairs::kGeneral);
 }
 
-// Whether linear_backward has the gradients of a key head.
+// Returns whether linear_backward has the gradients of a key head.
 __device__ __forceinline__ bool is_without_pairs(const FoldedTokens& tokens, int64_t bk) {
-  return tokens.quadratic_heads != nullptr && tokens.quadratic_heads[bk] == 0;
+  return tokens.linear.quadratic_heads != nullptr && tokens.linear.quadratic_heads[bk] == 0;
 }
 
 // Tiles of 16 rows per warp: as many as the registers hold.

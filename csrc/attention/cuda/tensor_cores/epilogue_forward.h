@@ -1,13 +1,13 @@
-// What the forward kernels on tensor cores make of the sums of a row.
+// Results of the forward kernels on tensor cores, made from the sums of a row.
 #pragma once
 
 #include "attention/cuda/tensor_cores/pairs.h"
 
 namespace ikattn::cuda {
 
-// Where queries are few, blocks share their keys: what each found of its keys, to be combined.
+// Partial results of blocks that share the keys, where queries are few; they are then combined.
 struct Parts {
-  int count = 1;                // of parts; 1: a block finishes its rows
+  int count = 1;                // number of parts; 1: a block finishes its rows
   float* output = nullptr;      // [part][B, H, L, padded d_v]  sum of w V
   float* sums = nullptr;        // [part][B, H, L]              sum of w
   float* roundings = nullptr;   // [part][B, H, L]            ForwardRows::roundings
@@ -18,36 +18,36 @@ Parts take_parts(const AttentionParams& params, const DeviceExecutor& executor, 
 const char* combine_parts(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                           const Parts& parts);
 
-// What causal calls in linear time have found of the keys before a query's chunk, of blocks that
-// are not in tokens.quadratic_blocks: pairs go on from there.
-struct Begins {
+// Sums over the keys before a query's chunk, which causal calls in linear time compute for blocks
+// that are not in tokens.linear.quadratic_blocks: pairs go on from there.
+struct InitialSums {
   const float* output = nullptr;  // [B, H, L, padded d_v]  sum of w V; nullptr: there are none
   const float* sums = nullptr;    // [B, H, L]              sum of w
   int chunk = 0, most = 0;        // tokens of a chunk; chunks before a query's, at most
 
-  // The first key of the chunk of queries from the i-th on.
+  // Returns the first key of the chunk of queries from the i-th on.
   __device__ __forceinline__ int first_key(int i) const { return min(i / chunk, most) * chunk; }
 };
 
-// Output and log Z of the queries in tokens.quadratic_blocks, or their parts; of others that begin
-// with something, too. general_alone: other kernels have the folded form.
+// Output and log Z of the queries in tokens.linear.quadratic_blocks, or their parts; of others that
+// begin with something, too. general_alone: other kernels have the folded form.
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
-                           const Parts& parts, const Begins& begins, bool general_alone);
+                           const Parts& parts, const InitialSums& initial, bool general_alone);
 
-// The same of wide rows, all of them.
+// Computes the forward of wide rows, all of them.
 const char* wide_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
                          const Parts& parts);
 
 namespace {
 
-// log x of x > 0, to 1e-7: the exponent's part in float64. A logarithm of float64 takes longer than
-// a tile's products, and nothing goes on beside it.
+// Returns log x of x > 0, to 1e-7: the exponent's part in float64. A logarithm of float64 takes
+// longer than a tile's products, and nothing goes on beside it.
 __device__ __forceinline__ double logarithm(float x) {
   constexpr double kLog2 = 0.69314718055994530942;
   const bool is_small = x < 0x1p-126f;
   const uint32_t bits = __float_as_uint(is_small ? x * 0x1p64f : x);
   if (bits >= 0x7f800000u) return static_cast<double>(x);  // infinity, or NaN
-  // Between the roots of a half and of two.
+  // The mantissa lies between the roots of a half and of two.
   const uint32_t above_root = bits - 0x3f3504f3u;
   const int exponent = static_cast<int>(above_root) >> 23;
   const float mantissa = __uint_as_float((above_root & 0x007fffffu) + 0x3f3504f3u);
@@ -55,7 +55,7 @@ __device__ __forceinline__ double logarithm(float x) {
              static_cast<double>(logf(mantissa)));
 }
 
-// Of a row; `reference` is log Z where the sum is 1.
+// Returns the logarithm of a row's normalizer; `reference` is log Z where the sum is 1.
 __device__ __forceinline__ double log_normalizer_of(float sum, double reference) {
   return sum == 0 ? minus_infinity<double>() : logarithm(sum) + reference;
 }
@@ -63,20 +63,20 @@ template <typename T, bool kGeneral>
 __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64_t bk,
                                                double of_row) {
   return kGeneral ? of_row - log(static_cast<double>(kWeightScale<T>))
-                  : tokens.largest[bk] - static_cast<double>(tokens.log_scale);
+                  : tokens.forms.largest[bk] - static_cast<double>(tokens.forms.log_scale);
 }
-// A query that is not finite spoils its row, if it sees a key.
+// Returns the row's sum, NaN if its query is not finite, and sees a key.
 __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t row, float sum) {
   return sum == 0 ? sum : sum + tokens.poison[row];
 }
 
-// The results of query i, of V columns of its row from `first` on. weighted(n, c): what the
-// thread's columns have added up to; sum: of weights, NaN where the row is; reference: log Z where
-// it is 1; kept: the rescale of dropout, over the scale of the value.
+// Stores the results of query i, V columns of its row from `first` on. weighted(n, c): the thread's
+// sums; sum: of weights, NaN where the row is; reference: log Z where it is 1; output_scale: the
+// rescale of dropout, over the scale of the value.
 template <int V, typename Weighted>
 __device__ __forceinline__ void store_result(const AttentionParams& params, const QueryBlock& at,
                                              int64_t i, int first, float sum, float rounding,
-                                             double reference, float kept,
+                                             double reference, float output_scale,
                                              const Weighted& weighted) {
   if (threadIdx.x % 4 == 0 && first == 0) {
     static_cast<double*>(params.log_normalizer.data)[int64_t{at.bh} * params.L + i] =
@@ -85,18 +85,19 @@ __device__ __forceinline__ void store_result(const AttentionParams& params, cons
   const int64_t* stride = params.output.stride;
   const RowPairs pairs(params.output);
   const int64_t to = at.b * stride[0] + at.h * stride[1] + i * stride[2];
-  const float scale = kept / (sum + rounding);
+  const float scale = output_scale / (sum + rounding);
   pairs.store<V>(to, first, params.d_v, [&](int n) {
     return sum == 0 ? make_float2(0, 0)
                     : make_float2(weighted(n, 0) * scale, weighted(n, 1) * scale);
   });
 }
-// What a block has found of it: its part, or the results. reference: ForwardRows'.
+// Stores what a block has of a row: its part, or the results. reference: ForwardRows'.
 template <typename T, int V, bool kGeneral, typename Weighted>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const FoldedTokens& tokens,
                                           const Parts& parts, int64_t part, const QueryBlock& at,
                                           int64_t i, int first, float sum, float rounding,
-                                          double reference, float kept, const Weighted& weighted) {
+                                          double reference, float output_scale,
+                                          const Weighted& weighted) {
   const int64_t row = int64_t{at.bh} * params.L + i;
   const bool tells = threadIdx.x % 4 == 0 && first == 0;
   if (parts.count > 1) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const F
     return;
   }
   store_result<V>(params, at, i, first, with_poison(tokens, row, sum), rounding,
-                  reference_of<T, kGeneral>(tokens, at.bk, reference), kept, weighted);
+                  reference_of<T, kGeneral>(tokens, at.bk, reference), output_scale, weighted);
 }
 
 }  // namespace

@@ -2,9 +2,9 @@
 // keys, 64 at a time and two tiles in flight. Scores become weights, and weights the operand of the
 // product with the value, in registers. The folded form has no maximum and no exponential; in the
 // general one neither depends on the scores.
-#include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
 #include "attention/cuda/tensor_cores/forward_pairs.h"
+#include "attention/cuda/tensor_cores/initial_sums.h"
 #include "attention/cuda/tensor_cores/tiles.h"
 
 namespace ikattn::cuda {
@@ -18,17 +18,18 @@ struct Layout {
   static constexpr int64_t kBytes = kStages * int64_t{kStage};
 };
 
-// What the rows of a warp begin with.
+// Loads the sums with which the rows of a warp begin.
 template <int V, typename Rows, int kRowTiles>
-__device__ __forceinline__ void load_begins(const AttentionParams& params, const Begins& begins,
-                                            const QueryBlock& at, Rows (&rows)[kRowTiles],
-                                            float (&output)[kRowTiles][V / 8][4]) {
+__device__ __forceinline__ void load_initial_sums(const AttentionParams& params,
+                                                  const InitialSums& initial, const QueryBlock& at,
+                                                  Rows (&rows)[kRowTiles],
+                                                  float (&output)[kRowTiles][V / 8][4]) {
   for_own_rows<kRowTiles>(at.i0, threadIdx.x, [&](int m, int half, int64_t i) {
     if (i >= params.L) return;
     const int64_t row = int64_t{at.bh} * params.L + i;
-    if (threadIdx.x % 4 == 0) rows[m].sums[half] = begins.sums[row];  // lanes are added up
+    if (threadIdx.x % 4 == 0) rows[m].sums[half] = initial.sums[row];  // lanes are added up
     for_pairs<V>([&](int column, int n) {
-      const float2 two = load_vector<float2>(begins.output + row * V + column);
+      const float2 two = load_vector<float2>(initial.output + row * V + column);
       output[m][n][2 * half] = two.x;
       output[m][n][2 * half + 1] = two.y;
     });
@@ -37,7 +38,8 @@ __device__ __forceinline__ void load_begins(const AttentionParams& params, const
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
-    folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts, Begins begins) {
+    folded_forward_kernel(AttentionParams params, FoldedTokens tokens, Parts parts,
+                          InitialSums initial) {
   using L = Layout<F, V, kPairs>;
   constexpr bool kIsGeneral = kPairs == Pairs::kGeneral;
   constexpr int kRowTiles = kRowTilesFor<V>, kQueries = kWarps * kRowTiles * 16;
@@ -46,22 +48,22 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int part = static_cast<int>(blockIdx.x) / blocks;
   const QueryBlock at(params, kQueries, blockIdx.x % blocks);
   const int i0 = at.i0;
-  const uint32_t state = tokens.state[at.bk];
+  const uint32_t state = tokens.forms.state[at.bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
   if (kPairs == Pairs::kAll && !is_quadratic(params, tokens, at)) return;
 
   // 1. The first tile of keys and values is on its way.
   TileRange tiles(params, at, kQueries, part, parts.count);
   const bool goes_on =
-      kPairs == Pairs::kCausal && begins.output != nullptr && !is_quadratic(params, tokens, at);
-  if (goes_on) tiles.first = begins.first_key(i0) / kStep;
+      kPairs == Pairs::kCausal && initial.output != nullptr && !is_quadratic(params, tokens, at);
+  if (goes_on) tiles.first = initial.first_key(i0) / kStep;
   KeyCopy<L, T, F, V, kIsGeneral ? 2 : 1> copy(params, tokens, at, tiles.first);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   if (tiles.first < tiles.end) {
     copy(shared_address(shared + tiles.first % kStages * L::kStage),
          remaining_of(params.S, tiles.first * int64_t{kStep}));
   }
-  const FragmentPlaces key_places = FragmentPlaces::of_columns(0, 2 * F);
+  const FragmentAddresses key_places = FragmentAddresses::of_columns(0, 2 * F);
 
   // 2. The warp's queries, all their features, as A fragments.
   Fragment phi_q[kRowTiles][F / 16];
@@ -73,8 +75,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   // 3. Tile by tile: scores, weights, output += weights x values.
   float output[kRowTiles][V / 8][4] = {};
   ForwardRows<T, kPairs> rows[kRowTiles];
-  if (goes_on) load_begins<V>(params, begins, at, rows, output);
-  const GeneralScales& scales = tokens.general;
+  if (goes_on) load_initial_sums<V>(params, initial, at, rows, output);
+  const GeneralScales& scales = tokens.forms.general;
 
   for (int tile = tiles.first; tile < tiles.end; ++tile) {
     Shared<unsigned char> stage =
@@ -93,8 +95,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       Fragment weights[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        const PairPlaces<kPairs> pairs(params, visible, at.bh, i0, j0, (warp * kRowTiles + m) * 16,
-                                       chunk * 16);
+        const FragmentPairs<kPairs> pairs(params, visible, at.bh, i0, j0,
+                                          (warp * kRowTiles + m) * 16, chunk * 16);
         weights[m] = rows[m].weigh(s[m], pairs, keys, scales, (state & kFew) != 0, output[m]);
       }
       rejoin_after<kPairs>();
@@ -105,15 +107,15 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   }
 
   // 4. Rows of the result, or of its part.
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
-                     value_scale_of(tokens, value_head_of(params, at.b, at.h));
+  const float output_scale = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                             value_scale_of(tokens, value_head_of(params, at.b, at.h));
   // Found anew: no register holds the rows over the tiles.
   for_own_rows<kRowTiles>(at.i0, unknown_to_compiler(threadIdx.x), [&](int m, int half, int64_t i) {
     const float sum = sum_of_lanes<4>(rows[m].sums[half]);
     const float rounding = sum_of_lanes<4>(rows[m].roundings[half]);
     if (i >= params.L) return;
     store_row<T, V, kIsGeneral>(params, tokens, parts, part, at, i, 0, sum, rounding,
-                                rows[m].reference(half), kept,
+                                rows[m].reference(half), output_scale,
                                 [&](int n, int c) { return output[m][n][2 * half + c]; });
   });
 }
@@ -127,7 +129,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= rows) return;  // the whole warp
   const int64_t bh = row / params.L, bk = key_head_of(params, bh);
-  const bool general = (tokens.state[bk] & kGeneral) != 0;
+  const bool general = (tokens.forms.state[bk] & kGeneral) != 0;
   double largest = minus_infinity<double>();
   for (int part = 0; general && part < parts.count; ++part) {
     largest = fmax(largest, parts.reference[part * rows + row]);
@@ -152,9 +154,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
                                        : reference_of<T, false>(tokens, bk, largest));
   }
   const int64_t value_head = value_head_of(params, bh / params.H, bh % params.H);
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
-                     value_scale_of(tokens, value_head);
-  const float scale = kept / (sum + rounding);  // NaN where the row is
+  const float output_scale = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                             value_scale_of(tokens, value_head);
+  const float scale = output_scale / (sum + rounding);  // NaN where the row is
   const Tokens out(params.output, bh / params.H, bh % params.H);
 #pragma unroll
   for (int n = 0; n < V / 32; ++n) {
@@ -193,7 +195,7 @@ const char* combine_parts(const AttentionParams& params, Stream stream, const Fo
 }
 
 const char* folded_forward(const AttentionParams& params, Stream stream, const FoldedTokens& tokens,
-                           const Parts& parts, const Begins& begins, bool general_alone) {
+                           const Parts& parts, const InitialSums& initial, bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     const int64_t blocks =
         params.B * params.H * ceil_div(params.L, int64_t{kWarps} * kRowTilesFor<V> * 16);
@@ -201,7 +203,7 @@ const char* folded_forward(const AttentionParams& params, Stream stream, const F
       if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
       return launch(folded_forward_kernel<T, F, V, kPairs>,
                     dim3(static_cast<unsigned>(blocks * parts.count)), dim3(kFoldedThreads),
-                    Layout<F, V, kPairs>::kBytes, stream, params, tokens, parts, begins);
+                    Layout<F, V, kPairs>::kBytes, stream, params, tokens, parts, initial);
     });
   });
 }

@@ -1,6 +1,6 @@
 // The tensor-core backward's key side: grad_phi_k, grad_value and the gradients of the logits. A
 // block owns keys and passes along the queries of all heads that share them.
-#include "attention/cuda/tensor_cores/begins.h"
+#include "attention/cuda/tensor_cores/initial_sums.h"
 #include "attention/cuda/tensor_cores/own_keys.h"
 
 namespace ikattn::cuda {
@@ -19,23 +19,23 @@ struct KeyLayout {
   static constexpr int64_t kBytes = kKeys + (kHoldsKeys ? 0 : kStep * 2 * F);
 };
 
-// What the sums of a thread's two keys, j0 and 8 further on, begin with.
+// Loads the sums with which a thread's two keys, j0 and 8 further on, begin.
 template <typename T, int F, int V, Pairs kPairs>
-__device__ __forceinline__ void load_begins(const AttentionBackwardParams& params,
-                                            const FoldedGradients& gradients,
-                                            const GradientBegins& begins, const KeyScales& scales,
-                                            int64_t bk, int64_t j0,
-                                            KeySums<T, F, V, kPairs>& sums) {
+__device__ __forceinline__ void load_initial_sums(const AttentionBackwardParams& params,
+                                                  const FoldedGradients& gradients,
+                                                  const InitialGradients& initial,
+                                                  const KeyScales& scales, int64_t bk, int64_t j0,
+                                                  KeySums<T, F, V, kPairs>& sums) {
   for_keys(params, j0, [&](int half, int64_t j) {
     const int64_t key = bk * params.S + j;
     // Lanes are added up.
     if (threadIdx.x % 4 == 0) sums.keys.logit_sums[half] = gradients.logits[key] / scales.logit;
-    for_feature_begins<F>(gradients.phi_k, params.B * params.key_heads, bk, params.S, j,
-                          scales.features,
-                          [&](int n, int c, float x) { sums.features[0][n][2 * half + c] = x; });
-    if (begins.value == nullptr) return;
+    for_initial_features<F>(gradients.phi_k, params.B * params.key_heads, bk, params.S, j,
+                            scales.features,
+                            [&](int n, int c, float x) { sums.features[0][n][2 * half + c] = x; });
+    if (initial.value == nullptr) return;
     for_pairs<V>([&](int column, int n) {
-      const float2 two = load_vector<float2>(begins.value + key * V + column);
+      const float2 two = load_vector<float2>(initial.value + key * V + column);
       sums.values[0][n][2 * half] = two.x / scales.value;
       sums.values[0][n][2 * half + 1] = two.y / scales.value;
     });
@@ -43,23 +43,23 @@ __device__ __forceinline__ void load_begins(const AttentionBackwardParams& param
 }
 
 // A warp owns 16 keys, rows of S^T = phi_k' phi_q^T and dP^T = V dO^T, so that both are A fragments
-// of what is summed without being turned.
+// of the sums without a transposition.
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                      const float* logits, FoldedGradients gradients, GradientBegins begins) {
+                      const float* logits, FoldedGradients gradients, InitialGradients initial) {
   using L = KeyLayout<F, V, kPairs>;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0, b = at.b, j = j0 + warp * 16 + g;
-  if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
+  if (is_of_other_form<kPairs>(tokens.forms.state[bk])) return;  // the whole block
   if (kPairs == Pairs::kAll && is_without_pairs(tokens, bk)) return;
 
   // 1. The block's keys and values, where registers do not hold them, and the first tile of queries
   //    are on their way.
   QueryTiles<kStep> tiles(params, at);
-  const bool goes_on = kGoesOn<V, kPairs> && begins.has_keys(tokens, at);
-  if (goes_on) tiles.count = min(tiles.count, begins.end_of_queries(at) / kStep - tiles.first);
+  const bool goes_on = kGoesOn<V, kPairs> && initial.has_keys(tokens, at);
+  if (goes_on) tiles.count = min(tiles.count, initial.end_of_queries(at) / kStep - tiles.first);
   const int steps = tiles.steps();
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const QueryCopy<L, T, F, V, kPairs, kStep> copy(params, tokens, rows, tiles, b);
@@ -75,19 +75,19 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     own_values.begin();
     copy(shared_address(shared), 0);
   }
-  const FragmentPlaces score_places = FragmentPlaces::of_columns(0, 2 * F);
+  const FragmentAddresses score_places = FragmentAddresses::of_columns(0, 2 * F);
 
   // 2. The warp's keys, all their features and values, as A fragments, and what sums begin with.
   const int64_t value_head = b * params.G + at.value_head;
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float norm = 1 / static_cast<float>(4 * params.M), eps = static_cast<float>(params.eps);
   KeySums<T, F, V, kPairs> sums(L::kFeatures, L::kGradients);
   sums.keys.load(params, tokens, bk, j, key_scales_of<T>(params, tokens, rows, bk, value_head).fit);
   own_keys.load();
   own_values.load();
   if (goes_on) {
-    load_begins(params, gradients, begins, key_scales_of<T>(params, tokens, rows, bk, value_head),
-                bk, j, sums);
+    load_initial_sums(params, gradients, initial,
+                      key_scales_of<T>(params, tokens, rows, bk, value_head), bk, j, sums);
   }
 
   // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
@@ -109,9 +109,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
         return base + score_places.at<2 * F>(0, k) + chunk * (16 * 2 * F);
       });
       sums.multiply_values(x, own_values, base, chunk);
-      const PairPlaces<kPairs, true> pairs(params, visible, b * params.H + h, i0, j0, chunk * 16,
-                                           warp * 16);
-      sums.add(s[0], x[0], pairs, queries, norm, eps, kept, base, chunk);
+      const FragmentPairs<kPairs, true> pairs(params, visible, b * params.H + h, i0, j0, chunk * 16,
+                                              warp * 16);
+      sums.add(s[0], x[0], pairs, queries, norm, eps, dropout_scale, base, chunk);
     }
   }
 
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const float* logits, const FoldedGradients& gradients,
-                                 const GradientBegins& begins, bool general_alone) {
+                                 const InitialGradients& initial, bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
       if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
@@ -132,7 +132,7 @@ const char* folded_key_gradients(const AttentionBackwardParams& params, Stream s
           static_cast<unsigned>(params.B * params.key_heads * ceil_div(params.S, kStep));
       return launch(folded_key_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),
                     KeyLayout<F, V, kPairs>::kBytes, stream, params, tokens, rows, logits,
-                    gradients, begins);
+                    gradients, initial);
     });
   });
 }

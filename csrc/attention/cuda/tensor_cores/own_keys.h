@@ -1,5 +1,4 @@
-// What the kernels whose blocks own keys do alike: how they pass along queries, and what a warp
-// adds up for its keys.
+// Steps of the kernels whose blocks own keys: copies of queries, and a warp's sums for its keys.
 #pragma once
 
 #include "attention/cuda/tensor_cores/backward_pairs.h"
@@ -14,7 +13,7 @@ namespace {
 template <int kQueries>
 struct QueryTiles {
   int first_head, heads;
-  int first, count;  // of each head
+  int first, count;  // first tile and number of tiles of each head
 
   __device__ __forceinline__ QueryTiles(const AttentionParams& params, const KeyBlock& at)
       : first_head(at.key_head * at.group),
@@ -35,8 +34,9 @@ struct QueryTiles {
   }
 };
 
-// What a thread copies of these tiles into stages, where L says what lies: features from kFeatures
-// on, rows of grad_output from kGradients, and from kNumbers what queries bring to their pairs.
+// Copies of these tiles into stages, a thread's share; L says where they lie: features from
+// kFeatures on, rows of grad_output from kGradients, and from kNumbers the queries' numbers for
+// their pairs.
 template <typename L, typename T, int F, int V, Pairs kPairs, int kQueries>
 struct QueryCopy {
   const AttentionBackwardParams& params;
@@ -58,11 +58,11 @@ struct QueryCopy {
         feature_rows(F, F),
         gradient_rows(V, V) {}
 
-  // The first row of a step's tile, of [B, H, L].
+  // Returns the first row of a step's tile, of [B, H, L].
   __device__ __forceinline__ int64_t row(int step) const {
     return (b * params.H + tiles.head(step)) * params.L + tiles.first_query(step);
   }
-  // Begins to copy it into the stage at `base`.
+  // Begins to copy the tile into the stage at `base`.
   __device__ __forceinline__ void operator()(uint32_t base, int step) const {
     const int64_t first = row(step), i0 = tiles.first_query(step);
     const int count = remaining_of(params.L, i0);
@@ -77,7 +77,7 @@ struct QueryCopy {
   }
 
  private:
-  // Normalizers, deltas and, in the general form, lows, one array after the other.
+  // Begins to copy normalizers, deltas and, in the general form, lows, one array after the other.
   __device__ __forceinline__ void copy_numbers(uint32_t place, int64_t first) const {
     constexpr int kArrays = kPairs == Pairs::kGeneral ? 3 : 2, kThreads = kQueries / 4;
     if (threadIdx.x >= kArrays * kThreads) return;
@@ -89,20 +89,20 @@ struct QueryCopy {
   }
 };
 
-// What a warp adds up for its 16 keys, of 16 queries at a time. T: of the values and grad_output.
+// Sums of a warp for its 16 keys, over 16 queries at a time. T: type of the values and grad_output.
 template <typename T, int F, int V, Pairs kPairs>
 struct KeySums {
-  FragmentPlaces gradient_columns, query_rows, gradient_rows;  // in a stage
-  KeyRows<T, kPairs> keys;                                     // and the gradients of their logits
+  FragmentAddresses gradient_columns, query_rows, gradient_rows;  // in a stage
+  KeyRows<T, kPairs> keys;  // and the gradients of their logits
   float features[1][F / 8][4] = {}, values[1][V / 8][4] = {};
 
-  // From a stage's begin on, queries' features and rows of grad_output.
+  // Finds the fragments of queries' features and of rows of grad_output, from a stage's begin on.
   __device__ __forceinline__ KeySums(uint32_t queries, uint32_t gradients)
-      : gradient_columns(FragmentPlaces::of_columns(gradients, 2 * V)),
-        query_rows(FragmentPlaces::of_rows(queries, 2 * F)),
-        gradient_rows(FragmentPlaces::of_rows(gradients, 2 * V)) {}
+      : gradient_columns(FragmentAddresses::of_columns(gradients, 2 * V)),
+        query_rows(FragmentAddresses::of_rows(queries, 2 * F)),
+        gradient_rows(FragmentAddresses::of_rows(gradients, 2 * V)) {}
 
-  // x += V dO^T of the chunk-th 16 queries of a stage.
+  // Adds to x V dO^T of the chunk-th 16 queries of a stage.
   template <typename Values>
   __device__ __forceinline__ void multiply_values(float (&x)[1][2][4], const Values& own_values,
                                                   uint32_t stage, int chunk) const {
@@ -110,14 +110,14 @@ struct KeySums {
       return stage + gradient_columns.at<2 * V>(0, k) + chunk * (16 * 2 * V);
     });
   }
-  // grad_value += w^T dO, and grad_phi_k += dS^T phi_q, where weights and dS follow from scores s
-  // and from x as KeyRows::meet() has them.
+  // Adds w^T dO to grad_value, and dS^T phi_q to grad_phi_k, where weights and dS follow from
+  // scores s and from x as KeyRows::meet() has them.
   __device__ __forceinline__ void add(float (&s)[2][4], float (&x)[2][4],
-                                      const PairPlaces<kPairs, true>& pairs,
+                                      const FragmentPairs<kPairs, true>& pairs,
                                       const QueryColumns& queries, float norm, float eps,
-                                      float kept, uint32_t stage, int chunk) {
+                                      float dropout_scale, uint32_t stage, int chunk) {
     Fragment weights[1], products[1];
-    keys.meet(s, x, pairs, queries, norm, eps, kept, weights[0], products[0]);
+    keys.meet(s, x, pairs, queries, norm, eps, dropout_scale, weights[0], products[0]);
     rejoin_after<kPairs>();
     multiply_by_rows<T>(values, weights, [&](int n) {
       return stage + gradient_rows.at<2 * V>(0, n) + chunk * (16 * 2 * V);
@@ -126,7 +126,7 @@ struct KeySums {
       return stage + query_rows.at<2 * F>(0, n) + chunk * (16 * 2 * F);
     });
   }
-  // Rows of the results, of the block's keys.
+  // Stores rows of the results, of the block's keys.
   __device__ __forceinline__ void store(const AttentionBackwardParams& params, const float* logits,
                                         const FoldedGradients& gradients, const KeyScales& scales,
                                         const KeyBlock& at) const {

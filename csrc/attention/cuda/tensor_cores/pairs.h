@@ -3,24 +3,24 @@
 // tiles of 8.
 #pragma once
 
+#include "attention/calls/offsets.h"
 #include "attention/cuda/tensor_cores/blocks.h"
-#include "attention/offsets.h"
 #include "support/philox.h"
 
 namespace ikattn::cuda {
 namespace {
 
-// exp(x)
+// Returns exp(x).
 __device__ __forceinline__ float fast_exponential(float x) { return fast_exp2(x * 1.44269504f); }
 
-// Which keys the queries of a tile see; rows and columns count from the tile's first. Beyond the
+// Keys that the queries of a tile see; rows and columns count from the tile's first. Beyond the
 // last token there are zeros, which change nothing.
 template <Pairs kPairs>
 struct TileVisibility {
   int diagonal;  // the key that query 0 sees last
   int rows, columns;
   const Array& mask;
-  int64_t base;  // of the tile in the mask
+  int64_t base;  // begin of the tile in the mask
 
   __device__ __forceinline__ TileVisibility(const AttentionParams& params, int64_t b, int64_t h,
                                             int64_t i0, int64_t j0)
@@ -42,13 +42,13 @@ struct TileVisibility {
     return mask.type != ElementType::kBool ||
            static_cast<const uint8_t*>(mask.data)[place(row, column)] != 0;
   }
-  // Of a visible pair.
+  // Returns the float mask of a visible pair, which is added to its logit.
   __device__ __forceinline__ float logit(int row, int column) const {
     if (mask.type == ElementType::kNone || mask.type == ElementType::kBool) return 0;
     return bounded_offset(load_element<float>(mask, place(row, column)));
   }
-  // Of the general form: exp(logit - log Z) for the logit and its normalizer in two parts each; 0
-  // for what is hidden.
+  // Returns exp(logit - log Z) in the general form, for the logit and its normalizer in two parts
+  // each; 0 for a hidden pair.
   __device__ __forceinline__ float exponential(int row, int column, float high, float low,
                                                float normalizer, float normalizer_low) const {
     if (!(*this)(row, column) || high == minus_infinity<float>()) return 0;
@@ -64,30 +64,30 @@ struct TileVisibility {
   }
 };
 
-// What dropout drops of a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of two
-// tiles of 8.
+// Pairs that dropout drops in a 16 x 16 block's fragment: rows g and g + 8, columns 2t, 2t + 1 of
+// two tiles of 8.
 struct FragmentDropout {
   uint32_t dropped = 0;  // bit 4n + c: register c of column tile n
 
   FragmentDropout() = default;
-  // turned: rows are keys.
+  // Finds the pairs that are dropped. transposed: rows are keys.
   __device__ __forceinline__ FragmentDropout(const AttentionParams& params, int64_t bh,
-                                             int64_t query, int64_t key, bool turned) {
+                                             int64_t query, int64_t key, bool transposed) {
     if (params.dropout_threshold == 0) return;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const PhiloxBlock bytes =
-        dropout_group(params.dropout, bh, query / 16 * 4 + (turned ? t : g / 2),
-                      key / 16 * 4 + (turned ? g / 2 : t));
+        dropout_group(params.dropout, bh, query / 16 * 4 + (transposed ? t : g / 2),
+                      key / 16 * 4 + (transposed ? g / 2 : t));
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int row = (g & 1) + 2 * (c / 2), column = c % 2 + 2 * n;
         // An index that is known at run time only would take local memory.
-        const uint32_t word = turned         ? bytes.word[column]
+        const uint32_t word = transposed     ? bytes.word[column]
                               : (g & 1) != 0 ? bytes.word[2 * (c / 2) + 1]
                                              : bytes.word[2 * (c / 2)];
-        const uint32_t byte = word >> (8 * (turned ? row : column)) & 0xff;
+        const uint32_t byte = word >> (8 * (transposed ? row : column)) & 0xff;
         dropped |= static_cast<uint32_t>(byte < params.dropout_threshold) << (4 * n + c);
       }
     }
@@ -97,7 +97,8 @@ struct FragmentDropout {
   }
 };
 
-// Two numbers of a stage for each of the two column tiles of a chunk, those of a thread's columns.
+// Loads the numbers of a thread's columns from a stage, two for each of the two column tiles of a
+// chunk.
 __device__ __forceinline__ void load_columns(Shared<const float> numbers, int chunk,
                                              float (&columns)[2][2]) {
 #pragma unroll
@@ -108,31 +109,31 @@ __device__ __forceinline__ void load_columns(Shared<const float> numbers, int ch
   }
 }
 
-// A thread's pairs of 16 queries and 16 keys. Turned: rows are keys.
-template <Pairs kPairs, bool kTurned = false>
-struct PairPlaces {
+// A thread's pairs of 16 queries and 16 keys. Transposed: rows are keys.
+template <Pairs kPairs, bool kTransposed = false>
+struct FragmentPairs {
   const TileVisibility<kPairs>& visible;
-  int row, column;  // of the first pair's query and key, from the tile's first on
+  int row, column;  // place of the first pair's query and key, counted from the tile's first ones
   FragmentDropout dropout;
 
-  // Of the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and
+  // Takes the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and
   // keys from j0 on.
-  __device__ __forceinline__ PairPlaces(const AttentionParams& params,
-                                        const TileVisibility<kPairs>& which, int64_t bh, int64_t i0,
-                                        int64_t j0, int row0, int column0)
+  __device__ __forceinline__ FragmentPairs(const AttentionParams& params,
+                                           const TileVisibility<kPairs>& which, int64_t bh,
+                                           int64_t i0, int64_t j0, int row0, int column0)
       : visible(which) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    row = row0 + (kTurned ? 2 * t : g);
-    column = column0 + (kTurned ? g : 2 * t);
+    row = row0 + (kTransposed ? 2 * t : g);
+    column = column0 + (kTransposed ? g : 2 * t);
     if constexpr (kDrops<kPairs>) {
-      dropout = FragmentDropout(params, bh, i0 + row0, j0 + column0, kTurned);
+      dropout = FragmentDropout(params, bh, i0 + row0, j0 + column0, kTransposed);
     }
   }
   __device__ __forceinline__ int row_of(int n, int c) const {
-    return row + (kTurned ? n * 8 + c % 2 : 8 * (c / 2));
+    return row + (kTransposed ? n * 8 + c % 2 : 8 * (c / 2));
   }
   __device__ __forceinline__ int column_of(int n, int c) const {
-    return column + (kTurned ? 8 * (c / 2) : n * 8 + c % 2);
+    return column + (kTransposed ? 8 * (c / 2) : n * 8 + c % 2);
   }
   __device__ __forceinline__ bool sees(int n, int c) const {
     return visible(row_of(n, c), column_of(n, c));
@@ -142,25 +143,24 @@ struct PairPlaces {
   }
 };
 
-// Lanes that pairs have sent different ways come together for the next product, which wants them
-// so.
+// Brings lanes together that pairs have sent different ways, as the next product needs them.
 template <Pairs kPairs>
 __device__ __forceinline__ void rejoin_after() {
   if constexpr (kDrops<kPairs>) __syncwarp();
 }
 
-// Of 16 keys that a thread's two queries meet.
+// Numbers of the 16 keys that a thread's two queries are paired with.
 struct KeyColumns {
   float terms[2][2];
   float lows[2][2];  // general
 
-  // General: the logit of the key of a fragment's register c of tile n.
+  // Returns the logit of the key of a fragment's register c of tile n, in the general form.
   __device__ __forceinline__ TwoParts<float> logit(int n, int c) const {
     return {terms[n][c % 2], lows[n][c % 2]};
   }
 };
-// Those of the chunk-th 16 of kStep keys, whose terms, and in the general form lows, lie one array
-// after the other.
+// Loads the numbers of the chunk-th 16 of kStep keys, whose terms, and in the general form lows,
+// lie one array after the other.
 template <Pairs kPairs>
 __device__ __forceinline__ KeyColumns load_keys(Shared<const float> numbers, int chunk) {
   KeyColumns keys;

@@ -1,8 +1,8 @@
 // The tensor-core backward's query side: grad_phi_q. A block owns queries and passes along the
 // keys; no pair leaves the registers.
 #include "attention/cuda/tensor_cores/backward_pairs.h"
-#include "attention/cuda/tensor_cores/begins.h"
 #include "attention/cuda/tensor_cores/epilogue_backward.h"
+#include "attention/cuda/tensor_cores/initial_sums.h"
 #include "attention/cuda/tensor_cores/tiles.h"
 
 namespace ikattn::cuda {
@@ -20,7 +20,7 @@ struct QueryLayout {
   static constexpr int64_t kBytes = kStages0 + kStages * int64_t{kStage};
 };
 
-// Begins to copy a block's queries and what comes in for them.
+// Begins to copy a block's queries and their incoming gradients.
 template <typename T, int F, int V, typename L>
 __device__ __forceinline__ void begin_queries(const AttentionParams& params,
                                               const FoldedTokens& tokens, const FoldedRows& rows,
@@ -36,45 +36,44 @@ __device__ __forceinline__ void begin_queries(const AttentionParams& params,
       count);
 }
 
-// The units of what is added up for the queries of a block.
+// Returns the units of the sums for the queries of a block.
 __device__ __forceinline__ float units_of(const AttentionParams& params, const FoldedTokens& tokens,
                                           const FoldedRows& rows, const QueryBlock& at) {
   return gradient_scale_of(rows, at.bk) * value_scale_of(tokens, value_head_of(params, at.b, at.h));
 }
 
-// What the sums of a warp's queries begin with.
+// Loads the sums with which a warp's queries begin.
 template <int F, Pairs kPairs, int kRowTiles>
-__device__ __forceinline__ void load_begins(const AttentionParams& params,
-                                            const FoldedTokens& tokens, const FoldedRows& rows,
-                                            const FeatureGradients& so_far, const QueryBlock& at,
-                                            const QueryRows<kPairs> (&queries)[kRowTiles],
-                                            float (&sums)[kRowTiles][F / 8][4]) {
+__device__ __forceinline__ void load_initial_sums(
+    const AttentionParams& params, const FoldedTokens& tokens, const FoldedRows& rows,
+    const FeatureGradients& so_far, const QueryBlock& at,
+    const QueryRows<kPairs> (&queries)[kRowTiles], float (&sums)[kRowTiles][F / 8][4]) {
   const float units = units_of(params, tokens, rows, at);
   for_own_rows<kRowTiles>(at.i0, threadIdx.x, [&](int m, int half, int64_t i) {
     const float scale = query_scale<false>(params, normalizer_of<false>(params, rows, at, i),
                                            queries[m].fit[half], units);
-    for_feature_begins<F>(so_far, params.B * params.H, at.bh, params.L, i, scale,
-                          [&](int n, int c, float x) { sums[m][n][2 * half + c] = x; });
+    for_initial_features<F>(so_far, params.B * params.H, at.bh, params.L, i, scale,
+                            [&](int n, int c, float x) { sums[m][n][2 * half + c] = x; });
   });
 }
 
 template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kFoldedThreads, 2)
     folded_query_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
-                        FeatureGradients grad_phi_q, GradientBegins begins) {
+                        FeatureGradients grad_phi_q, InitialGradients initial) {
   using L = QueryLayout<F, V, kPairs>;
   constexpr int kRowTiles = L::kRowTiles;
   constexpr bool kIsGeneral = kPairs == Pairs::kGeneral;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const QueryBlock at(params, L::kQueries, blockIdx.x);
-  const uint32_t state = tokens.state[at.bk];
+  const uint32_t state = tokens.forms.state[at.bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
   if (kPairs == Pairs::kAll && is_without_pairs(tokens, at.bk)) return;
 
   // 1. The block's queries and their gradients, and the first tile of keys, are on their way.
   TileRange tiles(params, at, L::kQueries);
-  const bool goes_on = kGoesOn<V, kPairs> && begins.chunk > 0 && !is_quadratic(params, tokens, at);
-  if (goes_on) tiles.first = begins.first_key(at) / kStep;
+  const bool goes_on = kGoesOn<V, kPairs> && initial.chunk > 0 && !is_quadratic(params, tokens, at);
+  if (goes_on) tiles.first = initial.first_key(at) / kStep;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>(), stages = shared + L::kStages0;
   KeyCopy<L, T, F, V, kIsGeneral ? 2 : 0> copy(params, tokens, at, tiles.first);
   if (tiles.first < tiles.end) {
@@ -85,21 +84,21 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const uint32_t warp_base = shared_address(shared) + warp * kRowTiles * 16 * (2 * F);
   const uint32_t warp_gradients =
       shared_address(shared + L::kGradients) + warp * kRowTiles * 16 * (2 * V);
-  const FragmentPlaces query_places = FragmentPlaces::of_rows(warp_base, 2 * F);
-  const FragmentPlaces gradient_places = FragmentPlaces::of_rows(warp_gradients, 2 * V);
-  const FragmentPlaces score_places = FragmentPlaces::of_columns(0, 2 * F);
-  const FragmentPlaces value_places = FragmentPlaces::of_columns(L::kValues, 2 * V);
-  const FragmentPlaces key_places = FragmentPlaces::of_rows(0, 2 * F);
+  const FragmentAddresses query_places = FragmentAddresses::of_rows(warp_base, 2 * F);
+  const FragmentAddresses gradient_places = FragmentAddresses::of_rows(warp_gradients, 2 * V);
+  const FragmentAddresses score_places = FragmentAddresses::of_columns(0, 2 * F);
+  const FragmentAddresses value_places = FragmentAddresses::of_columns(L::kValues, 2 * V);
+  const FragmentAddresses key_places = FragmentAddresses::of_rows(0, 2 * F);
 
-  // 2. What each of the warp's queries brings to its pairs, and what its sums begin with.
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  // 2. Numbers of each of the warp's queries, and its initial sums.
+  const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   QueryRows<kPairs> queries[kRowTiles];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     queries[m].load(params, rows, at.bh, at.i0 + (warp * kRowTiles + m) * 16 + g);
   }
   float sums[kRowTiles][F / 8][4] = {};
-  if (goes_on) load_begins<F>(params, tokens, rows, grad_phi_q, at, queries, sums);
+  if (goes_on) load_initial_sums<F>(params, tokens, rows, grad_phi_q, at, queries, sums);
 
   // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
   for (int tile = tiles.first; tile < tiles.end; ++tile) {
@@ -126,9 +125,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
       Fragment products[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        const PairPlaces<kPairs> pairs(params, visible, at.bh, at.i0, j0,
-                                       (warp * kRowTiles + m) * 16, chunk * 16);
-        products[m] = queries[m].products_of(s[m], x[m], pairs, keys, kept);
+        const FragmentPairs<kPairs> pairs(params, visible, at.bh, at.i0, j0,
+                                          (warp * kRowTiles + m) * 16, chunk * 16);
+        products[m] = queries[m].products_of(s[m], x[m], pairs, keys, dropout_scale);
       }
       rejoin_after<kPairs>();
       multiply_by_rows<Half>(sums, products, [&](int n) {
@@ -150,8 +149,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                    const FoldedTokens& tokens, const FoldedRows& rows,
-                                   const FeatureGradients& grad_phi_q, const GradientBegins& begins,
-                                   bool general_alone) {
+                                   const FeatureGradients& grad_phi_q,
+                                   const InitialGradients& initial, bool general_alone) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
     return launch_forms(params, [&]<Pairs kPairs>() -> const char* {
       if (kPairs != Pairs::kGeneral && general_alone) return nullptr;
@@ -159,7 +158,7 @@ const char* folded_query_gradients(const AttentionBackwardParams& params, Stream
       const auto blocks =
           static_cast<unsigned>(params.B * params.H * ceil_div(params.L, L::kQueries));
       return launch(folded_query_kernel<T, F, V, kPairs>, dim3(blocks), dim3(kFoldedThreads),
-                    L::kBytes, stream, params, tokens, rows, grad_phi_q, begins);
+                    L::kBytes, stream, params, tokens, rows, grad_phi_q, initial);
     });
   });
 }

@@ -1,4 +1,4 @@
-// The backward pass on tensor cores: what every query brings to its pairs.
+// The backward pass on tensor cores: numbers of every query that its pairs need.
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/tensor_cores/blocks.h"
 #include "attention/cuda/tensor_cores/rows.h"
@@ -15,30 +15,30 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   raise_by_warp(rows.gradient_bound + key_head_of(params, at.bh), norm);
 }
 
-// What a row's columns add up to: |dO|^2, delta, and whether dO is finite.
+// Sums over a row's columns: |dO|^2, delta, and whether dO is finite.
 struct RowSums {
   double square, delta;
   bool finite;
 };
 
-// What the pairs need of query i, and its share of the bounds, by whole warps; a lane without a row
-// comes with padded L or more.
+// Stores the numbers of query i that the pairs need, and its share of the bounds, by whole warps; a
+// lane without a row comes with padded L or more.
 __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams& params,
                                                   const FoldedTokens& tokens,
                                                   const FoldedRows& rows, const RowPlace& at,
                                                   int64_t i, const RowSums& sums) {
   const int64_t padded = padded_tokens(params.L), bk = key_head_of(params, at.bh);
   const bool there = i < params.L;
-  const double kept = dropout_rescale(params.dropout_threshold);
-  const double size = sqrt(sums.square) * kept * gradient_scale_of(rows, bk);
-  const bool general = (tokens.state[bk] & kGeneral) != 0;
+  const double dropout_scale = dropout_rescale(params.dropout_threshold);
+  const double size = sqrt(sums.square) * dropout_scale * gradient_scale_of(rows, bk);
+  const bool general = (tokens.forms.state[bk] & kGeneral) != 0;
   float normalizer = general ? INFINITY : 0.0f, low = 0, fit = 1;
   double bound = 0;
   if (there) {
     const double log_normalizer =
         static_cast<const double*>(params.log_normalizer.data)[at.bh * params.L + i];
     const float limit = 0.5f / sqrtf(static_cast<float>(params.eps));
-    float by_query = limit, by_key = limit;  // what bounds the score's factor
+    float by_query = limit, by_key = limit;  // bounds of the score's factor
     if (log_normalizer != minus_infinity<double>()) {
       if (!sums.finite) {
         normalizer = NAN;
@@ -48,9 +48,10 @@ __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams&
           low = static_cast<float>(log_normalizer - static_cast<double>(normalizer));
         }
       } else {
-        normalizer = static_cast<float>(
-            exp(tokens.largest[bk] - static_cast<double>(tokens.log_scale) - log_normalizer));
-        const float root = sqrtf(normalizer), scaled_root = tokens.root_scale * root;
+        normalizer =
+            static_cast<float>(exp(tokens.forms.largest[bk] -
+                                   static_cast<double>(tokens.forms.log_scale) - log_normalizer));
+        const float root = sqrtf(normalizer), scaled_root = tokens.forms.root_scale * root;
         by_query = root > 0 ? 1 / root : 0.0f;
         by_key = scaled_root < limit ? scaled_root : limit;
       }
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const int64_t row_index = at.row + r * kRowsOfBlock;
     const int64_t columns = row_index < params.L ? params.d_v : 0;
     const bool all = all_of_row(not_finite[r] == not_finite[r]);
-    // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
+    // delta is made of the rounded gradient, as the pairs are: their sum vanishes.
     T* row = static_cast<T*>(rows.gradients) + (at.bh * params.L + row_index) * V;
     double of_row = 0;
     for (int64_t column = at.lane * 8; row_index < params.L && column < V; column += kLaneColumns) {

@@ -1,4 +1,4 @@
-// What the parts of the tensor-core backward share.
+// Numbers of rows that the parts of the tensor-core backward share.
 //
 // With S = phi_q . phi_k' of the folded form and Z' = sum_j w:
 //   x = (dP - delta) / Z',  dphi_q = 2 sum_j S x phi_k',  dphi_k = 2 c sqrt(e_j) sum_i S x phi_q
@@ -15,7 +15,7 @@
 
 namespace ikattn::cuda {
 
-// What a query brings to its pairs.
+// Numbers of a query that its pairs need.
 struct FoldedRows {
   // [B, H, padded L]  folded: 1 / Z', 0: sees nothing, or is none; general: log Z, likewise
   // infinity. NaN: poisoned
@@ -32,15 +32,15 @@ struct FoldedRows {
   uint32_t* row_bound;  // [B, key_heads]  bits of max |dO_i| min(1 / (2 sqrt(eps)), sqrt(K / Z'))
 };
 
-// What grad_output is multiplied with; the value is by a scale of its own. Everything here is in
-// these units: products of both, as delta is, in those of the two.
+// Returns the factor of grad_output; the value has a scale of its own. Everything here is in these
+// units: products of both, as delta is, in the product of the two.
 __device__ __forceinline__ float gradient_scale_of(const FoldedRows& rows, int64_t bk) {
   return rows.gradient_bound == nullptr ? 1.0f
                                         : fitting_power(__uint_as_float(rows.gradient_bound[bk]));
 }
 
-// What a bounded number is multiplied with to fit in Half: rounding may pass a bound, so that
-// 2^15 is left of 2^16. Bounds that nothing reaches must not make scales of infinity.
+// Returns the factor by which a bounded number fits in Half: rounding may pass a bound, and so 2^15
+// is left of 2^16. Bounds that nothing reaches must not make scales of infinity.
 __device__ __forceinline__ float fit_of(float bound) {
   return bound > 1e-25f ? 32768.0f / min(bound, 1e30f) : 1.0f;
 }
@@ -49,26 +49,26 @@ __device__ __forceinline__ float fit_of(float bound) {
 const char* make_folded_rows(const AttentionBackwardParams& params, const DeviceExecutor& executor,
                              const Route& route, const FoldedTokens& tokens, FoldedRows& rows);
 
-struct GradientBegins;
+struct InitialGradients;
 
 // One kernel's blocks own queries, and one's own keys, so that no sum depends on the order in which
 // blocks run.
 
-// grad_phi_q, but of heads that need none of it (tokens.quadratic_heads), and from `begins` on.
-// general_alone: other kernels have the folded form.
+// grad_phi_q, but of heads that need none of it (tokens.linear.quadratic_heads), and from `initial`
+// on. general_alone: other kernels have the folded form.
 const char* folded_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                    const FoldedTokens& tokens, const FoldedRows& rows,
-                                   const FeatureGradients& grad_phi_q, const GradientBegins& begins,
-                                   bool general_alone);
+                                   const FeatureGradients& grad_phi_q,
+                                   const InitialGradients& initial, bool general_alone);
 
 // grad_phi_k, grad_value and the gradients of the keys' logits, of which those of `logits` are
 // read; likewise.
 const char* folded_key_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const float* logits, const FoldedGradients& gradients,
-                                 const GradientBegins& begins, bool general_alone);
+                                 const InitialGradients& initial, bool general_alone);
 
-// The same of wide rows.
+// Computes the gradients of queries of wide rows.
 const char* wide_query_gradients(const AttentionBackwardParams& params, Stream stream,
                                  const FoldedTokens& tokens, const FoldedRows& rows,
                                  const FeatureGradients& grad_phi_q);

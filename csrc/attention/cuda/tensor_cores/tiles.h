@@ -1,4 +1,4 @@
-// What blocks that pass along tiles of the other side do alike: a warp's own rows as fragments, the
+// Steps of blocks that pass along tiles of the other side: a warp's own rows as fragments, the
 // tiles of keys as they come, and which rows a thread has.
 #pragma once
 
@@ -7,8 +7,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Rows g and g + 8 of the 16 from `first` on, kCount fragments of A each; zeros beyond `count` rows
-// and `columns` columns.
+// Loads rows g and g + 8 of the 16 from `first` on, kCount fragments of A each; zeros beyond
+// `count` rows and `columns` columns.
 //   rows [count][stride], of 16 bits
 template <int kCount, int kRoom, typename T>
 __device__ __forceinline__ void load_rows(Fragment (&fragments)[kRoom], const T* rows,
@@ -45,10 +45,10 @@ class OwnRows {
         columns_(columns),
         count_(count),
         place_(place),
-        places_(FragmentPlaces::of_rows(place + threadIdx.x / 32 * (16 * 2 * kColumns),
-                                        2 * kColumns)) {}
+        places_(FragmentAddresses::of_rows(place + threadIdx.x / 32 * (16 * 2 * kColumns),
+                                           2 * kColumns)) {}
 
-  // Begins to copy them to shared memory.
+  // Begins to copy the rows to shared memory.
   __device__ __forceinline__ void begin() const {
     if constexpr (!kHolds) {
       const RowCopy<kColumns> copy(stride_, columns_);
@@ -61,7 +61,7 @@ class OwnRows {
       load_rows<kColumns / 16>(held_, rows_, stride_, columns_, threadIdx.x / 32 * 16, count_);
     }
   }
-  // Fragment k, for multiply_by_columns().
+  // Returns fragment k, for multiply_by_columns().
   __device__ __forceinline__ Fragment operator()(int, int k) const {
     if constexpr (kHolds) return held_[k];
     return load_fragment(places_.at<2 * kColumns>(0, k));
@@ -72,13 +72,13 @@ class OwnRows {
   int64_t stride_;
   int columns_, count_;
   uint32_t place_;
-  FragmentPlaces places_;
+  FragmentAddresses places_;
   Fragment held_[kHolds ? kColumns / 16 : 1];
 };
 
-// What a thread copies of every tile of kStep keys, and from where the next one comes. In a stage
-// their features lie first, then from L::kValues on values, and from L::kTerms as many arrays of
-// numbers as kArrays says: terms, and lows.
+// Copies of every tile of kStep keys, a thread's share, and where the next one comes from. In a
+// stage their features lie first, then from L::kValues on values, and from L::kTerms as many arrays
+// of numbers as kArrays says: terms, and lows.
 template <typename L, typename T, int F, int V, int kArrays>
 struct KeyCopy {
   RowCopy<F> key_rows;
@@ -95,11 +95,12 @@ struct KeyCopy {
         phi_k(key_rows.source(tokens.phi_k + (at.bk * params.S + first_tile * int64_t{kStep}) * F)),
         value(value_rows.source(::ikattn::cuda::value_rows<T>(params, tokens, at.b, at.h) +
                                 first_tile * kStep * value_rows.stride)),
-        terms(tokens.terms + at.bk * padded_tokens(params.S) + first_tile * int64_t{kStep} +
+        terms(tokens.forms.terms + at.bk * padded_tokens(params.S) + first_tile * int64_t{kStep} +
               threadIdx.x * 4),
         tokens(tokens) {}
 
-  // Begins to copy the next tile into the stage at `base`; `count` keys are left from its first on.
+  // Begins to copy the next tile into the stage at `base`; `count` keys are left from its
+  // first on.
   __device__ __forceinline__ void operator()(uint32_t base, int count) {
     key_rows.template begin<kStep>(base, phi_k, count);
     value_rows.template begin<kStep>(base + L::kValues, value, count);
@@ -107,7 +108,8 @@ struct KeyCopy {
       const uint32_t place = base + L::kTerms + threadIdx.x * 16;
       cp_async_16(place, terms);
       // No register for where they are.
-      if (kArrays > 1) cp_async_16(place + kStep * 4, terms + (tokens.lows - tokens.terms));
+      if (kArrays > 1)
+        cp_async_16(place + kStep * 4, terms + (tokens.forms.lows - tokens.forms.terms));
     }
     cp_async_commit();
     phi_k += kStep * F;
@@ -116,8 +118,8 @@ struct KeyCopy {
   }
 };
 
-// The stage of a tile of kKeys keys, when it is there: the next tile is on its way, and the values
-// of a head that may hold anything are finite.
+// Waits for a tile of kKeys keys, and returns its stage: the next tile is on its way, and the
+// values of a head that may hold anything are finite.
 //   copy(place, count): begins to copy the next tile; `count` keys are left from its first on
 template <typename L, typename T, int kKeys, int kColumns, typename Copy>
 __device__ __forceinline__ Shared<unsigned char> arrive_at(int tile, int end, int64_t S,

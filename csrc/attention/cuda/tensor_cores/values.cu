@@ -146,7 +146,7 @@ const char* place_values(const AttentionParams& params, const DeviceExecutor& ex
     }
   }
   if (route.algorithm != Algorithm::kLinear) return nullptr;
-  HalfValue& half = folded.half_value;
+  HalfValue& half = folded.linear.half_value;
   if (is_bfloat) {
     return copy_values<Half>(params, executor, bounds.of_weight, half.rows, half.columns,
                              half.scales);

@@ -7,18 +7,18 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kChunks = kStep / 16;  // of 16 keys, of a tile
+constexpr int kChunks = kStep / 16;  // chunks of 16 keys in a tile
 constexpr int64_t kZeros = 8;        // columns of the value, which is nothing but zeros
 
-// A lane's 16 bytes of a row of features, zeros of a row that is not there.
+// Loads a lane's 16 bytes of a row of features, zeros of a row that is not there.
 __device__ __forceinline__ uint4 load_piece(const Half* rows, int64_t row, int64_t count, int width,
                                             int column) {
   return row < count ? load_vector<uint4>(rows + row * width + column) : make_uint4(0, 0, 0, 0);
 }
 
-// Scores of a warp's 16 queries and the 64 keys of a tile. A lane has eight neighbouring columns of
-// a row at once, which stand at its inner places of two products: which column stands where is of
-// no account, as both operands agree.
+// Computes the scores of a warp's 16 queries and the 64 keys of a tile. A lane has eight
+// neighbouring columns of a row at once, which stand at its inner places of two products: which
+// column stands where is of no account, as both operands agree.
 //   queries [L][width], keys [S][width]
 __device__ __forceinline__ void make_scores(const Half* queries, int64_t i, int64_t L,
                                             const Half* keys, int64_t j, int64_t S, int width,
@@ -50,7 +50,7 @@ __device__ __forceinline__ void make_scores(const Half* queries, int64_t i, int6
   }
 }
 
-// What a thread's two rows are divided by: their log Z in two parts.
+// Normalizers of a thread's two rows: their log Z in two parts.
 struct RowNormalizers {
   float high[2], low[2];
 
@@ -65,12 +65,12 @@ struct RowNormalizers {
   }
 };
 
-// sums += kept times the weights of a chunk of 16 keys, of its scores.
+// Adds dropout_scale times the weights of a chunk of 16 keys, from its scores.
 //   scales: similarity = score score square + eps
-__device__ __forceinline__ void add_weights(const PairPlaces<Pairs::kGeneral>& at,
+__device__ __forceinline__ void add_weights(const FragmentPairs<Pairs::kGeneral>& at,
                                             const RowNormalizers& rows, const float* terms,
                                             const float* lows, int64_t S_left,
-                                            const GeneralScales& scales, float kept,
+                                            const GeneralScales& scales, float dropout_scale,
                                             const float (&scores)[2][4], float (&sums)[2][4]) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_weights(const PairPlaces<Pairs::kGeneral>& a
           at.row_of(n, c), column, terms[column], lows[column], rows.high[c / 2], rows.low[c / 2]);
       if (exponential == 0 || at.drops(n, c)) continue;  // whatever the key holds
       const float score = scores[n][c];
-      sums[n][c] += (score * score * scales.square + scales.eps) * exponential * kept;
+      sums[n][c] += (score * score * scales.square + scales.eps) * exponential * dropout_scale;
     }
   }
 }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const float norm = 1.0f / static_cast<float>(4 * params.M);
   const GeneralScales scales = {norm * norm, static_cast<float>(params.eps)};
   const float share = params.average_heads ? 1.0f / static_cast<float>(params.H) : 1.0f;
-  const float kept = share * static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float dropout_scale = share * static_cast<float>(dropout_rescale(params.dropout_threshold));
   float sums[kChunks][2][4] = {};
   const bool has_pairs = !params.is_causal || j0 < i0 + kStep;
   const int64_t end = has_pairs ? (params.average_heads ? params.H : own_head + 1) : own_head;
@@ -118,9 +118,9 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     const int64_t first = bk * padded_tokens(params.S) + j0;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const PairPlaces<Pairs::kGeneral> at(params, visible, bh, i0, j0, row0, 16 * chunk);
-      add_weights(at, rows, terms + first, lows + first, params.S - j0, scales, kept, scores[chunk],
-                  sums[chunk]);
+      const FragmentPairs<Pairs::kGeneral> at(params, visible, bh, i0, j0, row0, 16 * chunk);
+      add_weights(at, rows, terms + first, lows + first, params.S - j0, scales, dropout_scale,
+                  scores[chunk], sums[chunk]);
     }
     __syncwarp();  // lanes that pairs have sent different ways come together for the next product
   }
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 bool has_weights_on_tensor_cores(const WeightsParams& params) {
   AttentionParams call = params;
-  call.value = params.query;  // of its type
+  call.value = params.query;  // any tensor of the same type
   call.d_v = kZeros;
   call.batch_invariant = true;
   const ElementType type = params.query.type;
@@ -174,7 +174,7 @@ const char* weights_on_tensor_cores(const WeightsParams& params, const Attention
   const int64_t tiles = params.B * (params.average_heads ? 1 : params.H) *
                         ceil_div(params.L, kStep) * ceil_div(params.S, kStep);
   return launch(weight_kernel, dim3(static_cast<unsigned>(tiles)), dim3(kFoldedThreads), 0, stream,
-                params, tokens.phi_q, tokens.phi_k, tokens.terms, tokens.lows,
+                params, tokens.phi_q, tokens.phi_k, tokens.forms.terms, tokens.forms.lows,
                 static_cast<const double*>(call.log_normalizer.data),
                 static_cast<int>(padded_columns(2 * params.M)));
 }

@@ -9,7 +9,7 @@ namespace ikattn::cuda {
 // are zeros, without dropout. Its output and normalizers are in memory of the executor.
 const char* normalizer_call(const WeightsParams& params, const DeviceExecutor& executor,
                             AttentionParams& call);
-// Whether that can go to the tensor cores.
+// Returns whether that can go to the tensor cores.
 bool has_weights_on_tensor_cores(const WeightsParams& params);
 // tokens: of that call, whose normalizers are there.
 const char* weights_on_tensor_cores(const WeightsParams& params, const AttentionParams& call,

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int part = static_cast<int>(blockIdx.x) / blocks;
   const QueryBlock at(params, kStep, blockIdx.x % blocks);
   const int64_t bh = at.bh, i0 = at.i0, bk = at.bk;
-  const uint32_t state = tokens.state[bk];
+  const uint32_t state = tokens.forms.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
   const int width = static_cast<int>(padded_columns(2 * params.M)), features = slices_of(width);
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     copy_slice(stage + WideLayout::kRight, phi_k + j0 * width, width, width, slice, count);
     if (slice > 0) return;
     const int64_t first = bk * padded_tokens(params.S) + j0;
-    copy_numbers(base + WideLayout::numbers_of(tile), {tokens.terms + first, tokens.lows + first});
+    copy_numbers(base + WideLayout::numbers_of(tile),
+                 {tokens.forms.terms + first, tokens.forms.lows + first});
   };
 
   constexpr bool kRolls = kDrops<kPairs>;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   float output[1][kSlice / 8][4] = {};
   ForwardRows<T, kPairs> rows;
   const int64_t warp_row = i0 + warp * 16;
-  const GeneralScales& scales = tokens.general;
+  const GeneralScales& scales = tokens.forms.general;
   const TileRange tiles(params, at, kStep, part, parts.count);
   pass_along(base, tiles, features + 1, begin, [&](int tile, int slice, uint32_t stage) {
     if (slice < features) {
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll(kRolls ? 1 : 4)
     for (int chunk = 0; chunk < kStep / 16; ++chunk) {
       const int held = held_at<kRolls>(chunk);
-      const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
+      const FragmentPairs<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
       const Fragment weights[1] = {rows.weigh(s[held], pairs, load_keys<kPairs>(terms, chunk),
                                               scales, (state & kFew) != 0, output[0])};
       rejoin_after<kPairs>();
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
   });
 
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
-                     value_scale_of(tokens, value_head_of(params, at.b, at.h));
+  const float output_scale = static_cast<float>(dropout_rescale(params.dropout_threshold)) /
+                             value_scale_of(tokens, value_head_of(params, at.b, at.h));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_lanes<4>(rows.sums[half]);
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     if (i >= params.L) continue;
     store_row<T, kSlice, kPairs == Pairs::kGeneral>(
         params, tokens, parts, part, at, i, own_slice * kSlice, sum, rounding, rows.reference(half),
-        kept, [&](int n, int c) { return output[0][n][2 * half + c]; });
+        output_scale, [&](int n, int c) { return output[0][n][2 * half + c]; });
   }
 }
 

@@ -7,8 +7,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// What a block copies, slice by slice: slices of values and gradients, then those of features, the
-// block's own last; for grad_value, slices of features and then the block's own of the gradients.
+// Copies of a block, slice by slice: slices of values and gradients, then of features, the block's
+// own last; for grad_value, slices of features and then the block's own of the gradients.
 template <typename T, bool kOfValues>
 struct WideKeyCopy {
   const AttentionBackwardParams& params;
@@ -16,11 +16,11 @@ struct WideKeyCopy {
   const FoldedRows& rows;
   const KeyBlock& at;
   QueryTiles<kStep> tiles;
-  uint32_t base;  // of shared memory
+  uint32_t base;  // begin of shared memory
   int own_slice;
   // Columns of rows of features and of grad_output, and slices of these.
   int width, features, columns, of_values;
-  const Half* phi_k;  // of the block's keys
+  const Half* phi_k;  // features of the block's keys
   const T* values;
 
   __device__ __forceinline__ WideKeyCopy(const AttentionBackwardParams& params,
@@ -41,12 +41,12 @@ struct WideKeyCopy {
         values(value_rows<T>(params, tokens, at.b, at.key_head * at.group) +
                at.j0 * tokens.value.stride[2]) {}
 
-  // Slices that come before those of features.
+  // Returns how many slices come before the features.
   __device__ __forceinline__ int before() const { return kOfValues ? 0 : of_values; }
   __device__ __forceinline__ int slices() const {
     return kOfValues ? features + 1 : of_values + features;
   }
-  // Begins to copy a slice of a tile, with the first one what its queries bring, too.
+  // Begins to copy a slice of a tile, with the first one its queries' numbers, too.
   __device__ __forceinline__ void operator()(int tile, int slice, uint32_t stage) const {
     const int64_t bh = int64_t{at.b} * params.H + tiles.head(tile);
     const int64_t i0 = tiles.first_query(tile);
@@ -81,16 +81,16 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const KeyBlock at(params, kStep, params.is_causal, blockIdx.x);
   const int64_t bk = at.bk, j0 = at.j0;
-  if (is_of_other_form<kPairs>(tokens.state[bk])) return;  // the whole block
+  if (is_of_other_form<kPairs>(tokens.forms.state[bk])) return;  // the whole block
 
-  // 1. What is copied, and what the warp's keys bring to their pairs.
+  // 1. Copies, and the numbers of the warp's keys.
   const int own_slice = static_cast<int>(blockIdx.y);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
   const WideKeyCopy<T, kOfValues> copy(params, tokens, rows, at, base, own_slice);
   const int64_t value_head = int64_t{at.b} * params.G + at.value_head, warp_key = j0 + warp * 16;
   const KeyScales scales = key_scales_of<T>(params, tokens, rows, bk, value_head);
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   const float norm = 1 / static_cast<float>(4 * params.M), eps = static_cast<float>(params.eps);
   KeyRows<T, kPairs> keys;
   keys.load(params, tokens, bk, warp_key + g, scales.fit);
@@ -102,43 +102,44 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   TileSums s, x;
   float sums[1][kSlice / 8][4] = {};
   const int slices = copy.slices();
-  pass_along(
-      base, TileRange(0, copy.tiles.steps()), slices, copy,
-      [&](int tile, int slice, uint32_t stage) {
-        Shared<const float> numbers = shared_cast<float>(shared + WideLayout::numbers_of(tile));
-        if (slice == 0) {
-          clear(s);  // x, of which grad_value has no use, the compiler leaves out there
+  pass_along(base, TileRange(0, copy.tiles.steps()), slices, copy,
+             [&](int tile, int slice, uint32_t stage) {
+               Shared<const float> numbers =
+                   shared_cast<float>(shared + WideLayout::numbers_of(tile));
+               if (slice == 0) {
+                 clear(s);  // x, of which grad_value has no use, the compiler leaves out there
 #pragma unroll
-          for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-            keys.begin(x[chunk], load_queries<kPairs, kStep>(numbers, chunk));
-          }
-        }
-        if (!kOfValues && slice < copy.before()) {
-          products.add_slice<T>(x, stage);
-          return;
-        }
-        if (!kOfValues || slice < copy.features) products.add_slice<Half>(s, stage);
-        if (slice + 1 < slices) return;
-        const int64_t h = copy.tiles.head(tile), i0 = copy.tiles.first_query(tile);
-        const TileVisibility<kPairs> visible(params, at.b, h, i0, j0);
+                 for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+                   keys.begin(x[chunk], load_queries<kPairs, kStep>(numbers, chunk));
+                 }
+               }
+               if (!kOfValues && slice < copy.before()) {
+                 products.add_slice<T>(x, stage);
+                 return;
+               }
+               if (!kOfValues || slice < copy.features) products.add_slice<Half>(s, stage);
+               if (slice + 1 < slices) return;
+               const int64_t h = copy.tiles.head(tile), i0 = copy.tiles.first_query(tile);
+               const TileVisibility<kPairs> visible(params, at.b, h, i0, j0);
 #pragma unroll(kRolls ? 1 : 4)
-        for (int chunk = 0; chunk < kStep / 16; ++chunk) {
-          const int held = held_at<kRolls>(chunk);
-          const QueryColumns queries = load_queries<kPairs, kStep>(numbers, chunk);
-          const PairPlaces<kPairs, true> pairs(params, visible, at.b * params.H + h, i0, j0,
-                                               chunk * 16, warp * 16);
-          Fragment weights[1], factors[1];
-          keys.meet(s[held], x[held], pairs, queries, norm, eps, kept, weights[0], factors[0]);
-          rejoin_after<kPairs>();
-          if constexpr (kOfValues) {
-            products.add_pairs<T>(sums, weights, stage, chunk);
-          } else {
-            products.add_pairs<Half>(sums, factors, stage, chunk);
-          }
-          pass_by<kRolls>(s);
-          pass_by<kRolls>(x);
-        }
-      });
+               for (int chunk = 0; chunk < kStep / 16; ++chunk) {
+                 const int held = held_at<kRolls>(chunk);
+                 const QueryColumns queries = load_queries<kPairs, kStep>(numbers, chunk);
+                 const FragmentPairs<kPairs, true> pairs(params, visible, at.b * params.H + h, i0,
+                                                         j0, chunk * 16, warp * 16);
+                 Fragment weights[1], factors[1];
+                 keys.meet(s[held], x[held], pairs, queries, norm, eps, dropout_scale, weights[0],
+                           factors[0]);
+                 rejoin_after<kPairs>();
+                 if constexpr (kOfValues) {
+                   products.add_pairs<T>(sums, weights, stage, chunk);
+                 } else {
+                   products.add_pairs<Half>(sums, factors, stage, chunk);
+                 }
+                 pass_by<kRolls>(s);
+                 pass_by<kRolls>(x);
+               }
+             });
 
   // 3. Rows of the result.
   const int64_t j = warp_key + g;

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const QueryBlock at(params, kStep, blockIdx.x);
   const int64_t bh = at.bh, i0 = at.i0, bk = at.bk;
-  const uint32_t state = tokens.state[bk];
+  const uint32_t state = tokens.forms.state[bk];
   if (is_of_other_form<kPairs>(state)) return;  // the whole block
 
   const int width = static_cast<int>(padded_columns(2 * params.M)), features = slices_of(width);
@@ -43,13 +43,14 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
     }
     if (kPairs != Pairs::kGeneral || slice > 0) return;
     const int64_t first = bk * padded_tokens(params.S) + j0;
-    copy_numbers(base + WideLayout::numbers_of(tile), {tokens.terms + first, tokens.lows + first});
+    copy_numbers(base + WideLayout::numbers_of(tile),
+                 {tokens.forms.terms + first, tokens.forms.lows + first});
   };
 
   constexpr bool kRolls = kDrops<kPairs>;
   const SliceProducts products;
   const int64_t warp_row = i0 + warp * 16;
-  const float kept = static_cast<float>(dropout_rescale(params.dropout_threshold));
+  const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   QueryRows<kPairs> queries;
   queries.load(params, rows, bh, warp_row + g);
   TileSums s, x;
@@ -78,10 +79,11 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 #pragma unroll(kRolls ? 1 : 4)
         for (int chunk = 0; chunk < kStep / 16; ++chunk) {
           const int held = held_at<kRolls>(chunk);
-          const PairPlaces<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
+          const FragmentPairs<kPairs> pairs(params, visible, bh, i0, j0, warp * 16, chunk * 16);
           KeyColumns keys;
           if constexpr (kPairs == Pairs::kGeneral) keys = load_keys<kPairs>(terms, chunk);
-          const Fragment factors[1] = {queries.products_of(s[held], x[held], pairs, keys, kept)};
+          const Fragment factors[1] = {
+              queries.products_of(s[held], x[held], pairs, keys, dropout_scale)};
           rejoin_after<kPairs>();
           products.add_pairs<Half>(sums, factors, stage, chunk);
           pass_by<kRolls>(s);

@@ -1,4 +1,4 @@
-// What the kernels of wide rows share: heads of more than 128 features, or columns of the value.
+// Slices of wide rows: heads of more than 128 features, or columns of the value.
 //
 // Rows are cut into slices of 128 columns. A block owns 64 rows and one slice of what is added up
 // for them, and passes along the tiles of 64 rows of the other side. Of a tile it takes one slice
@@ -21,7 +21,8 @@ __host__ __device__ constexpr int slices_of(int64_t columns) {
 // In shared memory: stages of a slice of the block's rows and one of the tile's, and for two tiles
 // up to three numbers of each of their rows.
 struct WideLayout {
-  static constexpr uint32_t kRight = kStep * 2 * kSlice;  // of the tile; behind the block's
+  static constexpr uint32_t kRight =
+      kStep * 2 * kSlice;  // features of the tile; they lie behind the block's
   static constexpr uint32_t kStage = 2 * kRight;
   static constexpr uint32_t kNumbers = kStages * kStage, kNumbersOfTile = 3 * kStep * 4;
   static constexpr int64_t kBytes = kNumbers + 2 * int64_t{kNumbersOfTile};
@@ -52,7 +53,7 @@ __device__ __forceinline__ void copy_numbers(uint32_t place, const float* const 
 }
 
 // Calls visit(tile, slice, stage) for the slices of all tiles, when what begin(tile, slice, stage)
-// has begun to copy is there; stage: an address. Between two visits the block meets.
+// has begun to copy is there; stage: an address. Between two visits it synchronises the block.
 template <typename Begin, typename Visit>
 __device__ __forceinline__ void pass_along(uint32_t base, TileRange tiles, int slices,
                                            const Begin& begin, const Visit& visit) {
@@ -89,8 +90,8 @@ __device__ __forceinline__ void clear(TileSums& sums) {
   }
 }
 
-// A loop over a tile's chunks is unrolled where the registers hold all that is under way then; else
-// it moves the sums of the next chunk to the front.
+// Returns which sums a chunk takes. A loop over a tile's chunks is unrolled where registers hold
+// all sums; else it moves the sums of the next chunk to the front.
 template <bool kRolls>
 __device__ __forceinline__ constexpr int held_at(int chunk) {
   return kRolls ? 0 : chunk;
@@ -107,14 +108,14 @@ __device__ __forceinline__ void pass_by(TileSums& sums) {
 }
 
 struct SliceProducts {
-  FragmentPlaces left, columns, rows;
+  FragmentAddresses left, columns, rows;
 
   __device__ __forceinline__ SliceProducts()
-      : left(FragmentPlaces::of_rows(threadIdx.x / 32 * (16 * 2 * kSlice), 2 * kSlice)),
-        columns(FragmentPlaces::of_columns(WideLayout::kRight, 2 * kSlice)),
-        rows(FragmentPlaces::of_rows(WideLayout::kRight, 2 * kSlice)) {}
+      : left(FragmentAddresses::of_rows(threadIdx.x / 32 * (16 * 2 * kSlice), 2 * kSlice)),
+        columns(FragmentAddresses::of_columns(WideLayout::kRight, 2 * kSlice)),
+        rows(FragmentAddresses::of_rows(WideLayout::kRight, 2 * kSlice)) {}
 
-  // sums += the warp's rows of the block's slice times those of the tile's.
+  // Adds to sums the products of the warp's rows of the block's slice and the rows of the tile's.
   template <typename T>
   __device__ __forceinline__ void add_slice(TileSums& sums, uint32_t stage) const {
 #pragma unroll
@@ -128,7 +129,7 @@ struct SliceProducts {
       }
     }
   }
-  // sums += pairs of 16 rows of the tile times these rows of the tile's slice.
+  // Adds to sums the products of pairs, 16 rows of the tile, and these rows of the tile's slice.
   template <typename T>
   __device__ __forceinline__ void add_pairs(float (&sums)[1][kSlice / 8][4],
                                             const Fragment (&pairs)[1], uint32_t stage,

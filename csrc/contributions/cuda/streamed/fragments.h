@@ -8,14 +8,14 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a key: makes the largest of its factor one below 2^15. Where one is not finite, ones in their
-// place tell whether the key is weighed, and the unit what then is.
+// Scale of a key's factor, which makes its largest entry one below 2^15. Where one is not finite,
+// ones in their place tell whether the key is weighed, and the unit what then is.
 struct FactorScale {
   bool is_finite;
   double to_half;
   float unit;
 
-  // largest: without its sign, NaN if one is
+  // Takes the largest entry without its sign, NaN if one is
   __device__ __forceinline__ explicit FactorScale(float largest) {
     is_finite = largest - largest == 0;
     const int exponent = is_finite && largest > 0 ? ilogbf(largest) : 0;
@@ -24,8 +24,8 @@ struct FactorScale {
   }
 };
 
-// What a lane's register `index` of tile (n, k) holds, of two numbers, the second in y: 8 rows and
-// 16 heads of the factor, or, reversed, 8 heads and 16 rows.
+// Returns two numbers that a lane's register `index` of tile (n, k) holds, the second in y: 8 rows
+// and 16 heads of the factor, or, reversed, 8 heads and 16 rows.
 //   factor(entry)  float, of the matrix row by row
 template <typename Factor>
 __device__ __forceinline__ uint2 fragment_register(const FactorScale& scale, int H,

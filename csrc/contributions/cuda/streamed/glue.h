@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "attention/reference.h"
+#include "attention/operator/reference.h"
 #include "contributions/cuda/streamed/streamed.h"
 #include "contributions/maps.h"
 #include "support/cuda/glue.h"
@@ -14,15 +14,15 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a mask that the keys' logits do not hold: whether it is one of bits, and its heads, H or 1.
+// Returns whether a mask, which the keys' logits do not hold, is one of bits.
 inline bool is_bool(const at::Tensor& mask) { return mask.scalar_type() == at::kBool; }
 inline bool differs_by_query(const at::Tensor& mask) {
   return mask.dim() >= 2 && mask.size(-2) != 1;
 }
 inline int64_t heads_of(const at::Tensor& mask) { return mask.dim() >= 3 ? mask.size(-3) : 1; }
 
-// Why the norms of a call's pairs, and sums of other keys' values, are made in blocks of rows by
-// torch's operators; nullptr: by kernels.
+// Returns why the norms of a call's pairs, and sums of other keys' values, are made in blocks of
+// rows by torch's operators; nullptr: by kernels.
 inline const char* why_norms_in_blocks(const ContributionCall& call,
                                        const ContributionSizes& sizes) {
   const WeightsSource& source = call.source;
@@ -39,8 +39,8 @@ inline const char* why_norms_in_blocks(const ContributionCall& call,
   return nullptr;
 }
 
-// Why not by kernels that know neither many heads, masks of pairs that are floats or differ by
-// head, nor mixing ratios.
+// Returns why not by kernels that know neither many heads, masks of pairs that are floats or differ
+// by head, nor mixing ratios.
 inline const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
   if (const char* reason = why_norms_in_blocks(call, sizes)) return reason;
   if (sizes.H > kMostStreamedHeads) return "there are more than 32 heads";
@@ -56,7 +56,7 @@ struct StreamedOperand {
   at::Tensor rows, factor;  // factor [B, heads, N]
 };
 
-// Rows of a multiple of kOperandColumns, zeros behind the given ones, at multiples of 16 bytes.
+// Pads rows with zeros to a multiple of kOperandColumns, at multiples of 16 bytes.
 inline at::Tensor operand_rows(at::Tensor rows) {
   const int64_t beyond = rows.size(3) % kOperandColumns;
   if (beyond != 0) rows = at::constant_pad_nd(rows, {0, kOperandColumns - beyond});
@@ -66,8 +66,8 @@ inline at::Tensor operand_rows(at::Tensor rows) {
   return is_aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
-// Rows of float32 as two numbers of Half each, over a power of two that makes the largest of a row
-// Half's largest. Products leave out what is small times small.
+// Splits rows of float32 into two operands of Half, over a power of two that makes the largest of a
+// row Half's largest. Products leave out what is small times small.
 inline StreamedOperand split_operand(const at::Tensor& x, bool is_key) {
   const at::Tensor largest = x.abs().amax({-1}, true);
   const at::Tensor exponent = std::get<1>(at::frexp(largest)).to(at::kFloat).clamp_min(-100);
@@ -83,12 +83,12 @@ inline StreamedOperand operand_of(const at::Tensor& x, bool is_split, bool is_ke
   return is_split ? split_operand(x, is_key) : StreamedOperand{operand_rows(x), {}};
 }
 
-// The axis of heads, third from the end, with each of them as often as makes it `heads`.
+// Repeats each head along the axis of heads, third from the end, which then has `heads`.
 inline at::Tensor repeated_heads(const at::Tensor& x, int64_t heads, int64_t axis = -3) {
   return x.size(axis) == heads ? x : x.repeat_interleave(heads / x.size(axis), axis);
 }
 
-// Features of the query's and the key's tokens, in Half or float32.
+// Computes features of the query's and the key's tokens, in Half or float32.
 inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source, int64_t H,
                                                      bool is_split) {
   const auto wide = [](const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; };
@@ -102,8 +102,9 @@ inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source
   return {features(source.query, H), features(source.key, w1.size(-3))};
 }
 
-// [B, H, S], float64: what is added to the logit of a key in every row, -inf where it is hidden. Of
-// the implicit kernel with the magnitude, relative to the largest of a head, which no weight sees.
+// Computes the part of a key's logit that all rows share, [B, H, S] in float64, -inf where it is
+// hidden. For the implicit kernel it has the magnitude, relative to the largest of a head, which no
+// weight sees.
 inline at::Tensor key_logits(const WeightsSource& source, const ContributionSizes& sizes) {
   const auto [B, H, G, L, S, d_v, D] = sizes;
   at::Tensor mask = or_undefined(source.options.attn_mask), hidden;
@@ -125,7 +126,7 @@ inline at::Tensor key_logits(const WeightsSource& source, const ContributionSize
     logits = logits + repeated_heads(norms * scale, H, -2);
   }
   for (const at::Tensor& term : logit_terms(source, mask, at::kDouble)) {
-    // Of the implicit kernel finite offsets end, as its attention has it.
+    // Finite offsets of the implicit kernel are bounded, as in its attention.
     const at::Tensor own = source.w1.defined() ? bounded_offsets(term) : term;
     const at::Tensor by_key = own.expand({B, H, 1, S}).squeeze(2);
     const at::Tensor hides = by_key == -INFINITY;
@@ -165,7 +166,7 @@ class StreamedPairs {
     if (block.key_padding.defined()) params_.key_padding = array_of(block.key_padding);
   }
 
-  // norms[variant] [B, L, S], float32, of every variant that is there.
+  // Sets norms[variant] [B, L, S], float32, of every variant that is there.
   void set_variants(const Keys& keys, const std::array<at::Tensor, 3>& norms) {
     for (int variant = 0; variant < 3; ++variant) {
       if (!norms[variant].defined()) continue;
@@ -190,7 +191,7 @@ class StreamedPairs {
       call_.check(streamed_kernels.pair_norms(params_, call_.stream()));
     }
     if (block.maps[kMixingRatios]) result.others = sum_others(keys.summands);
-    // Of dot attention own pairs that are hidden have no weight, but NaN in rows that are.
+    // In dot attention hidden own pairs have no weight, but NaN in rows that are NaN.
     if (result.own.defined() && !params_.is_implicit) result.own.add_(rows_.select(-1, 2) * 0);
     return result;
   }
@@ -201,7 +202,7 @@ class StreamedPairs {
     tensors_.push_back(tensor);
     return tensor;
   }
-  // Of factors as in FactorParams; fills the units [B, S], too.
+  // Makes fragments of factors as FactorParams has them; fills the units [B, S], too.
   const uint32_t* fragments_of(const at::Tensor& factors, const at::Tensor& units,
                                bool is_reversed) {
     const int64_t words = fragment_words(sizes_.H, params_.is_split);
@@ -224,7 +225,7 @@ class StreamedPairs {
   StreamedParams params_;
   at::Tensor rows_;            // [B, H, L, kRowNumbers]
   at::Tensor queries_, keys_;  // [B, H, L, *], [B, G, S, *], what scores are products of
-  double scale_ = 1;           // of scores
+  double scale_ = 1;           // scale of scores
 
  private:
   void set_operands(const WeightsSource& source) {

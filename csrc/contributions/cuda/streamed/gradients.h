@@ -9,7 +9,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Why gradients go through weights in blocks of rows; nullptr: by kernels.
+// Returns why gradients go through weights in blocks of rows; nullptr: by kernels.
 inline const char* why_gradients_in_blocks(const ContributionCall& call,
                                            const ContributionSizes& sizes, const Wanted& wanted) {
   if (const char* reason = why_in_blocks(call, sizes)) return reason;
@@ -18,7 +18,7 @@ inline const char* why_gradients_in_blocks(const ContributionCall& call,
   return nullptr;
 }
 
-// What scores are made of as a graph over the call's inputs, in float32, and logits of keys in
+// Graph of the scores' operands over the call's inputs, in float32, and of logits of keys in
 // float64; shapes as in StreamedPairs.
 struct SourceGraph {
   SourceLeaves leaves;
@@ -88,7 +88,7 @@ class StreamedGradients : StreamedPairs {
     grad_queries_ = zeros_for(graph_.queries);
     grad_keys_ = zeros_for(graph_.keys);
     grad_logits_ = zeros_for(graph_.logits);
-    // What a key holds that no row sees is not multiplied.
+    // A key that no row sees may hold anything, and is not multiplied.
     const at::Tensor hidden = graph_.logits.detach() == -INFINITY;
     const at::Tensor by_key =
         hidden.view({sizes.B, params_.G, sizes.H / params_.G, sizes.S}).all(2);
@@ -127,7 +127,7 @@ class StreamedGradients : StreamedPairs {
   }
 
  private:
-  // Of the queries [i0, i0 + count).
+  // Adds the gradients of the queries [i0, i0 + count).
   void add_strip(int64_t i0, int64_t count, const MapTensors& grad_maps, const Keys& keys,
                  Totals& totals) {
     const auto [B, H, G, L, S, d_v, D] = sizes_;
@@ -165,7 +165,7 @@ class StreamedGradients : StreamedPairs {
                const at::Tensor& grad, Totals& totals) {
     const int64_t count = block.residual.size(1);
     at::Tensor own = own_.narrow(2, i0, count);
-    // Of dot attention own pairs that are hidden have no weight, but NaN in rows that are.
+    // In dot attention hidden own pairs have no weight, but NaN in rows that are NaN.
     if (!params_.is_implicit) own = own + rows_.select(-1, 2).narrow(2, i0, count) * 0;
     const at::Tensor grad_own = grad.defined() ? at::zeros_like(own) : at::Tensor();
     add_own_gradients(own, keys, block, grads, i0, wanted_, grad_own, totals);
@@ -203,7 +203,7 @@ class StreamedGradients : StreamedPairs {
     }
   }
 
-  // From what scores are made of to the call's inputs.
+  // Passes gradients from the scores' operands on to the call's inputs.
   void finish(Totals& totals) {
     torch::autograd::variable_list made, gradients;
     const auto add = [&](const at::Tensor& of_graph, const at::Tensor& gradient) {
@@ -222,11 +222,11 @@ class StreamedGradients : StreamedPairs {
   const SourceGraph graph_;
   at::Tensor grad_queries_, grad_keys_, grad_logits_;  // undefined where nothing wants them
   at::Tensor own_;                                     // [B, H, L], weights of own pairs
-  std::array<at::Tensor, 3> units_, outer_;            // by variant, as StreamedGradientParams
+  std::array<at::Tensor, 3> units_, outer_;            // [variant], see StreamedGradientParams
   std::array<const uint32_t*, 3> fragments_{}, reversed_{};
 };
 
-// The outer products of the keys; what else is wanted is added to `totals`.
+// Returns the outer products of the keys; adds all other gradients to `totals`.
 inline std::array<at::Tensor, 3> streamed_gradients(const ContributionCall& given,
                                                     const MapTensors& grad_maps, const Keys& keys,
                                                     const ContributionSizes& sizes,

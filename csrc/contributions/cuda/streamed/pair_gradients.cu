@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// Four bytes for each key, head and query: a weight of one or two numbers of Half, and then its
+// Four bytes for each key, head and query: a weight as one or two operands of Half, and then its
 // gradient. Those of a key, a head and 16 queries lie in 64 bytes of their own.
 template <int kHeadTiles>
 struct GradientTile {
@@ -33,22 +33,23 @@ struct GradientTile {
   }
 
  private:
-  // 16 bytes, turned so that neighbouring keys, and neighbouring heads, lie in different banks.
+  // Returns the place of 16 bytes, swizzled so that neighbouring keys, and neighbouring heads, lie
+  // in different banks.
   __device__ static __forceinline__ uint32_t slot(int key, int head, int n) {
     return static_cast<uint32_t>((key * kHeads + head) * kQueries * 4 +
                                  (n ^ ((key + head) & 7)) * 16);
   }
 };
 
-// What a lane has of 16 queries and a key: by r, of query g + 8 r.
-template <int kHeadTiles, int kParts>
+// Directions of 16 queries and a key in a lane: [r] is of query g + 8 r.
+template <int kHeadTiles, int kSplits>
 struct Directions {
-  uint32_t left[kParts][kHeadTiles][4];  // R a / n, as left operands
-  float scale[2] = {};                   // g, times the unit of the factor
-  float slope[2] = {};                   // g / |R a|, of R and a as operands have them
+  uint32_t left[kSplits][kHeadTiles][4];  // R a / n, as left operands
+  float scale[2] = {};                    // g, times the unit of the factor
+  float slope[2] = {};                    // g / |R a|, of R and a as operands have them
 };
 
-// What a warp's lanes know of their key.
+// Numbers of a key that a warp's lanes hold.
 struct OwnKey {
   int place = 0;  // in the tile
   int64_t token = 0, j = 0;
@@ -69,12 +70,12 @@ __device__ __forceinline__ OwnKey own_key(const StreamedGradientParams& params,
   return key;
 }
 
-// Of 16 queries from the i-th on; sums: R a.
-template <int kHeadTiles, int kParts>
+// Makes the directions of 16 queries from the i-th on; sums: R a.
+template <int kHeadTiles, int kSplits>
 __device__ __forceinline__ void make_directions(const StreamedGradientParams& params, int64_t b,
                                                 int64_t i, const OwnKey& key,
                                                 float (&sums)[2 * kHeadTiles][4],
-                                                Directions<kHeadTiles, kParts>& out) {
+                                                Directions<kHeadTiles, kSplits>& out) {
   const int g = threadIdx.x % 32 / 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void make_directions(const StreamedGradientParams& pa
       }
       const uint32_t packed = pack_f16x2(sums[n][2 * r], sums[n][2 * r + 1]);
       out.left[0][n / 2][n % 2 * 2 + r] = packed;
-      if constexpr (kParts == 2) {
+      if constexpr (kSplits == 2) {
         const float2 leading = unpack<Half>(packed);
         out.left[1][n / 2][n % 2 * 2 + r] =
             pack_f16x2(sums[n][2 * r] - leading.x, sums[n][2 * r + 1] - leading.y);
@@ -118,10 +119,10 @@ __device__ __forceinline__ void make_directions(const StreamedGradientParams& pa
   }
 }
 
-// sums[n] of 16 queries and 8 heads, over the rows of the factor: R^T times directions.
-template <int kHeadTiles, int kParts>
+// Computes sums[n] of 16 queries and 8 heads, over the rows of the factor: R^T times directions.
+template <int kHeadTiles, int kSplits>
 __device__ __forceinline__ void multiply_reversed(const uint32_t* fragments,
-                                                  const Directions<kHeadTiles, kParts>& directions,
+                                                  const Directions<kHeadTiles, kSplits>& directions,
                                                   float (&sums)[2 * kHeadTiles][4]) {
   constexpr int kCount = static_cast<int>(fragment_tiles(kHeadTiles));
   const uint32_t* own = fragments + threadIdx.x % 32 * 2;
@@ -131,10 +132,10 @@ __device__ __forceinline__ void multiply_reversed(const uint32_t* fragments,
 #pragma unroll
     for (int k = 0; k <= n / 2; ++k, ++tile) {
 #pragma unroll
-      for (int q = kParts - 1; q >= 0; --q) {
+      for (int q = kSplits - 1; q >= 0; --q) {
         const uint2 right = load_vector<uint2>(own + (q * kCount + tile) * 64);
 #pragma unroll
-        for (int p = kParts - 1 - q; p >= 0; --p) {
+        for (int p = kSplits - 1 - q; p >= 0; --p) {
           mma_m16n8k16<Half>(sums[n], directions.left[p][k], right.x, right.y);
         }
       }
@@ -142,22 +143,22 @@ __device__ __forceinline__ void multiply_reversed(const uint32_t* fragments,
   }
 }
 
-// The largest power of two that keeps numbers up to `largest` in Half, and one over it.
+// Returns the largest power of two that keeps numbers up to `largest` in Half, and one over it.
 __device__ __forceinline__ float2 half_scale(float largest) {
   const bool has_size = largest > 0 && largest - largest == 0;
   const int exponent = has_size ? max(ilogbf(largest), -100) : 14;
   return make_float2(ldexpf(1.0f, 14 - exponent), ldexpf(1.0f, exponent - 14));
 }
 
-// totals[k][n] of 16 and 8 heads += the sum over 16 queries, the m-th, of slope a a^T. The left
+// Adds to totals[k][n] of 16 and 8 heads the sum over the m-th 16 queries of slope a a^T. The left
 // operand is slope a, over a power of two of its own; the right one a as it lies.
-template <typename Tile, int kHeadTiles, int kParts>
+template <typename Tile, int kHeadTiles, int kSplits>
 __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, const float (&slope)[2],
                                           float (&totals)[kHeadTiles][2 * kHeadTiles][4]) {
   const int lane = threadIdx.x % 32, t = lane % 4;
-  uint32_t right[kParts][kHeadTiles][4], left[kParts][4];
+  uint32_t right[kSplits][kHeadTiles][4], left[kSplits][4];
 #pragma unroll
-  for (int p = 0; p < kParts; ++p) {
+  for (int p = 0; p < kSplits; ++p) {
 #pragma unroll
     for (int k = 0; k < kHeadTiles; ++k) {
       const int head = 16 * k + lane / 8 % 2 * 8 + lane % 8;
@@ -165,7 +166,7 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
                   weights + Tile::of_part(Tile::place(key, head, 2 * m + lane / 16), p));
     }
   }
-  float slopes[2][2];  // of queries 2 t + c + 8 half, from the lanes that have them
+  float slopes[2][2];  // slopes of queries 2 t + c + 8 half, from the lanes that have them
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -179,7 +180,7 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float2 weight = unpack<Half>(right[0][k][i]);
-      if constexpr (kParts == 2) {
+      if constexpr (kSplits == 2) {
         const float2 rest = unpack<Half>(right[1][k][i]);
         weight.x += rest.x;
         weight.y += rest.y;
@@ -193,7 +194,7 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
     for (int i = 0; i < 4; ++i) {
       const float x = scaled[i][0] * scale.x, y = scaled[i][1] * scale.x;
       left[0][i] = pack_f16x2(x, y);
-      if constexpr (kParts == 2) {
+      if constexpr (kSplits == 2) {
         const float2 leading = unpack<Half>(left[0][i]);
         left[1][i] = pack_f16x2(x - leading.x, y - leading.y);
       }
@@ -202,9 +203,9 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
     for (int n = 0; n < 2 * kHeadTiles; ++n) {
       float sums[4] = {};
 #pragma unroll
-      for (int q = kParts - 1; q >= 0; --q) {
+      for (int q = kSplits - 1; q >= 0; --q) {
 #pragma unroll
-        for (int p = kParts - 1 - q; p >= 0; --p) {
+        for (int p = kSplits - 1 - q; p >= 0; --p) {
           const uint32_t (&of_weights)[4] = right[q][n / 2];
           mma_m16n8k16<Half>(sums, left[p], of_weights[n % 2], of_weights[n % 2 + 2]);
         }
@@ -215,7 +216,7 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
   }
 }
 
-// To the key's matrix.
+// Stores the sums in the key's matrix.
 template <int kHeadTiles>
 __device__ __forceinline__ void store_outer(const StreamedGradientParams& params, const OwnKey& key,
                                             const float (&totals)[kHeadTiles][2 * kHeadTiles][4]) {
@@ -239,30 +240,31 @@ __device__ __forceinline__ void store_outer(const StreamedGradientParams& params
   }
 }
 
-// All of a key and the tile's queries, by a warp.
-template <int kHeadTiles, int kParts>
+// Computes all gradients of a key and the tile's queries, in a warp.
+template <int kHeadTiles, int kSplits>
 __device__ __forceinline__ void through_key(const StreamedGradientParams& params,
                                             const PlaceOfTile& at, int place,
                                             Shared<unsigned char> weights) {
   using OwnTile = GradientTile<kHeadTiles>;
-  constexpr int kWords = kParts * OwnTile::kFragments * 64;
+  constexpr int kWords = kSplits * OwnTile::kFragments * 64;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float totals[kHeadTiles][2 * kHeadTiles][4] = {};
 #pragma unroll 1
   for (int m = 0; m < OwnTile::kQueries / 16; ++m) {
-    // Or what is known of the key would stay in registers from one round to the next.
+    // Unknown to the compiler, the key's numbers are computed anew in each round, and take no
+    // registers between.
     const int own = place + static_cast<int>(unknown_to_compiler(0));
     const OwnKey key = own_key(params, at, own);
-    Directions<kHeadTiles, kParts> directions;
+    Directions<kHeadTiles, kSplits> directions;
     {
-      const KeyFactor<kHeadTiles, kParts> factor(params.fragments[0] + key.token * kWords);
+      const KeyFactor<kHeadTiles, kSplits> factor(params.fragments[0] + key.token * kWords);
       float sums[2 * kHeadTiles][4] = {};
       multiply_factor<OwnTile>(factor, shared_address(weights), place, m, sums);
       make_directions(params, at.b, at.q0 + 16 * m, key, sums, directions);
     }
     if (params.outer != nullptr) {
-      add_outer<OwnTile, kHeadTiles, kParts>(shared_address(weights), place, m, directions.slope,
-                                             totals);
+      add_outer<OwnTile, kHeadTiles, kSplits>(shared_address(weights), place, m, directions.slope,
+                                              totals);
     }
     if (params.grad != nullptr) {
       float sums[2 * kHeadTiles][4] = {};
@@ -283,7 +285,7 @@ __device__ __forceinline__ void through_key(const StreamedGradientParams& params
   if (params.outer != nullptr) store_outer<kHeadTiles>(params, own_key(params, at, place), totals);
 }
 
-// The gradients of the tile's weights, or zeros, 16 keys of a row side by side.
+// Stores the gradients of the tile's weights, or zeros, 16 keys of a row side by side.
 template <typename Tile>
 __device__ __forceinline__ void store_gradients(const StreamedGradientParams& params,
                                                 const PlaceOfTile& at, bool is_seen,
@@ -304,7 +306,8 @@ __device__ __forceinline__ void store_gradients(const StreamedGradientParams& pa
   }
 }
 
-// Of the tile from query q0 on. Made anew for each, or it would stay in registers.
+// Returns the place of the tile from query q0 on. Made anew for each, or it would stay in
+// registers.
 __device__ __forceinline__ PlaceOfTile place_of_block(const StreamedGradientParams& params,
                                                       int64_t q0) {
   const int64_t key_tiles = (params.keys + kStreamedKeys - 1) / kStreamedKeys;
@@ -313,7 +316,7 @@ __device__ __forceinline__ PlaceOfTile place_of_block(const StreamedGradientPara
 }
 
 // Dynamic shared memory: weights, then their gradients, [key][head][query].
-template <typename T, int kHeadTiles, int kParts>
+template <typename T, int kHeadTiles, int kSplits>
 __global__ void __launch_bounds__(kThreads, 2)
     streamed_pair_gradient_kernel(StreamedGradientParams params) {
   using OwnTile = GradientTile<kHeadTiles>;
@@ -330,15 +333,15 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
       for (int h = warp; h < OwnTile::kHeads; h += kWarps) {
         if (h < params.H) {
-          make_weights<T, OwnTile, kParts>(params, at, h, 0, visible, smallest, weights);
+          make_weights<T, OwnTile, kSplits>(params, at, h, 0, visible, smallest, weights);
         } else {
-          clear_weights<OwnTile, kParts>(h, weights);
+          clear_weights<OwnTile, kSplits>(h, weights);
         }
       }
       __syncthreads();
 #pragma unroll 1
       for (int key = warp; key < kStreamedKeys; key += kWarps) {
-        if (at.j0 + key < params.S) through_key<kHeadTiles, kParts>(params, at, key, weights);
+        if (at.j0 + key < params.S) through_key<kHeadTiles, kSplits>(params, at, key, weights);
       }
       __syncthreads();
     }
@@ -346,18 +349,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <typename T, int kHeadTiles, int kParts>
+template <typename T, int kHeadTiles, int kSplits>
 const char* launch_gradients(const StreamedGradientParams& params, Stream stream) {
   const int64_t key_tiles = (params.keys + kStreamedKeys - 1) / kStreamedKeys;
-  return launch(streamed_pair_gradient_kernel<T, kHeadTiles, kParts>,
+  return launch(streamed_pair_gradient_kernel<T, kHeadTiles, kSplits>,
                 dim3(static_cast<unsigned>(params.B * key_tiles)), dim3(kThreads),
                 GradientTile<kHeadTiles>::kBytes, stream, params);
 }
 
-template <typename T, int kParts>
+template <typename T, int kSplits>
 const char* launch_heads(const StreamedGradientParams& params, Stream stream) {
-  return params.H <= 16 ? launch_gradients<T, 1, kParts>(params, stream)
-                        : launch_gradients<T, 2, kParts>(params, stream);
+  return params.H <= 16 ? launch_gradients<T, 1, kSplits>(params, stream)
+                        : launch_gradients<T, 2, kSplits>(params, stream);
 }
 
 }  // namespace

@@ -11,26 +11,26 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// kHeadTiles: 16 heads each; kParts: numbers of Half that a weight, and a factor, is the sum of.
-template <int kHeadTiles, int kParts>
+// kHeadTiles: 16 heads each; kSplits: split operands of Half of a weight, and of a factor.
+template <int kHeadTiles, int kSplits>
 struct Tile {
-  static constexpr int kQueries = 64 / kParts / (kHeadTiles > 2 ? 2 : 1), kChunks = kQueries / 8;
+  static constexpr int kQueries = 64 / kSplits / (kHeadTiles > 2 ? 2 : 1), kChunks = kQueries / 8;
   static constexpr int kHeads = 16 * kHeadTiles;
   static constexpr int kPartBytes = kStreamedKeys * kHeads * kQueries * 2;
-  static constexpr int kPitch = kStreamedKeys + 1;  // of norms, [variant][query][key]
+  static constexpr int kPitch = kStreamedKeys + 1;  // pitch of norms, [variant][query][key]
   static constexpr int kFragments = static_cast<int>(fragment_tiles(kHeadTiles));
   static constexpr int64_t shared_bytes(int variants) {
-    return kParts * kPartBytes + int64_t{variants} * kQueries * kPitch * 4;
+    return kSplits * kPartBytes + int64_t{variants} * kQueries * kPitch * 4;
   }
 
-  // Of the weights [key][head][query], the 16 bytes of the n-th eight queries: turned, so that
-  // neighbouring keys, and neighbouring heads, lie in different banks.
+  // Returns the place of 16 bytes of the weights [key][head][query], the n-th eight queries:
+  // rotated, and neighbouring keys, and neighbouring heads, lie in different banks.
   __device__ static __forceinline__ uint32_t place(int key, int head, int n) {
     const int turn = key + head / (8 / kChunks);
     return static_cast<uint32_t>((key * kHeads + head) * kQueries * 2 +
                                  ((n ^ turn) & (kChunks - 1)) * 16);
   }
-  // The same place of the p-th part.
+  // Returns the same place of the p-th part.
   __device__ static __forceinline__ uint32_t of_part(uint32_t place, int p) {
     return place + static_cast<uint32_t>(p * kPartBytes);
   }
@@ -45,12 +45,12 @@ __device__ __forceinline__ PlaceOfTile place_of_tile(const StreamedParams& param
           blockIdx.x % key_tiles * kStreamedKeys};
 }
 
-// The norms of a key and all queries of the block, by a warp.
-template <typename Tile, int kHeadTiles, int kParts>
+// Computes the norms of a key and all queries of the block, in a warp.
+template <typename Tile, int kHeadTiles, int kSplits>
 __device__ __forceinline__ void make_norms(const uint32_t* fragments, float unit, uint32_t weights,
                                            int key, Shared<float> norms) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const KeyFactor<kHeadTiles, kParts> factor(fragments);
+  const KeyFactor<kHeadTiles, kSplits> factor(fragments);
 #pragma unroll 1
   for (int m = 0; m < Tile::kQueries / 16; ++m) {
     float sums[2 * kHeadTiles][4] = {};
@@ -71,7 +71,8 @@ __device__ __forceinline__ void make_norms(const uint32_t* fragments, float unit
   }
 }
 
-// Where no pair of the block is seen: zeros, and NaN in the rows of queries that are not finite.
+// Stores zeros where no pair of the block is seen, and NaN in the rows of queries that are not
+// finite.
 template <typename Tile>
 __device__ __forceinline__ void fill_norms(const StreamedParams& params, const PlaceOfTile& at,
                                            Shared<float> norms) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void fill_norms(const StreamedParams& params, const P
   }
 }
 
-// To the maps, 16 keys of a row side by side; zeros where query or key is padding.
+// Stores norms in the maps, 16 keys of a row side by side; zeros where query or key is padding.
 template <typename Tile>
 __device__ __forceinline__ void store_norms(const StreamedParams& params, const PlaceOfTile& at,
                                             Shared<const float> norms) {
@@ -114,13 +115,13 @@ __device__ __forceinline__ void store_norms(const StreamedParams& params, const 
   }
 }
 
-// Dynamic shared memory: weights [kParts][key][head][query], then norms.
-template <typename T, int kHeadTiles, int kParts>
+// Dynamic shared memory: weights [kSplits][key][head][query], then norms.
+template <typename T, int kHeadTiles, int kSplits>
 __global__ void __launch_bounds__(kThreads, kHeadTiles > 2 ? 1 : 2)
     streamed_pair_kernel(StreamedParams params) {
-  using OwnTile = Tile<kHeadTiles, kParts>;
+  using OwnTile = Tile<kHeadTiles, kSplits>;
   Shared<unsigned char> weights = dynamic_shared<unsigned char>();
-  Shared<float> norms = shared_cast<float>(weights + kParts * OwnTile::kPartBytes);
+  Shared<float> norms = shared_cast<float>(weights + kSplits * OwnTile::kPartBytes);
   const PlaceOfTile at = place_of_tile<OwnTile>(params);
   const int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
   constexpr int kCount = OwnTile::kChunks < kTiles ? OwnTile::kChunks : kTiles;
@@ -143,10 +144,10 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles > 2 ? 1 : 2)
           if (params.mask_heads > 1) {
             seen = visible_pairs<kCount>(params, at.b, at.q0 + q0, at.j0, h);
           }
-          make_weights<T, OwnTile, kParts>(params, at, h, q0, seen, smallest, weights);
+          make_weights<T, OwnTile, kSplits>(params, at, h, q0, seen, smallest, weights);
         }
       } else {
-        clear_weights<OwnTile, kParts>(h, weights);
+        clear_weights<OwnTile, kSplits>(h, weights);
       }
     }
     __syncthreads();
@@ -161,8 +162,8 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles > 2 ? 1 : 2)
       const float* units = variant == 0   ? params.units[0]
                            : variant == 1 ? params.units[1]
                                           : params.units[2];
-      make_norms<OwnTile, kHeadTiles, kParts>(
-          fragments + token * kParts * OwnTile::kFragments * 64, units[token],
+      make_norms<OwnTile, kHeadTiles, kSplits>(
+          fragments + token * kSplits * OwnTile::kFragments * 64, units[token],
           shared_address(weights), key, norms + variant * OwnTile::kQueries * OwnTile::kPitch);
     }
   } else {
@@ -172,22 +173,22 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles > 2 ? 1 : 2)
   store_norms<OwnTile>(params, at, norms);
 }
 
-template <typename T, int kHeadTiles, int kParts>
+template <typename T, int kHeadTiles, int kSplits>
 const char* launch_pairs(const StreamedParams& params, Stream stream) {
-  using OwnTile = Tile<kHeadTiles, kParts>;
+  using OwnTile = Tile<kHeadTiles, kSplits>;
   const int64_t key_tiles = (params.S + kStreamedKeys - 1) / kStreamedKeys;
   const int64_t query_tiles = (params.L + OwnTile::kQueries - 1) / OwnTile::kQueries;
-  return launch(streamed_pair_kernel<T, kHeadTiles, kParts>,
+  return launch(streamed_pair_kernel<T, kHeadTiles, kSplits>,
                 dim3(static_cast<unsigned>(params.B * query_tiles * key_tiles)), dim3(kThreads),
                 OwnTile::shared_bytes(params.variants), stream, params);
 }
 
-template <typename T, int kParts>
+template <typename T, int kSplits>
 const char* launch_heads(const StreamedParams& params, Stream stream) {
-  return params.H <= 16   ? launch_pairs<T, 1, kParts>(params, stream)
-         : params.H <= 32 ? launch_pairs<T, 2, kParts>(params, stream)
-         : params.H <= 48 ? launch_pairs<T, 3, kParts>(params, stream)
-                          : launch_pairs<T, 4, kParts>(params, stream);
+  return params.H <= 16   ? launch_pairs<T, 1, kSplits>(params, stream)
+         : params.H <= 32 ? launch_pairs<T, 2, kSplits>(params, stream)
+         : params.H <= 48 ? launch_pairs<T, 3, kSplits>(params, stream)
+                          : launch_pairs<T, 4, kSplits>(params, stream);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the weights of every row are relative to: the largest logit, and one over their sum. A block
+// Computes the reference of every row's weights: the largest logit, and one over their sum. A block
 // takes 32 queries of a head, and its warps share the keys; sums are added up in order.
 #include "contributions/cuda/streamed/scores.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kWarps = 4, kQueries = 8 * kTiles;
 
-// The sums of a lane's queries over the keys of its warp.
+// Adds up a lane's queries over the keys of its warp.
 template <typename T>
 __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b, int64_t h,
                                          int64_t q0, RunningSum (&sums)[kTiles][2]) {
@@ -23,7 +23,8 @@ __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b
   }
   const int64_t end = params.is_causal ? min(params.S, q0 + kQueries) : params.S;
   for (int64_t j0 = warp * kStreamedKeys; j0 < end; j0 += kWarps * kStreamedKeys) {
-    // Or the addresses of every query would stay in registers from one tile to the next.
+    // Unknown to the compiler, the addresses of queries are computed anew for each tile, and take
+    // no registers between.
     const int64_t q = q0 + unknown_to_compiler(0);
     const uint32_t visible = visible_pairs(params, b, q, j0, h);
     if (!__any_sync(0xffffffffu, visible != 0)) continue;

@@ -1,6 +1,6 @@
-// From the gradients of weights to those of scores and of the keys' logits, through the normaliser
-// of each row. A block takes 32 queries of a head, and its warps share the keys, twice: for the sum
-// of weights times gradients, then for what is left of each. Sums are added up in order.
+// Passes gradients of weights on to scores and to the keys' logits, through the normaliser of each
+// row. A block takes 32 queries of a head, and its warps share the keys, twice: for the sum of
+// weights times gradients, then for what is left of each. Sums are added up in order.
 #include "contributions/cuda/streamed/scores.h"
 #include "support/cuda/warps.h"
 
@@ -10,7 +10,7 @@ namespace {
 constexpr int kWarps = 4, kQueries = static_cast<int>(kStripRows);
 static_assert(kQueries == 8 * kTiles);
 
-// Of the block.
+// Rows of the block.
 struct PlaceOfRows {
   int64_t b, h, q0;
 };
@@ -72,7 +72,8 @@ __device__ __forceinline__ void for_each_tile(const StreamedGradientParams& para
   const int64_t end = params.is_causal ? min(params.keys, at.q0 + kQueries) : params.keys;
 #pragma unroll 1
   for (int64_t j0 = warp * kStreamedKeys; j0 < end; j0 += kWarps * kStreamedKeys) {
-    // Or the addresses of every query would stay in registers from one tile to the next.
+    // Unknown to the compiler, the addresses of queries are computed anew for each tile, and take
+    // no registers between.
     const PlaceOfRows own{at.b, at.h, at.q0 + unknown_to_compiler(0)};
     KeyTile tile;
     tile.visible = visible_pairs(params, own.b, own.q0, j0);
@@ -82,7 +83,8 @@ __device__ __forceinline__ void for_each_tile(const StreamedGradientParams& para
   }
 }
 
-// delta[n][c]: over all keys, the sum of weights times gradients. parts [kWarps][kQueries].
+// Computes delta[n][c]: over all keys, the sum of weights times gradients. parts
+// [kWarps][kQueries].
 template <typename T>
 __device__ __forceinline__ void make_deltas(const StreamedGradientParams& params,
                                             const PlaceOfRows& at, Shared<float> parts,
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kWarps * 32, 4)
   float delta[kTiles][2] = {};
   make_deltas<T>(params, at, parts, delta);
   for_each_tile<T>(params, at, [&](const PlaceOfRows& own, const KeyTile& tile, int64_t j0) {
-    float sums[2] = {};  // of the logits' gradients, by r
+    float sums[2] = {};  // sums of the logits' gradients, [r]
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll

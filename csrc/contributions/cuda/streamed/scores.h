@@ -13,7 +13,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Of a warp's tile: keys, and queries by 8, or half as many where many heads leave no room.
+// Size of a warp's tile: keys, and tiles of 8 queries, half as many where many heads leave no room.
 constexpr int kStreamedKeys = 16, kTiles = 4;
 
 // Adds to score[n] the products of 16 keys and 8 kCount queries.
@@ -43,8 +43,8 @@ __device__ __forceinline__ void multiply_rows(const StreamedParams& params, int6
   }
 }
 
-// Which pairs exist, and are seen under causality and the mask of head h; kAllHeads: by one at
-// least, where masks differ.
+// Head that stands for all in visible_pairs(), which returns the pairs that exist and are seen
+// under causality and the mask of a head; where masks differ, by one head at least.
 constexpr int64_t kAllHeads = -1;
 
 template <int kCount = kTiles>
@@ -99,7 +99,7 @@ __device__ __forceinline__ bool has_offsets(const StreamedParams& params) {
   return params.offsets.type != ElementType::kNone;
 }
 
-// What a float mask adds to the logit of a pair.
+// Returns the float mask of a pair, which is added to its logit.
 __device__ __forceinline__ float offset_of(const StreamedParams& params, int64_t b, int64_t h,
                                            int64_t i, int64_t j) {
   if (!has_offsets(params)) return 0;
@@ -111,7 +111,7 @@ __device__ __forceinline__ float offset_of(const StreamedParams& params, int64_t
   return offset - offset == 0 ? fminf(fmaxf(offset, -farthest), farthest) : offset;
 }
 
-// What a hidden pair holds does not count, NaN neither.
+// Computes the terms of a pair. A hidden pair does not count, whatever it holds, NaN too.
 __device__ __forceinline__ PairTerm pair_term(const StreamedParams& params, float score,
                                               float row_factor, const KeyNumbers& key, bool visible,
                                               float offset = 0) {
@@ -122,7 +122,8 @@ __device__ __forceinline__ PairTerm pair_term(const StreamedParams& params, floa
   if (has_offsets(params)) {
     const float logit = term.logit, sum = logit + offset, added = sum - logit;
     term.logit = sum;
-    // What the sum has lost, which magnitudes of the implicit kernel may need.
+    // Adds the rounding error of the sum to the low part, for magnitudes of the implicit kernel may
+    // need it.
     const float lost = (logit - (sum - added)) + (offset - added);
     if (params.is_implicit && lost - lost == 0) term.low += lost;
   }
@@ -132,13 +133,13 @@ __device__ __forceinline__ PairTerm pair_term(const StreamedParams& params, floa
 
 __device__ __forceinline__ float exp_of(float x) { return fast_exp2(x * 1.44269504f); }
 
-// By the numbers of the pair's row.
+// Returns the weight of a pair, by the numbers of its row.
 __device__ __forceinline__ float weight_of(const StreamedParams& params, const PairTerm& term,
                                            const float4& row) {
   const float weight = term.magnitude * exp_of((term.logit - row.y) + (term.low - row.w)) * row.z;
   // A hidden pair is zero in a row that is NaN, too, but for dot attention, as torch has it.
   if (params.is_implicit && term.logit == -INFINITY) return 0;
-  return weight > 1 ? 1 : weight;  // by rounding, of which a large logit may have much
+  return weight > 1 ? 1 : weight;  // rounding exceeds 1, much so for a large logit
 }
 
 // Sum of the terms seen so far, relative to the largest logit, which is of two floats: magnitudes

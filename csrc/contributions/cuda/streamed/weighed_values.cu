@@ -1,6 +1,6 @@
-// What each query takes of all keys but its own: sums of values, [B, H, L, d_v], for mixing ratios.
-// A block takes 32 queries of a head and 64 columns. Its four warps make the weights of 64 keys, by
-// 16, in float32, which then meet the values on CUDA cores. Keys come in order.
+// Sums values that each query takes of all keys but its own, [B, H, L, d_v], for mixing ratios. A
+// block takes 32 queries of a head and 64 columns. Its four warps make the weights of 64 keys, by
+// 16, in float32, which then multiply the values on CUDA cores. Keys come in order.
 #include "contributions/cuda/pairs.h"
 #include "contributions/cuda/streamed/scores.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kQueries = 8 * kTiles, kKeys = kStreamedKeys * kWarps, kColumns = 64;
-constexpr int kPitch = kQueries + 4;             // of weights, [key][query]
+constexpr int kPitch = kQueries + 4;             // pitch of weights, [key][query]
 constexpr int kRows = 4, kLanes = kColumns / 4;  // a thread's queries; threads that share them
 
 struct PlaceOfSums {
@@ -28,8 +28,8 @@ struct PlaceOfSums {
   }
 };
 
-// The weights of 16 keys from j0 on, by a warp: zero where a key is the query's own or padding, NaN
-// where what it holds is not finite.
+// Puts the weights of 16 keys from j0 on, in a warp: zero where a key is the query's own or
+// padding, NaN where it is not finite.
 template <typename T>
 __device__ __forceinline__ void put_weights(const WeighedValueParams& params, const PlaceOfSums& at,
                                             int64_t j0, uint32_t visible, Shared<float> weights) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void put_weights(const WeighedValueParams& params, co
   }
 }
 
-// The values of the keys from j0 on, [key][column]; zeros in the place of those that are not there.
+// Loads the values of the keys from j0 on, [key][column]; zeros in the place of missing ones.
 __device__ __forceinline__ void load_values(const WeighedValueParams& params, const PlaceOfSums& at,
                                             int64_t j0, Shared<float> values) {
   const int64_t* stride = params.values.stride;
@@ -91,11 +91,12 @@ __global__ void __launch_bounds__(kThreads, 3) weighed_value_kernel(WeighedValue
   float4 sums[kRows] = {};
   for (int64_t j0 = 0; j0 < end; j0 += kKeys) {
     const int64_t own_j0 = j0 + warp * kStreamedKeys;
-    // Or the addresses of every query would stay in registers from one tile to the next.
+    // Unknown to the compiler, the addresses of queries are computed anew for each tile, and take
+    // no registers between.
     at.q0 += unknown_to_compiler(0);
     const uint32_t visible =
         own_j0 < params.S ? visible_pairs(params, at.b, at.q0, own_j0, at.h) : 0;
-    // Of rows that are NaN hidden pairs are NaN, too; sums of theirs are at the first tile.
+    // Hidden pairs of rows that are NaN are NaN, too; their sums begin at the first tile.
     if (__syncthreads_or(j0 == 0 || visible != 0) == 0) continue;
     put_weights<T>(params, at, own_j0, visible, weights + warp * kStreamedKeys * kPitch);
     load_values(params, at, j0, values);

@@ -2,8 +2,8 @@
 // They are Half over 2^-15, so that a weight has all its 11 bits down to 2^-29.
 //
 // A Tile says where they lie: place(key, head, n), the 16 bytes of the n-th eight queries, and
-// of_part(place, p), the same of the p-th of kParts numbers that a weight is the sum of. It has
-// kQueries, kChunks = kQueries / 8, and kHeads = 16 kHeadTiles.
+// of_part(place, p), the same of the p-th of the kSplits operands that a weight is split into. It
+// has kQueries, kChunks = kQueries / 8, and kHeads = 16 kHeadTiles.
 #pragma once
 
 #include "contributions/cuda/streamed/scores.h"
@@ -12,15 +12,15 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr float kWeightScale = 0x1p15f;  // of weights in Half
+constexpr float kWeightScale = 0x1p15f;  // scale of weights in Half
 
 // The place of a block's tile.
 struct PlaceOfTile {
   int64_t b, q0, j0;
 };
 
-// The smallest weight of a key that is not zero, over 2^-15. Of a key whose factor is not finite it
-// must not be lost: who weighs such a key is not finite either.
+// Returns the smallest weight of a key that is not zero, over 2^-15. It must not be lost for a key
+// whose factor is not finite: a query that weighs such a key is not finite either.
 __device__ __forceinline__ float smallest_weight(const StreamedParams& params, int64_t b,
                                                  int64_t j) {
   bool is_finite = true;
@@ -35,22 +35,22 @@ __device__ __forceinline__ float smallest_weight(const StreamedParams& params, i
 }
 
 // Puts two neighbouring queries' weights of a head and key, over 2^-15, to where they belong.
-template <typename Tile, int kParts>
+template <typename Tile, int kSplits>
 __device__ __forceinline__ void store_weights(Shared<unsigned char> weights, uint32_t place,
                                               float x, float y) {
   const uint32_t packed = pack_f16x2(x, y);
   Shared<uint32_t> to = shared_cast<uint32_t>(weights + place);
   to[0] = packed;
-  if constexpr (kParts == 2) {
+  if constexpr (kSplits == 2) {
     const float2 leading = unpack<Half>(packed);
     Shared<uint32_t> rest = shared_cast<uint32_t>(weights + Tile::of_part(place, 1));
     rest[0] = pack_f16x2(x - leading.x, y - leading.y);
   }
 }
 
-// The weights of a head and 32 queries (where a tile has fewer, 16), from the q0-th of the block
-// on, by a warp.
-template <typename T, typename Tile, int kParts>
+// Makes the weights of a head and 32 queries (where a tile has fewer, 16), from the q0-th of the
+// block on, by a warp.
+template <typename T, typename Tile, int kSplits>
 __device__ __forceinline__ void make_weights(const StreamedParams& params, const PlaceOfTile& at,
                                              int h, int q0, uint32_t visible,
                                              const float (&smallest)[2],
@@ -85,34 +85,34 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      store_weights<Tile, kParts>(weights, Tile::place(g + 8 * r, h, q0 / 8 + n) + 4 * t,
-                                  score[n][2 * r], score[n][2 * r + 1]);
+      store_weights<Tile, kSplits>(weights, Tile::place(g + 8 * r, h, q0 / 8 + n) + 4 * t,
+                                   score[n][2 * r], score[n][2 * r + 1]);
     }
   }
   __syncwarp();  // products follow
 }
 
-// Zeros in the place of heads that are not there.
-template <typename Tile, int kParts>
+// Stores zeros in the place of heads that are not there.
+template <typename Tile, int kSplits>
 __device__ __forceinline__ void clear_weights(int h, Shared<unsigned char> weights) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int n = 0; n < Tile::kChunks; ++n) {
     for (int r = 0; r < 2; ++r) {
-      store_weights<Tile, kParts>(weights, Tile::place(g + 8 * r, h, n) + 4 * t, 0, 0);
+      store_weights<Tile, kSplits>(weights, Tile::place(g + 8 * r, h, n) + 4 * t, 0, 0);
     }
   }
 }
 
 // A key's transposed factor: the registers of tiles (n, k) of 8 rows and 16 heads.
-template <int kHeadTiles, int kParts>
+template <int kHeadTiles, int kSplits>
 struct KeyFactor {
-  uint2 part[kParts][2 * kHeadTiles][kHeadTiles];
+  uint2 part[kSplits][2 * kHeadTiles][kHeadTiles];
 
   __device__ __forceinline__ explicit KeyFactor(const uint32_t* fragments) {
     const int lane = threadIdx.x % 32;
     int tile = 0;
 #pragma unroll
-    for (int p = 0; p < kParts; ++p) {
+    for (int p = 0; p < kSplits; ++p) {
 #pragma unroll
       for (int n = 0; n < 2 * kHeadTiles; ++n) {
 #pragma unroll
@@ -124,22 +124,22 @@ struct KeyFactor {
   }
 };
 
-// sums[n] of 16 queries, the m-th, and 8 rows of the factor, over all heads. What is small times
-// small is below what float32 holds.
-template <typename Tile, int kHeadTiles, int kParts>
-__device__ __forceinline__ void multiply_factor(const KeyFactor<kHeadTiles, kParts>& factor,
+// Computes sums[n] of the m-th 16 queries and 8 rows of the factor, over all heads. Products of two
+// small parts are below float32's digits.
+template <typename Tile, int kHeadTiles, int kSplits>
+__device__ __forceinline__ void multiply_factor(const KeyFactor<kHeadTiles, kSplits>& factor,
                                                 uint32_t weights, int key, int m,
                                                 float (&sums)[2 * kHeadTiles][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int p = kParts - 1; p >= 0; --p) {
+  for (int p = kSplits - 1; p >= 0; --p) {
 #pragma unroll
     for (int k = 0; k < kHeadTiles; ++k) {
       uint32_t a[4];
       const int head = 16 * k + lane / 16 * 8 + lane % 8, n = 2 * m + lane / 8 % 2;
       ldmatrix_x4_trans(a, weights + Tile::of_part(Tile::place(key, head, n), p));
 #pragma unroll
-      for (int q = kParts - 1 - p; q >= 0; --q) {
+      for (int q = kSplits - 1 - p; q >= 0; --q) {
 #pragma unroll
         for (int row = 0; row <= 2 * k + 1; ++row) {
           const uint2& b = factor.part[q][row][k];
