@@ -16,6 +16,7 @@ from ikattn.maps import (
     LedgerFactors,
     LedgerShares,
     head_mean,
+    layer_maps,
     layer_mean,
     ledger_shares,
     token_mean,
@@ -42,6 +43,8 @@ def test_layer_mean_of_a_batch_averages_heads_too() -> None:
     )
     expected = weights.mean((0, 2)).masked_fill(PADDING.unsqueeze(1), 0)
     torch.testing.assert_close(layer_mean(batch, map="weights"), expected)
+    each = layer_maps(batch, map="weights")
+    torch.testing.assert_close(torch.stack(each).mean(0), expected)
     torch.testing.assert_close(layer_mean(weights, key_padding=PADDING), expected)
     torch.testing.assert_close(
         layer_mean(batch, map="weights", layers=["1"]),
