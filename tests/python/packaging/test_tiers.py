@@ -66,6 +66,6 @@ def test_every_name_at_the_top_function_of_a_room_and_integration_is_used(texts)
     for room in (x.name for x in pkgutil.iter_modules(ikattn.__path__) if x.name[0] != "_"):
         public = vars(importlib.import_module(f"ikattn.{room}"))
         functions = (name for name in public.get("__all__", ()) if inspect.isfunction(public[name]))
-        names |= {*functions}
+        names.update(functions)
     left_out = [name for name in names if not any(re.search(rf"\b{name}\b", t) for t in texts)]
     assert left_out == []
