@@ -191,24 +191,6 @@ def test_what_is_not_finite_has_no_number_in_the_index(wrong: float) -> None:
     }
 
 
-def test_index_shows_entries_that_an_earlier_version_wrote(tmp_path, bert, text, monkeypatch):
-    out = tmp_path / "out"
-    arguments = ("--model", bert, "--file", text, "--out", out, "--format", "html")
-    with monkeypatch.context() as patched:
-        stop_after(patched, 1)
-        assert analyze(*arguments) == 130
-    entries = entries_in(out)
-    del entries[0]["overview"]
-    (out / "lines.jsonl").write_text(json.dumps(entries[0]) + "\n")
-    assert analyze(*arguments) == 0
-    index = (out / "index.html").read_text()
-    items = re.findall(r'<li value="(\d)"( data-map="weights \d+ \d+ [\w+/=]+")?>(.*)</li>', index)
-    assert [int(number) for number, _, _ in items] == [1, 2, 3, 4, 5]
-    assert [bool(drawing) for _, drawing, _ in items] == [False, False, True, True, True]
-    numbers = "".join(re.findall(r"<data.*?</data>", items[0][2]))
-    assert numbers == '<data value="9">9 tokens</data><data></data><data></data>'
-
-
 def test_long_line_is_cut_with_a_notice(tmp_path, bert, capsys):
     (tmp_path / "text").write_bytes("\ufeffwater\r\n".encode() + b"the " * 30 + b"\nwater")
     out = tmp_path / "out"
@@ -279,27 +261,10 @@ def stop_after(
 
 
 @pytest.mark.parametrize("lines", [0, 1, 4])
-def test_interrupted_run_goes_on_without_losing_or_repeating(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_run_goes_on(tmp_path, bert, text, lines, monkeypatch, capsys):
     out = tmp_path / "out"
-    arguments = (
-        "--model",
-        bert,
-        "--file",
-        text,
-        "--out",
-        out,
-        "--format",
-        "npz",
-        "--batch-size",
-        2,
-    )
+    options = ("--format", "npz", "--batch-size", 2)
+    arguments = ("--model", bert, "--file", text, "--out", out, *options)
     with monkeypatch.context() as patched:
         stop_after(patched, lines)
         assert analyze(*arguments) == 130
@@ -601,14 +566,7 @@ def test_a_long_line_is_cut_by_the_model_s_table_of_positions(tmp_path, family, 
 @pytest.mark.parametrize(
     ("library", "command"), [("transformers", "'ikattn[analyze]'"), ("matplotlib", "'ikattn[viz]'")]
 )
-def test_missing_library_is_named_with_its_command(
-    tmp_path: Path,
-    text: Path,
-    library: str,
-    command: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_library_is_named(tmp_path, text, library, command, monkeypatch, capsys):
     monkeypatch.setattr(analyzing, "find_spec", lambda name: None if name == library else object())
     arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
     said = refused(capsys, "--model", "model", *arguments)

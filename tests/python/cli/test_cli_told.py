@@ -69,13 +69,7 @@ class Panic(BaseException):
         (KeyboardInterrupt("interrupted after 3 of 5 lines"), 130, "after 3 of 5 lines"),
     ],
 )
-def test_an_exception_is_one_sentence_and_a_traceback_on_demand(
-    error: BaseException,
-    status: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_exception_is_one_sentence_or_a_traceback(error, status, message, monkeypatch, capsys):
     def fail(*_: object) -> int:
         raise error
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +27,6 @@ from contribution_samples import (
 )
 from golden import golden_files, load_golden
 from ikattn.maps import NormStats
-from processors import skip_without
 
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 
@@ -40,6 +34,7 @@ every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sam
 # --- Values
 
 
+@pytest.mark.operators
 @every_sample
 def test_maps_in_float64_are_those_of_the_definition(sample: Sample) -> None:
     arguments = sample.arguments()
@@ -98,6 +93,7 @@ def test_own_pairs_and_ratios_are_right_where_squares_leave_the_range_of_float32
         assert_close(found.mixing_ratio[name], ratio, 1e-6, name)
 
 
+@pytest.mark.operators
 @every_sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_maps_in_lower_precision_err_by_rounding_only(sample: Sample, dtype: torch.dtype) -> None:
@@ -325,13 +321,6 @@ def test_strides_do_not_matter() -> None:
         assert_close(map_, expected[name], 1e-6, name)
 
 
-def test_expanded_weights_are_read_in_place() -> None:
-    arguments = BLOCK.arguments()
-    arguments["attn_weights"] = torch.full((), 1 / 7).double().expand(2, 4, 7, 7)
-    expected = definition(arguments)
-    assert_close(maps_of(arguments).summed, expected.summed, 1e-13)
-
-
 def test_queries_alone_give_their_rows() -> None:
     """The last queries with a moved diagonal, as when keys are cached."""
     arguments = BLOCK.arguments()
@@ -367,50 +356,6 @@ def test_threads_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(8) as pool:
         for got, alone in zip(pool.map(maps_of, calls), expected, strict=True):
             assert all(error(map_, alone[name]) < 1e-6 for name, map_ in named(got).items())
-
-
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_every_instruction_set_computes_the_definition(capability: str) -> None:
-    skip_without(capability)
-    program = """
-        import torch
-        from agreement import error
-        from contribution_samples import SAMPLES, definition, differentiable, named, replaced
-        import ikattn
-
-        def gradients(function, arguments):
-            tensors = differentiable(arguments)
-            leaves = [x.detach().requires_grad_() for x in tensors.values()]
-            maps = named(function(replaced(arguments, dict(zip(tensors, leaves)))))
-            return torch.autograd.grad(sum(map_.sum() for map_ in maps.values()), leaves)
-
-        worst = {torch.float64: 0.0, torch.float32: 0.0}
-        for dtype in worst:
-            for sample in SAMPLES:
-                arguments = sample.arguments(dtype)
-                expected = named(definition(arguments))
-                for name, map_ in named(ikattn.contributions(**arguments, per_head=True)).items():
-                    worst[dtype] = max(worst[dtype], error(map_, expected[name]))
-        assert worst[torch.float64] < 1e-13 and worst[torch.float32] < 2e-6, worst
-        arguments = SAMPLES[0].arguments()
-        found = gradients(lambda call: ikattn.contributions(**call, per_head=True), arguments)
-        for gradient, expected in zip(found, gradients(definition, arguments), strict=True):
-            assert error(gradient, expected) < 1e-12
-        print(torch.ops.ikattn.instruction_set())
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=Path(__file__).parents[1] / "support",
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    # The library falls back to instructions that the processor has.
-    order = ["baseline", "avx2", "avx512"]
-    used = result.stdout.strip()
-    assert order.index(used) <= ["default", "avx2", "avx512"].index(capability)
 
 
 def test_only_the_maps_asked_for_are_there() -> None:

@@ -25,6 +25,7 @@ from contribution_samples import (
 WITH_GRADIENTS = [sample for sample in SAMPLES if sample.B * sample.L * sample.S and sample.L < 20]
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize("sample", WITH_GRADIENTS, ids=lambda sample: sample.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_gradients_are_those_of_the_definition(sample: Sample, dtype: torch.dtype) -> None:

@@ -270,21 +270,6 @@ def test_full_disk_leaves_the_earlier_file_alone(tmp_path: Path, suffix: str) ->
     assert names_in(tmp_path) == [path.name]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
-def test_full_file_system_leaves_nothing(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this root may not mount a file system")
-    try:
-        for suffix in SUFFIXES:
-            with pytest.raises(OSError, match="No space left on device") as caught:
-                encoder_recording(layers=40).save(tmp_path / f"maps{suffix}")
-            assert str(tmp_path / f"maps{suffix}") in str(caught.value)
-            assert names_in(tmp_path) == []
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
 @every_format
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"pipe{suffix}"
@@ -406,20 +391,6 @@ def test_later_format_says_to_upgrade(tmp_path, suffix, monkeypatch):
         patched.setattr(files, "VERSION", 99)
         encoder_recording().save(tmp_path / f"maps{suffix}")
     with pytest.raises(MapFileError, match=r"version 99 of the format.*upgrade"):
-        load_maps(tmp_path / f"maps{suffix}")
-
-
-@every_format
-@pytest.mark.parametrize("missing", ["layers", "batches", "model"])
-def test_incomplete_metadata_are_refused(tmp_path, suffix, missing, monkeypatch):
-    complete = files._metadata
-    monkeypatch.setattr(
-        files,
-        "_metadata",
-        lambda recording: {k: v for k, v in complete(recording).items() if k != missing},
-    )
-    encoder_recording().save(tmp_path / f"maps{suffix}")
-    with pytest.raises(MapFileError, match="do not fit together"):
         load_maps(tmp_path / f"maps{suffix}")
 
 

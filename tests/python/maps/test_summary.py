@@ -16,6 +16,7 @@ from ikattn.maps import (
     LedgerFactors,
     LedgerShares,
     head_mean,
+    layer_maps,
     layer_mean,
     ledger_shares,
     token_mean,
@@ -42,6 +43,8 @@ def test_layer_mean_of_a_batch_averages_heads_too() -> None:
     )
     expected = weights.mean((0, 2)).masked_fill(PADDING.unsqueeze(1), 0)
     torch.testing.assert_close(layer_mean(batch, map="weights"), expected)
+    each = layer_maps(batch, map="weights")
+    torch.testing.assert_close(torch.stack(each).mean(0), expected)
     torch.testing.assert_close(layer_mean(weights, key_padding=PADDING), expected)
     torch.testing.assert_close(
         layer_mean(batch, map="weights", layers=["1"]),
@@ -203,55 +206,6 @@ def test_a_bias_has_a_share_of_its_own() -> None:
     shares = ledger_shares(ledger(**CONSTANT, bias=bias))
     torch.testing.assert_close(shares.per_head.bias, ones(2, 3))
     torch.testing.assert_close(shares.influence, (bias - bias.mean(-1, keepdim=True)).mean(-2))
-
-
-def test_opposed_factors_have_shares_of_opposite_sign() -> None:
-    """magnitude = g^2, value norm = 1/g: log c = 2 log g - log g, shares 2 and -1."""
-    growth = torch.linspace(-1, 1, 6, dtype=torch.float64).exp().expand(2, 3, 6)
-    shares = ledger_shares(
-        ledger(CONSTANT["similarity"], magnitude=growth**2, value_norms=1 / growth)
-    )
-    torch.testing.assert_close(shares.per_head.magnitude, 2 * ones(2, 3))
-    torch.testing.assert_close(shares.per_head.value_norm, -ones(2, 3))
-
-
-def test_deviation_says_by_which_factor_a_key_exceeds_the_others() -> None:
-    norms = ones(2, 3, 6)
-    norms[:, :, 4] = 64.0
-    constant = {name: CONSTANT[name] for name in ("similarity", "magnitude")}
-    shares = ledger_shares(ledger(**constant, value_norms=norms))
-    # The geometric mean of a row is 64^(1/6) = 2 times what the other keys contribute.
-    torch.testing.assert_close(shares.influence[..., 4].exp(), 32 * ones(2, 3))
-    torch.testing.assert_close(shares.influence[..., 0].exp(), ones(2, 3) / 2)
-
-
-def test_units_of_the_factors_do_not_matter() -> None:
-    layer = ledger(visible=VISIBLE)
-    scaled = replace(
-        layer,
-        similarity=layer.similarity * torch.rand(2, 3, 5, 1, dtype=torch.float64) * 1e-3,
-        magnitude=layer.magnitude * 1e6,
-        value_norms=layer.value_norms * 7,
-    )
-    one, other = ledger_shares(layer), ledger_shares(scaled)
-    for a, b in zip(
-        (*every_share(one), one.deviation), (*every_share(other), other.deviation), strict=True
-    ):
-        for name in NAMES:
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(one.influence, other.influence)
-
-
-def test_a_heads_share_is_the_weighted_mean_of_its_tokens() -> None:
-    shares = ledger_shares(ledger(visible=VISIBLE))
-    layer = ledger(visible=VISIBLE)
-    logs = (layer.weights * layer.value_norms.unsqueeze(-2)).log()
-    mean = logs.masked_fill(~VISIBLE, 0).sum(-1, keepdim=True) / VISIBLE.sum(-1, keepdim=True)
-    energy = (logs - mean).masked_fill(~VISIBLE, 0).square().sum(-2)  # [B, H, S]
-    for name in NAMES:
-        tokens = getattr(shares.per_head_and_token, name) * energy
-        torch.testing.assert_close(getattr(shares.per_head, name), tokens.sum(-1) / energy.sum(-1))
-        torch.testing.assert_close(getattr(shares.per_token, name), tokens.sum(1) / energy.sum(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

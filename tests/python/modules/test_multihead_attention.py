@@ -236,6 +236,14 @@ def test_dropout_is_new_at_every_call_and_off_in_eval(kernel):
 # Errors and warnings
 
 X, Y, Z = torch.zeros(L, N, E), torch.zeros(S, N, E), torch.zeros(N, L)
+SQUARE = torch.zeros(L, L, dtype=torch.float64)
+
+
+def unweighed(attn_mask, key_padding_mask=None, is_causal=False):
+    masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+    return masks | {"is_causal": is_causal, "need_weights": False}
+
+
 BAD_CALLS = {
     "4-D query": ({}, (X[None], X, X), {}),
     "1-D query": ({}, (X[0, 0], X, X), {}),
@@ -259,56 +267,18 @@ BAD_CALLS = {
     "sizes of 2-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(L, L)}),
     "sizes of 3-D mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(N, L, S)}),
     "sizes of causal mask": ({}, (X, X, X), {"attn_mask": causal(L + 1), "is_causal": True}),
-    "sizes of causal mask, padding": (
-        {},
-        (X, X, X),
-        {
-            "attn_mask": causal(L + 1),
-            "is_causal": True,
-            "key_padding_mask": torch.zeros(N, L, dtype=torch.bool),
-            "need_weights": False,
-        },
-    ),
-    "double causal mask, padding": (
-        {},
-        (X, X, X),
-        {
-            "attn_mask": torch.zeros(L, L, dtype=torch.float64),
-            "is_causal": True,
-            "key_padding_mask": torch.zeros(N, L, dtype=torch.float64),
-            "need_weights": False,
-        },
-    ),
+    "sizes of causal mask, padding": ({}, (X, X, X), unweighed(causal(L + 1), Z.bool(), True)),
+    "double causal mask, padding": ({}, (X, X, X), unweighed(SQUARE, Z.double(), True)),
     "batch of padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(1, S)}),
     "length of padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(N, L)}),
-    "length of padding, zero_attn": (
-        {"add_zero_attn": True},
-        (X, Y, Y),
-        {"key_padding_mask": torch.zeros(N, L)},
-    ),
+    "length of padding, zero_attn": ({"add_zero_attn": True}, (X, Y, Y), {"key_padding_mask": Z}),
     "int padding": ({}, (X, Y, Y), {"key_padding_mask": torch.zeros(N, S, dtype=torch.int)}),
     "int mask": ({}, (X, Y, Y), {"attn_mask": torch.zeros(L, S, dtype=torch.int)}),
-    "half mask": (
-        {},
-        (X, Y, Y),
-        {"attn_mask": torch.zeros(L, S, dtype=torch.float16), "need_weights": False},
-    ),
-    "double mask and padding": (
-        {},
-        (X, Y, Y),
-        {
-            "attn_mask": torch.zeros(L, S, dtype=torch.float64),
-            "key_padding_mask": torch.zeros(N, S, dtype=torch.float64),
-            "need_weights": False,
-        },
-    ),
+    "half mask": ({}, (X, X, X), unweighed(SQUARE.half())),
+    "double mask and padding": ({}, (X, X, X), unweighed(SQUARE, Z.double())),
     "mask that is a list": ({}, (X, Y, Y), {"attn_mask": [[0.0] * S] * L}),
     "causal hint without mask": ({}, (X, X, X), {"is_causal": True}),
-    "causal hint without mask, no weights": (
-        {},
-        (X, X, X),
-        {"is_causal": True, "need_weights": False},
-    ),
+    "causal hint without mask, no weights": ({}, (X, X, X), unweighed(None, None, True)),
 }
 
 

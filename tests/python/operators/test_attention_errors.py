@@ -21,6 +21,7 @@ B, H, L, S, D, D_V, M = 2, 4, 5, 7, 8, 6, 3
 SHAPE = Sample("errors", B, H, None, L, S, D, D_V, M)
 GROUPED = {"enable_gqa": True}
 WANTED = [True] * 5 + [False] * 2
+SEED = torch.tensor([1, 2])
 
 
 @dataclass(frozen=True)
@@ -380,21 +381,21 @@ def test_the_operator_itself_wants_a_seed_with_its_dropout() -> None:
         torch.ops.ikattn.implicit_kernel_attention(**call)
 
 
-@pytest.mark.parametrize("dropout_p", [-0.5, 1.0, NAN])
-def test_keep_mask_wants_a_probability_below_one(dropout_p: float) -> None:
-    with pytest.raises(ValueError, match=r"dropout_keep_mask: dropout_p must be in \[0, 1\)"):
-        ikattn.ops.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, 2, 2), dropout_p)
-
-
-@pytest.mark.parametrize("seed", [torch.zeros(3).long(), torch.zeros(2), torch.zeros(1, 2).long()])
-def test_keep_mask_wants_a_pair_of_int64(seed: Tensor) -> None:
-    with pytest.raises(RuntimeError, match=r"dropout_keep_mask: dropout_seed must be an int64"):
-        ikattn.ops.dropout_keep_mask(seed, (1, 1, 2, 2), 0.5)
-
-
-def test_keep_mask_wants_sizes_that_are_not_negative() -> None:
-    with pytest.raises(RuntimeError, match=r"sizes must not be negative, got 1, 1, -2, 2"):
-        ikattn.ops.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, -2, 2), 0.5)
+@pytest.mark.parametrize(
+    ("seed", "sizes", "dropout_p", "error", "message"),
+    [
+        (SEED, (1, 1, 2, 2), -0.5, ValueError, r"dropout_p must be in \[0, 1\)"),
+        (SEED, (1, 1, 2, 2), 1.0, ValueError, r"dropout_p must be in \[0, 1\)"),
+        (SEED, (1, 1, 2, 2), NAN, ValueError, r"dropout_p must be in \[0, 1\)"),
+        (torch.zeros(3).long(), (1, 1, 2, 2), 0.5, RuntimeError, "dropout_seed must be an int64"),
+        (torch.zeros(2), (1, 1, 2, 2), 0.5, RuntimeError, "dropout_seed must be an int64"),
+        (SEED[None], (1, 1, 2, 2), 0.5, RuntimeError, "dropout_seed must be an int64"),
+        (SEED, (1, 1, -2, 2), 0.5, RuntimeError, "sizes must not be negative, got 1, 1, -2, 2"),
+    ],
+)
+def test_keep_mask_names_what_is_wrong(seed, sizes, dropout_p, error, message):
+    with pytest.raises(error, match=f"dropout_keep_mask: .*{message}"):
+        ikattn.ops.dropout_keep_mask(seed, sizes, dropout_p)
 
 
 @pytest.mark.parametrize(
@@ -407,20 +408,7 @@ def test_keep_mask_wants_sizes_that_are_not_negative() -> None:
         ({"w2": torch.zeros(H, D, M).double()}, r"w2 must be given for kernel=\"implicit\" only"),
         ({"kernel": "rbf", "p": 0.2}, r"p must be a finite number >= 1 or None, got 0\.2"),
         ({"magnitude_scale": 0.1}, r"magnitude_scale must be None for kernel=\"dot\".*got 0\.1"),
-        (
-            {"key": torch.zeros(2, 2, 5, 9)},
-            r"key must have shape .* of query, .*got \[2, 2, 5, 9\]",
-        ),
-    ],
-    ids=[
-        "unknown kernel",
-        "no frequencies",
-        "frequencies for rbf",
-        "frequencies for dot",
-        "other frequencies for dot",
-        "p",
-        "magnitude of dot",
-        "shape",
+        ({"key": torch.zeros(2, 2, 5, 9)}, r"key must have .* of query, .*got \[2, 2, 5, 9\]"),
     ],
 )
 def test_decompose_names_what_does_not_fit(options: Arguments, pattern: str) -> None:

@@ -158,9 +158,7 @@ def test_rubbish_in_the_key_or_the_value_alone_never_leaks(hide, rubbish, dtype,
 @pytest.mark.parametrize("average_heads", [False, True])
 @pytest.mark.operators
 @parametrised_over_rubbish(FLOATS)
-def test_hidden_keys_never_leak_into_weights_and_their_gradients(
-    hide: object, rubbish: float, dtype: torch.dtype, average_heads: bool
-) -> None:
+def test_hidden_keys_never_leak_into_weights(hide, rubbish, dtype, average_heads):
     arguments = hide(SHAPE.arguments(dtype))
     operator = functools.partial(weights, average_heads=average_heads)
     clean, spoilt = (of_weights(with_rubbish(arguments, number)) for number in (0.0, rubbish))

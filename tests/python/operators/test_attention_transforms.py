@@ -414,39 +414,6 @@ def test_compiled_once_for_every_length_it_computes_what_eager_does(mask_kind, d
         assert counter.frame_count == frames, f"compiled again for {length} queries, {keys} keys"
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_the_default_compiler_computes_what_eager_does() -> None:
-    compiled = torch.compile(output_and_average, fullgraph=True, dynamic=True)
-    call = BY_NAME["6 of 2 heads, dropout, mask"].arguments(torch.float32)
-    found, expected = (with_gradients_of(f, call) for f in (compiled, output_and_average))
-    for got, truth in zip(found, expected, strict=True):
-        assert_close(got, truth, 1e-5)
-
-
-class Exported(torch.nn.Module):
-    def __init__(self, sample: Sample) -> None:
-        super().__init__()
-        arguments = sample.arguments()
-        self.w1, self.w2 = (torch.nn.Parameter(arguments[name]) for name in ("w1", "w2"))
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor) -> Tensor:
-        return attention(query, key, value, self.w1, self.w2, key_bias=key_bias, is_causal=True)
-
-
-def test_exported_with_dynamic_batch_and_length_it_computes_what_eager_does() -> None:
-    def inputs(batch: int, length: int) -> tuple[Tensor, ...]:
-        sample = Sample("exported", B=batch, L=length, S=length, key_bias="BHS")
-        arguments = sample.arguments()
-        return tuple(arguments[name] for name in ("query", "key", "value", "key_bias"))
-
-    module = Exported(Sample("exported"))
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=2)
-    axes = {0: batch, 2: length}
-    program = torch.export.export(module, inputs(2, 5), dynamic_shapes=(axes, axes, axes, axes))
-    for size in ((2, 5), (7, 66), (1, 130)):
-        assert_identical([program.module()(*inputs(*size))], [module(*inputs(*size))])
-
-
 # --- Autocast, checkpointing ----------------------------------------------------------------------
 
 

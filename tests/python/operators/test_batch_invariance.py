@@ -9,10 +9,10 @@ batches shared out, which is the first).
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from agreement import (
     gradients,
     in_float64,
 )
+from programs import run_checked
 from samples import DTYPES, Arguments, Sample, name_of, of_weights
 from tiers import each_call
 
@@ -256,15 +257,6 @@ def test_it_is_as_accurate_as_the_reference(sample, dtype, is_causal):
 # --- The setting ----------------------------------------------------------------------------------
 
 
-def in_process(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
-
-
 def level() -> str:
     return str(torch.ops.ikattn.deterministic())
 
@@ -289,8 +281,6 @@ def test_other_levels_are_refused() -> None:
         pass
     with pytest.raises(RuntimeError, match="level must be run or batch, got "):
         torch.ops.ikattn.set_deterministic("")
-    run = in_process("import ikattn; ikattn.info()", IKATTN_DETERMINISTIC="always")
-    assert "IKATTN_DETERMINISTIC must be run or batch, got always" in run.stderr
 
 
 def test_which_kernels_tells_what_it_keeps_a_call_from() -> None:
@@ -343,7 +333,6 @@ for is_causal in (False, True):
 """
 
 
-def test_linear_time_may_be_had_for_every_length() -> None:
+def test_linear_time_may_be_had_for_every_length(tmp_path: Path) -> None:
     settings = {"IKATTN_DETERMINISTIC": "batch", "IKATTN_LINEAR_TIME": "always"}
-    run = in_process(LINEAR, **settings)
-    assert run.returncode == 0, run.stderr
+    run_checked(sys.executable, "-c", LINEAR, cwd=tmp_path, OMP_NUM_THREADS="1", **settings)

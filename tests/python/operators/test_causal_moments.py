@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -266,15 +266,16 @@ def test_gradients_one_by_one_are_those_of_all(wanted: int) -> None:
     before, own = divided(case, *keys)
     given = (query, *own, *key_moments(*before))
     output, log_z, moments, _ = causal_attention_from_moments(*given)
-
-    def backward(flags: list[bool]) -> Any:
-        return OPERATORS.causal_attention_from_moments_backward(
-            output, moments, *given, output, log_z, 1e-5, flags
-        )
-
-    every, some = backward([True] * 5), backward([n == wanted for n in range(5)])
+    backward = OPERATORS.causal_attention_from_moments_backward.default
+    arguments, flags = (
+        (output, moments, *given, output, log_z, 1e-5),
+        [n == wanted for n in range(5)],
+    )
+    every, some = backward(*arguments, [True] * 5), backward(*arguments, flags)
+    composed = backward._op_dk(EXPLICIT, *arguments, flags)
     assert torch.equal(some[wanted], every[wanted])
-    assert all(x.numel() == 0 for n, x in enumerate(some) if n != wanted)
+    assert_close(composed[wanted], every[wanted], 1e-11)
+    assert all(not (some[n].numel() or composed[n].numel()) for n in range(5) if n != wanted)
 
 
 # --- What is not finite ---------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from programs import run_checked
 
 # Peak resident memory above what was resident before the call, less its results, in MB. A small
 # call goes first, so that loading libraries and starting threads is not counted.
@@ -67,16 +67,8 @@ pytestmark = [pytest.mark.full, needs_resident_memory]
 def megabytes_above_results(function: str, N: int, threads: int = 1, causal: bool = False) -> float:
     program = PROGRAM.format(function=function, N=N, threads=threads, causal=causal)
     # Memory freed goes back at once, or what was freed before would hide what is taken now.
-    environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return float(run.stdout)
+    environment = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    return float(run_checked(sys.executable, "-c", program, cwd=Path.cwd(), **environment))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -104,13 +96,8 @@ def test_a_training_step_with_weights_never_holds_those_of_every_head() -> None:
 
 def test_the_benchmarks_own_measure_of_a_long_forward_is_as_small(source_tree: Path) -> None:
     program = source_tree / "benchmarks" / "attention.py"
-    run = subprocess.run(
-        [sys.executable, str(program), "--memory-of", "ikattn", "--lengths", "8192"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    measured = re.search(r": *([\d.]+) ", run.stdout)
-    assert measured is not None, run.stdout
+    options = ("--memory-of", "ikattn", "--lengths", "8192")
+    printed = run_checked(sys.executable, program, *options, cwd=source_tree)
+    measured = re.search(r": *([\d.]+) ", printed)
+    assert measured is not None, printed
     assert 0 < float(measured[1]) < 60

@@ -67,10 +67,11 @@ LARGE = (
 
 
 @each_call(LARGE)
-def test_outputs_are_as_accurate_as_the_references(sample: Sample) -> None:
+def test_outputs_and_gradients_are_as_accurate_as_the_references(sample: Sample) -> None:
     arguments = sample.arguments(torch.bfloat16)
     truth = in_float64(reference, arguments)
     assert_output_accurate(attention(**arguments), reference(**arguments), truth)
+    assert_call_accurate(attention, reference, arguments)
 
 
 # One head whose incoming gradients cancel, beside those of three.
@@ -86,21 +87,6 @@ def test_gradients_are_accurate_where_features_and_weights_hardly_differ(seed, h
     tokens = {"query": query.bfloat16(), "key": key.bfloat16(), "value": value.bfloat16()}
     none = {"key_bias": None, "attn_mask": None}
     assert_call_accurate(attention, reference, {**tokens, "w1": w1, "w2": w2, "p": 1.0, **none})
-
-
-@each_call(LARGE)
-def test_gradients_are_as_accurate_as_the_references(sample: Sample) -> None:
-    assert_call_accurate(attention, reference, sample.arguments(torch.bfloat16))
-
-
-@pytest.mark.usefixtures("threads")
-@each_call(LARGE)
-def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
-    arguments, results = sample.arguments(torch.bfloat16), []
-    for number in (1, 3):
-        torch.set_num_threads(number)
-        results.append([attention(**arguments), *gradients(attention, arguments).values()])
-    assert_identical(*results)
 
 
 @pytest.fixture

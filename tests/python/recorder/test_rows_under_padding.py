@@ -209,9 +209,7 @@ def test_converted_layers_count_as_stock_ones_do() -> None:
         assert_close(found[1, :4], own[0], TOLERANCE)
 
 
-def test_cross_attention_of_a_written_block_has_the_padding_of_the_self_attention_beside_it() -> (
-    None
-):
+def test_cross_attention_has_the_padding_of_the_self_attention_beside_it() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ikattn
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
+from processes import messages_of
 
 B, H, N, D, D_V, M, E = 2, 4, 128, 8, 6, 3, 16
 SIZES = (2, 4)
@@ -220,7 +221,7 @@ def refuse() -> dict[str, str]:
     tensors, _ = tensors_of()
     del tensors["grad_output"]
     parts = {key: x.chunk(4, 2)[0] if key in TOKENS else x for key, x in tensors.items()}
-    is_third, heard = dist.get_rank() == 2, {}
+    is_third = dist.get_rank() == 2
     mask = torch.ones(1, dtype=torch.bool) if is_third else None
     module, x = ikattn.MultiheadAttention(8, 2, batch_first=True), torch.ones(1, 4, 8)
 
@@ -232,13 +233,7 @@ def refuse() -> dict[str, str]:
         "function": lambda: context_parallel_attention(**parts, attn_mask=mask),
         "module": of_module,
     }
-    for name, call in calls.items():
-        try:
-            call()
-            heard[name] = "nothing"
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            heard[name] = f"{type(error).__name__}: {error}"
-    return heard
+    return messages_of(calls)
 
 
 def disagree() -> dict[str, str]:

@@ -8,18 +8,8 @@ from torch.nn import functional as F
 
 from recorded_models import pair_vectors
 
-__all__ = [
-    "Attention",
-    "B",
-    "Block",
-    "D",
-    "Functional",
-    "H",
-    "L",
-    "LayerScale",
-    "Parallel",
-    "vectors",
-]
+__all__ = ["Attention", "B", "Block", "D", "Functional", "H", "L", "LayerScale"]
+__all__ += ["Parallel", "vectors"]
 
 B, L, D, H = 2, 5, 16, 4
 

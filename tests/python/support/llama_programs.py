@@ -19,6 +19,7 @@ import ikattn
 from ikattn.integrations.transformers import decoding_cache, from_pretrained
 from ikattn.parallel import tensor_parallel_plan
 from ikattn.spectral import Generator
+from processes import messages_of, whole
 
 LLAMA = transformers.AutoModelForCausalLM
 TOKENS = torch.tensor([[1, 5, 7, 9, 3], [2, 2, 8, 4, 6]])
@@ -50,7 +51,7 @@ def evaluate(model: Any) -> dict[str, Tensor]:
         loss = loss + ikattn.regularization_loss(model) / 10
     loss.backward()
     found = {"logits": output.logits.detach(), "loss": loss.detach()}
-    found |= {f"gradient of {name}": _whole(w.grad) for name, w in model.named_parameters()}
+    found |= {f"gradient of {name}": whole(w.grad) for name, w in model.named_parameters()}
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     found["tokens"] = model.eval().generate(TOKENS, **options)
     kept = model.generate(TOKENS, past_key_values=decoding_cache(model, "features"), **options)
@@ -82,7 +83,7 @@ def _change_loaded(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     model = LLAMA.from_pretrained(folder / "softmax", **plan)
     torch.manual_seed(10 + dist.get_rank())
     ikattn.convert(model, num_frequencies=6)
-    state = {name: _whole(w.detach()) for name, w in model.named_parameters()}
+    state = {name: whole(w.detach()) for name, w in model.named_parameters()}
     return {"state": state, "logits": model(TOKENS).logits.detach()}
 
 
@@ -113,7 +114,7 @@ def evaluate_bert(model: Any) -> dict[str, Tensor]:
     output = model(TOKENS, attention_mask=torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]))[0]
     loss = (output * torch.linspace(0, 1, 32)).sum() + ikattn.regularization_loss(model) / 10
     loss.backward()
-    found = {f"gradient of {name}": _whole(w.grad) for name, w in model.named_parameters()}
+    found = {f"gradient of {name}": whole(w.grad) for name, w in model.named_parameters()}
     return {"output": output.detach(), "loss": loss.detach()} | found
 
 
@@ -155,16 +156,4 @@ def _errors(folder: Path, plan: dict[str, Any]) -> dict[str, str]:
         "wrapped": lambda: ikattn.convert(fully_shard(make_model())),
         "without kernels": lambda: LLAMA.from_pretrained(folder / "direct", **plan)(TOKENS),
     }
-    messages = {}
-    for name, call in calls.items():
-        try:
-            call()
-            messages[name] = "no error"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
-
-
-def _whole(x: Any) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole.clone()
+    return messages_of(calls)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 # Instruction sets by their name in ATEN_CPU_CAPABILITY, and what the processor must have.
 INSTRUCTION_SETS = {
     "default": ("baseline", ()),
@@ -29,9 +27,3 @@ def processor_flags() -> set[str]:
     text = information.read_text() if information.exists() else ""
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
     return {*flags, *(["amd"] if "AuthenticAMD" in text else [])}
-
-
-def skip_without(capability: str) -> None:
-    """Torch takes ATEN_CPU_CAPABILITY at its word, on a processor without it, too."""
-    if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
-        pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")

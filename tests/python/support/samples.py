@@ -21,7 +21,6 @@ Arguments = dict[str, Any]
 # The arguments that may have a gradient, in the order of the operator.
 DIFFERENTIABLE = ("query", "key", "value", "w1", "w2", "key_bias", "attn_mask")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LOWER_DTYPES = DTYPES[1:]
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -181,16 +180,8 @@ def _mask_samples() -> list[Sample]:
 
 def _size_samples() -> list[Sample]:
     sizes = (
-        (1, 3, 5),
-        (2, 2, 2),
-        (8, 8, 1),
-        (40, 24, 32),
-        (63, 63, 31),
-        (64, 64, 64),
-        (64, 65, 33),
-        (65, 65, 33),
-        (70, 1, 5),
-        (8, 130, 5),
+        *((1, 3, 5), (2, 2, 2), (8, 8, 1), (40, 24, 32), (63, 63, 31), (64, 64, 64), (64, 65, 33)),
+        *((65, 65, 33), (70, 1, 5), (8, 130, 5)),
         *((9, 8, M) for M in (4, 7, 8, 9, 16, 17, 40)),  # around vectors and halves of them
     )
     return [
