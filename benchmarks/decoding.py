@@ -79,7 +79,7 @@ def compare_generation(threads: int) -> None:
 
 
 def seconds_per_token(model: Any, prompt: Tensor, kept: bool) -> float:
-    """Of tokens after the first of them, which makes the features of the prompt."""
+    """Times tokens after the first of them, which makes the features of the prompt."""
     import transformers
 
     plain = transformers.DynamicCache(config=model.config)

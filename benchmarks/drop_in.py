@@ -1,4 +1,4 @@
-"""What it costs to have ikattn.MultiheadAttention in nn.MultiheadAttention's place.
+"""The cost of ikattn.MultiheadAttention in nn.MultiheadAttention's place.
 
 export OMP_WAIT_POLICY=passive
 python benchmarks/drop_in.py           # one thread: a training step, tiny calls

@@ -208,7 +208,7 @@ def digits() -> None:
 
 
 def loud_value() -> None:
-    """The same errors where the value of one key, which queries see little of, is a large one."""
+    """Prints the errors where the value of one key, which queries hardly see, is large."""
     torch.manual_seed(2)
     M, d, keys = 16, 64, 4096
     w1, w2 = 0.03 * torch.randn(2, d, M)

@@ -119,7 +119,7 @@ def perplexity(model: Any, blocks: Tensor) -> float:
 
 
 def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str, float, float]]:
-    """What the model is after each step, its perplexity on the test text, CPU seconds in all."""
+    """Yields each step's name, the perplexity on the test text, and CPU seconds in all."""
     steps, tenth = (4, 2) if quick else (STEPS, STEPS // 10)
     test = text.test[:8] if quick else text.test
     model = new_model(text.words, frequencies=None, quick=quick)

@@ -171,7 +171,7 @@ def quality(minilm: MiniLm, model: Any, texts: Texts) -> Quality:
 
 
 def probe_accuracy(minilm: MiniLm, model: Any, texts: Texts) -> float:
-    """Per cent right of a logistic regression on embeddings."""
+    """Returns the accuracy of a logistic regression on embeddings, in per cent."""
     training, test = (minilm.embed(model, part) for part in (texts.probe, texts.test))
     weight = torch.zeros(training.size(1) + 1, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100)

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HeadShare", "local", "whole"]
-
 
 class HeadShare(NamedTuple):
     """The heads of this rank: H / n neighbours, in the order of the ranks."""

@@ -11,8 +11,6 @@ import torch
 
 from ikattn import _library
 
-__all__ = ["info"]
-
 
 def cuda_kernels(build: dict[str, Any]) -> str:
     """Returns the library's kernels for GPUs, and whether Hopper's own are in use.

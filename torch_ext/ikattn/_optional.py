@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["optional", "when_imported"]
-
 
 def optional(module: str, purpose: str, install: str) -> Any:
     """Imports the module of an optional library.

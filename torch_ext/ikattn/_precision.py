@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["widened", "without_autocast"]
-
 
 def widened(x: Tensor) -> Tensor:
     """Returns ``x`` in the type that maps are computed in: float64 stays, all else is float32."""

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["PARTIAL", "whole_file"]
-
 PARTIAL = ".ikattn-*.part"  # files that a killed process may leave
 
 

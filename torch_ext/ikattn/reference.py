@@ -14,13 +14,6 @@ from typing_extensions import Unpack
 
 from ikattn.ops.options import AttentionOptions, changed
 
-__all__ = [
-    "attention_from_features",
-    "implicit_kernel_attention",
-    "implicit_kernel_weights",
-    "spectral_features",
-]
-
 
 def implicit_kernel_attention(
     query: Tensor,

@@ -206,7 +206,7 @@ def test_a_padded_batch_is_a_loop_over_sentences() -> None:
     assert word_alignment(maps, source_words, targets) == expected
     # A case where the end of the sentence wins belongs to this test.
     assert sum(map(len, expected)) < sum(len(set(target)) for target in targets)
-    # As a tokenizer pads word_ids, with None; the padded columns are masked.
+    # A tokenizer pads word_ids with None; the padded columns are masked.
     padding = torch.tensor([[j > len(source) for j in range(S)] for source in sources])
     padded = [[*source, *[None] * (S - len(source))] for source in sources]
     assert word_alignment(maps, padded, targets, key_padding=padding) == expected

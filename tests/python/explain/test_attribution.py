@@ -76,7 +76,7 @@ def seq2seq() -> Any:
 
 
 def pushed_through(layer: Any, x: Tensor, vectors: Tensor) -> Tensor:
-    """What a post-norm layer of torch's makes of vectors [K, L, D], with what x fixes fixed."""
+    """Applies a post-norm layer of torch's to vectors [K, L, D], with the numbers that x fixes."""
     attention = layer.self_attn
     D, H = x.size(-1), attention.num_heads
     q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
@@ -234,7 +234,7 @@ def test_a_head_through_which_no_gradient_comes_is_refused(method: str) -> None:
 
 
 class Detached(nn.Module):
-    """As a quantised module is."""
+    """A quantised module is like this."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.detach() + 0

@@ -29,7 +29,7 @@ TARGETS = ["Ġso", "Ġvery", "Ġtired"]
 
 
 def attribution(tokens: Sequence[str] = TOKENS, targets: Sequence[str] = TARGETS) -> Attribution:
-    """Of targets apart: target i adds (i + 1) (j - 4) at token j, and nothing at padding."""
+    """Returns targets apart: target i adds (i + 1) (j - 4) at token j, and nothing at padding."""
     places = torch.arange(len(tokens)) - 4.0
     scores = (torch.arange(len(targets)) + 1.0)[:, None] * places
     scores[:, torch.tensor([token == "<pad>" for token in tokens])] = 0
@@ -244,7 +244,7 @@ def read(number: str) -> float:
 
 
 def numbers(tab: Tab) -> list[float]:
-    """Of every token of the texts, as a screen reader says them."""
+    """Returns every token of the texts, as a screen reader says them."""
     labels = all_of(tab, "#texts .token", "getAttribute('aria-label')")
     return [read(re.split(" (?!finite)", label)[-1]) for label in labels]
 
@@ -383,7 +383,7 @@ def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
     assert tab.evaluate("document.title") == HOSTILE
     assert all_of(tab, "#texts .token", "textContent") == tokens
     assert tab.evaluate("document.querySelectorAll('img, bdi b').length") == 0
-    # And should markup get in all the same, the page's own policy stops it.
+    # The page's own policy stops markup that gets in all the same.
     tab.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r}); 1")
     tab.evaluate("new Promise(done => setTimeout(done, 200))")
     assert tab.evaluate("document.title") == HOSTILE

@@ -198,7 +198,7 @@ def test_a_map_that_one_model_alone_has_is_named() -> None:
 
 
 class Several(nn.Module):
-    """As many attentions as there are names, one after the other."""
+    """A model with an attention for each name, one after the other."""
 
     def __init__(self, *names: str, heads: int = 2) -> None:
         super().__init__()

@@ -325,7 +325,7 @@ def test_rows_of_the_lowest_number(way: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("way", ["one key", "causal", "key bias", "bool mask", "float mask"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_the_row_of_a_lone_key_is_its_value(way: str, dtype: torch.dtype) -> None:
-    """To the bit: its weight is 1, and gradients follow from what is left of the difference."""
+    """The bits are equal: its weight is 1, and gradients follow from the rest of the difference."""
     call = drawn_on_gpu(2, 3, 70, 1 if way == "one key" else 70, 40, 32, dtype)
     alone = torch.eye(70, device=DEVICE) == 1
     rows, keys = slice(None), slice(None)  # which rows, and whose values they are

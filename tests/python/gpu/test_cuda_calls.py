@@ -83,7 +83,7 @@ def attending(*sizes: Any, **options: Any) -> Work:
 
 
 def masked(*shape: int) -> Work:
-    """With the gradients of mask and bias."""
+    """The gradients of mask and bias count, too."""
     call = drawn_on_gpu(2, 4, 200, 200, 64, 16, torch.bfloat16)
     call["attn_mask"] = torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
     call["key_bias"] = torch.randn(4, 200, device=DEVICE, dtype=torch.bfloat16)

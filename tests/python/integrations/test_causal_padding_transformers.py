@@ -27,7 +27,7 @@ SHOWN = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the operator is called with, filled as models run."""
+    """Arguments of the operator, filled as models run."""
     made: list[dict[str, Any]] = []
     of_ranks = attention.attention_function
 

@@ -70,7 +70,7 @@ def test_generate_takes_the_tokens_of_the_full_forward(family: str, cache: str) 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Which way each call of the attention function went, and for how many queries."""
+    """Notes the way of each call of the attention function, and its number of queries."""
     found: list[tuple[str, int]] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -200,7 +200,7 @@ def test_features_are_kept_in_float32_for_a_model_in_bfloat16() -> None:
 
 
 def test_layers_that_share_keys_have_their_own_features(calls: list[tuple[str, int]]) -> None:
-    """And so has a kernel whose frequencies have changed."""
+    """A kernel whose frequencies have changed is refused, too."""
     torch.manual_seed(0)
     cache = decoding_cache(convert(build("llama", head="ForCausalLM")), "features")
     modules = [convert(build("llama")).layers[0].self_attn for _ in range(2)]

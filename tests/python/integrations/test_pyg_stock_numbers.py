@@ -132,7 +132,7 @@ def test_dropout_keeps_the_mean_of_the_weights(stock):
 
 
 def heard(conv: nn.Module, register: str) -> Tensor:
-    """What a hook of PyG hears of a call."""
+    """Returns the arguments that a hook of PyG hears."""
     seen: list[Tensor] = []
     handle = getattr(conv, register)(lambda *of_call: seen.append(of_call[-1]))
     conv(normal(N, CHANNELS), EDGE_INDEX)

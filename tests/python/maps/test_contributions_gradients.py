@@ -148,7 +148,7 @@ def test_gradients_are_right_where_squares_leave_the_range_of_float32(factor: fl
 
 @pytest.mark.parametrize("masked", ["query_padding", "both paddings"])
 def test_what_padded_rows_hold_never_shows_in_gradients(masked: str) -> None:
-    """Not in the residual either, of which NaN would come through the norm's derivative."""
+    """The residual has none either: NaN would come through the norm's derivative."""
     arguments = PADDED.arguments()
     if masked == "query_padding":
         del arguments["key_padding"]

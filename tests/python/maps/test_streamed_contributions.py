@@ -158,7 +158,7 @@ def test_what_padded_queries_hold_never_shows(kernel: str, create_graph: bool) -
 
 
 def test_value_norms_alone_make_no_weights() -> None:
-    """They would be 100 MiB at a time here, and 0.3 * 10^12 of them in all."""
+    """Weights would take 100 MiB at a time here, 0.3 * 10^12 numbers in all."""
     program = """
         import resource, torch, ikattn
         torch.set_num_threads(1)

@@ -444,7 +444,7 @@ def test_backward_refuses_a_gradient_unlike_the_output(spoil: Callable[..., Tens
 
 @pytest.mark.parametrize("name", ["output", "log_normalizer"])
 def test_backward_refuses_results_of_another_call(name: str) -> None:
-    """They are read by address: a wrong shape must not be a wrong read."""
+    """Tensors are read by address: a wrong shape must not be a wrong read."""
     call = correct_call()
     output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(**call)
     results = {"output": output, "log_normalizer": log_normalizer}

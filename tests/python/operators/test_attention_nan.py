@@ -347,7 +347,7 @@ def test_rows_that_see_no_key_are_zero_and_have_no_gradient(rubbish, dtype, mask
 @pytest.mark.parametrize("way", ["mask", "bias", "dropout"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_weights_of_a_spoilt_row_are_nan_where_it_sees_and_keeps(dtype, way, average_heads):
-    """Also where its weight underflowed; what dropout drops is zero."""
+    """NaN stands where its weight underflowed, too; dropped numbers are zero."""
     call = of_weights(SHAPE.arguments(dtype))
     logits = torch.tensor([0.0, -1000.0, -INF], dtype=dtype)[torch.arange(140) % 3]
     hides: Arguments = {"attn_mask": logits} if way == "mask" else {"key_bias": logits}

@@ -129,7 +129,7 @@ def test_gradients_of_features_are_those_of_small_differences(stationary: bool) 
 
 
 def test_double_backward_drops_what_the_forward_dropped() -> None:
-    """Also where the seed was drawn inside the call."""
+    """The seed may be drawn inside the call, too."""
     arguments = DROPOUT.arguments()
     torch.manual_seed(4)
     seed = ikattn.ops.draw_dropout_seed()

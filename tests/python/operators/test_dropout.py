@@ -220,7 +220,7 @@ def test_no_dropout_draws_nothing_from_the_generator() -> None:
 
 
 def test_backward_uses_the_mask_of_its_forward() -> None:
-    """Also when other masks were drawn in between."""
+    """Other masks may be drawn in between."""
     call = SHAPE.arguments() | {"dropout_p": 0.5}
     call["value"].requires_grad_()
     torch.manual_seed(1)

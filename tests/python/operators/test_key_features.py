@@ -198,7 +198,7 @@ def test_a_hidden_key_does_not_count_whatever_it_is(way: str, bad: float) -> Non
 
 
 def test_a_visible_value_counts_whatever_its_weight_is() -> None:
-    """And is not seen by rows that it is hidden from: NaN exactly where the operator has it."""
+    """Rows that it is hidden from do not see it: NaN stands exactly where the operator has it."""
     query, key, _, value = of_features(Sample("values", B=1, H=1, S=1100, L=3))
     logits = torch.zeros(1, 1, 3, 1100, dtype=torch.float64)
     logits[..., 1, 7], logits[..., 2, 7] = -2000, -torch.inf  # no weight; hidden
@@ -412,7 +412,7 @@ def test_autocast_changes_nothing(autocast_append: bool, autocast_attend: bool) 
 
 
 def test_logits_follow_a_magnitude_that_rises() -> None:
-    """They are kept relative to the largest one so far."""
+    """Magnitudes are kept relative to the largest one so far."""
     torch.manual_seed(0)
     w1, key = 0.1 * torch.randn(2, 8, 4), torch.randn(3, 2, 9, 8)
     key *= torch.tensor([1, 5, 2, 20, 3, 40, 1, 1, 2])[:, None]

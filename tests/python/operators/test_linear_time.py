@@ -59,7 +59,7 @@ LONG = (
     Sample("columns", L=500, S=500, layout="columns"),
 )
 
-# Likewise, from a few chunks of 128 tokens on.
+# Lengths from a few chunks of 128 tokens on.
 CAUSAL = tuple(
     replace(sample, is_causal=True)
     for sample in (

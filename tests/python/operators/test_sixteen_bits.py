@@ -126,7 +126,7 @@ def test_the_setting_is_honoured_where_it_helps(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("medium")
 def test_one_visible_key_gives_its_value() -> None:
-    """To the bits of bfloat16: the weights sum up to what they were rounded to."""
+    """Equal to the bits of bfloat16: rounded weights add up to their own sum."""
     query, key, value = (torch.randn(1, 2, n, 8) for n in (40, 1, 1))
     output = attention(query, key, value, *(torch.randn(2, 8, 16) for _ in range(2)))
     rounded = torch.ops.ikattn.sixteen_bit_instructions() in ("avx512_bf16", "amx")

@@ -172,7 +172,7 @@ def test_cross_attention_is_the_authors(path: Path, dtype: torch.dtype) -> None:
     value = value.unflatten(-1, (module.num_heads, -1)).permute(1, 2, 0, 3)
     maps = contributions(weights, value, module.out_proj.weight, maps=["summed"])
     assert_close(maps.summed, given["sum_af_norm"], tolerance, "sum_af_norm")
-    # And from the weights of the recording.
+    # The weights of the recording give the numbers, too.
     tolerance = max(tolerance, FLOAT32_SOFTMAX)
     assert_close(output, given["out"], tolerance, "out")
     assert_close(found.weights, weights, tolerance, "attn")

@@ -11,8 +11,6 @@ from ikattn.nn.kinds import KernelSettings, Kind
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.spectral import Mikan
 
-__all__ = ["TorchAttention"]
-
 _NESTED_BEFORE = "_use_nested_tensor_before_ikattn"
 
 

@@ -24,8 +24,6 @@ from ikattn.nn.kinds import KernelSettings, Kind, Sizes
 from ikattn.nn.selection import Selection, check_unwrapped, describe_unseen, unseen_attention
 from ikattn.spectral.factory import Spectral
 
-__all__ = ["convert", "revert"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 _logger = logging.getLogger("ikattn")

@@ -12,8 +12,6 @@ from ikattn.conversion._torch import TorchAttention
 from ikattn.nn.kinds import Kind
 from ikattn.nn.selection import Selection, check_selection, is_selected, path_to
 
-__all__ = ["AttentionModule", "ConversionReport", "conversion_report", "kinds", "select_modules"]
-
 _TORCH = TorchAttention()
 
 

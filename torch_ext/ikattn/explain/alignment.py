@@ -22,16 +22,6 @@ from torch import Tensor
 from ikattn.maps.summary import check_padding, full_precision
 from ikattn.maps.tokens import is_special
 
-__all__ = [
-    "AlignmentScores",
-    "Alignments",
-    "Links",
-    "alignment_scores",
-    "read_alignments",
-    "word_alignment",
-    "words_of_subwords",
-]
-
 Links: TypeAlias = set[tuple[int, int]]
 """Links of one pair of sentences."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from ikattn.maps.layers import RecordedMaps, check_whole
 from ikattn.maps.through_layers import rollout
 
-__all__ = ["alti_plus"]
-
 
 def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tensor]:
     r"""Rolls out an encoder-decoder's ALTI maps.

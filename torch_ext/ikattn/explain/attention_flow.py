@@ -16,8 +16,6 @@ from ikattn.maps.importance import token_index
 from ikattn.maps.summary import Maps
 from ikattn.maps.through_layers import Residual, padding_of, steps_of
 
-__all__ = ["attention_flow"]
-
 
 def attention_flow(
     maps: Maps,

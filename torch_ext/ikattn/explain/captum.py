@@ -22,7 +22,6 @@ try:
 except ModuleNotFoundError:  # the classes work without it
     Method = object
 
-__all__ = ["ALTILogit", "DecompX", "Rollout"]
 
 Inputs = TypeVar("Inputs", Tensor, tuple[Tensor, ...])
 Index: TypeAlias = "int | tuple[int, ...]"

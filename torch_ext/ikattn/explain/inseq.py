@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ikattn._optional import optional
 from ikattn.explain.attribution import attribute
 
-__all__ = ["METHODS", "register"]
-
 METHODS = (
     "decompx",
     "alti_logit",

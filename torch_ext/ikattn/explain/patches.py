@@ -17,8 +17,6 @@ from torch import Tensor
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
 
-__all__ = ["patch_maps", "plot_patches"]
-
 _FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 _FOR, _AGAINST = "#e67800", "#006ec8"  # colours of texts: orange for, blue against
 _INK, _QUIET = "#1d2126", "#656c75"

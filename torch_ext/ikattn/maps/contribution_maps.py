@@ -27,7 +27,7 @@ from ikattn.ops.exporting import operator
 # The maps that sum over heads, each with one more step of the block than the one before.
 SUMMED_MAPS = ("summed", "with_residual", "with_norm", "encoder")
 MAPS = ("value_norms", "per_head", *SUMMED_MAPS, "mixing_ratio")
-# In the order of the operators' results.
+# Maps in the order of the operators' results.
 _OPERATOR_MAPS = ("value_norms", *SUMMED_MAPS, "mixing_ratio")
 
 

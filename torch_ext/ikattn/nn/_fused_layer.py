@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["StepByStep", "has_values"]
-
 _COMPILED = (
     "a compiled encoder layer of torch takes the fused inference path, which hides keys and adds "
     "no other values of a float mask: before compiling call "

@@ -11,8 +11,6 @@ from ikattn.nn.projection import Projection
 from ikattn.ops.jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 
-__all__ = ["are_jagged", "attend_packed", "attend_padded"]
-
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 

@@ -31,8 +31,6 @@ from ikattn.nn.softmax import (
     refuse_context_parallel,
 )
 
-__all__ = ["multi_head_attention_forward"]
-
 
 class ExtraKeys(NamedTuple):
     """Keys and values that follow the projected ones, or take their place."""

@@ -20,8 +20,6 @@ from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.magnitude import LearnedOrder
 
-__all__ = ["Frequencies", "Kernel", "KernelOptions", "Wanted", "attend_heads"]
-
 Kernel = Literal["dot", "rbf", "implicit"]
 
 # Projected queries [N, H, L, d], keys [N, H, S, d], bool padding of the keys [N, S] and of the

@@ -10,8 +10,6 @@ from torch import nn
 from ikattn.nn.kernels import Kernel
 from ikattn.spectral.factory import Spectral
 
-__all__ = ["KernelSettings", "Kind", "Sizes"]
-
 Sizes: TypeAlias = Callable[[nn.Module], "tuple[int, int]"]
 
 

@@ -28,8 +28,6 @@ from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.nn.with_kernel import ModuleOptions, WithKernel
 from ikattn.spectral.factory import Spectral
 
-__all__ = ["MultiheadAttention"]
-
 _stock_forward = StockMultiheadAttention.forward
 
 

@@ -14,15 +14,6 @@ from ikattn._heads import HeadShare
 from ikattn.ops.attention import implicit_kernel_attention
 from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 
-__all__ = [
-    "AttendingBy",
-    "OverRanks",
-    "attention_function",
-    "dropout_seed_for",
-    "goes_over_ranks",
-    "is_over_ranks",
-]
-
 _MARK = "_ikattn_over_ranks"  # on a module: True within a context, False after one
 
 

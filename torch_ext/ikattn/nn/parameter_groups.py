@@ -13,8 +13,6 @@ from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Direct, Generator
 from ikattn.spectral.regularized import Regularized
 
-__all__ = ["parameter_groups"]
-
 # The share of the learning rate; docs/experiments/recall.md compares it with a hundredth
 FREQUENCY_RATE = 0.1
 

@@ -19,8 +19,6 @@ from torch.nn.functional import (  # type: ignore[attr-defined]
 )
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-__all__ = ["InProjection", "Projection", "check_axes", "merge_heads", "project"]
-
 check_axes = _mha_shape_check
 
 # Batched query, key, value and batch_first -> queries [N, H, L, d], keys and values [N, H, S, d]

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SoftmaxHeads", "Split", "by_heads"]
-
 
 class Split(NamedTuple):
     """The heads of a module by what they compute, each ascending."""

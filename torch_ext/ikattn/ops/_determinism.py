@@ -8,8 +8,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["deterministic"]
-
 
 @contextmanager
 def deterministic(level: Literal["run", "batch"]) -> Iterator[None]:

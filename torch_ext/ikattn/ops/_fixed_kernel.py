@@ -16,8 +16,6 @@ from torch import Tensor
 from ikattn.ops.attention import spectral_features
 from ikattn.ops.magnitude import check_order, log_magnitude
 
-__all__ = ["FixedKernel", "as_they_are", "check_floating"]
-
 
 class FixedKernel:
     """Frequencies ``[K, d, M]`` and the magnitude of keys; errors name the class made of it."""

@@ -21,14 +21,6 @@ from ikattn.ops.magnitude import check_order, log_magnitude
 from ikattn.ops.options import AttentionOptions, changed
 from ikattn.ops.packed import attend_jagged
 
-__all__ = [
-    "attention_from_features",
-    "implicit_kernel_attention",
-    "implicit_kernel_weights",
-    "similarity_and_magnitude",
-    "spectral_features",
-]
-
 
 def implicit_kernel_attention(
     query: Tensor,

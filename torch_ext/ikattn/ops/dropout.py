@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draw_dropout_seed", "dropout_keep_mask", "place_dropout_seed"]
-
 
 def draw_dropout_seed(device: torch.device | str = "cpu") -> Tensor:
     """Draws a seed and an offset for dropout from torch's default generator of the device.

@@ -14,13 +14,6 @@ from typing_extensions import Unpack
 
 from ikattn.ops.options import EdgeOptions, changed
 
-__all__ = [
-    "Edges",
-    "gat_edge_attention",
-    "implicit_kernel_edge_attention",
-    "softmax_edge_attention",
-]
-
 
 class Edges(NamedTuple):
     """The edges of a graph, sorted by target (compressed sparse rows).

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["have_same_lengths", "nested_like", "tokens_of"]
-
 
 def tokens_of(nested: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the tokens [T, ...] of a nested tensor [B, j, ...], and their offsets int64 [B + 1].

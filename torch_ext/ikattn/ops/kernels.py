@@ -13,8 +13,6 @@ from typing_extensions import Unpack
 
 from ikattn.ops.options import AttentionOptions, changed
 
-__all__ = ["KernelChoice", "Kernels", "which_kernels"]
-
 
 class KernelChoice(NamedTuple):
     """The kernels of one pass; ``str`` of it is a sentence.

@@ -24,8 +24,6 @@ from ikattn.ops._fixed_kernel import (
 )
 from ikattn.ops.attention import attention_from_features
 
-__all__ = ["KeyFeatures"]
-
 _FIRST_CAPACITY = 64  # tokens
 
 

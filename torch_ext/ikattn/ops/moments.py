@@ -15,13 +15,6 @@ from torch import Tensor
 
 from ikattn.ops.exporting import operator
 
-__all__ = [
-    "attention_from_moments",
-    "causal_attention_from_moments",
-    "key_moments",
-    "merge_moments",
-]
-
 
 def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     r"""Moments of keys: all that attention without a mask of pairs needs to know of them.

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ikattn.ops.dropout import draw_dropout_seed
 
-__all__ = ["DEFAULTS", "AttentionOptions", "EdgeOptions", "changed"]
-
 
 class _Options(TypedDict, total=False):
     p: float | None  # order of the norm in a key's magnitude; 2.0

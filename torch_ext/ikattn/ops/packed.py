@@ -14,8 +14,6 @@ from ikattn.ops.dropout import draw_dropout_seed
 from ikattn.ops.jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.options import AttentionOptions, changed
 
-__all__ = ["attend_jagged", "implicit_kernel_attention_varlen"]
-
 
 def implicit_kernel_attention_varlen(
     q: Tensor,

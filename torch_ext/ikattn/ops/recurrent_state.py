@@ -29,8 +29,6 @@ from ikattn.ops.moments import (
     merge_moments,
 )
 
-__all__ = ["RecurrentState"]
-
 _LEAST_EPS = 1e-6  # whose share of a sum float32 still holds to some per cent
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from ikattn.parallel._ranks import Ranks
 from ikattn.parallel._ring import Call
 
-__all__ = ["agree", "refuse"]
-
 _NUMBERS, _REASON = 80, 1024  # numbers of a row that ranks compare, bytes of a reason
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-__all__ = ["HeadParallelAttention", "share_heads"]
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 

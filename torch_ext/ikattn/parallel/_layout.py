@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Layout", "LayoutName"]
-
 LayoutName: TypeAlias = Literal["zigzag", "contiguous"]
 
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Exchange", "Ranks"]
-
 _LOST = "ikattn/lost_rank"  # in the store of the process group: who was found to be gone first
 
 

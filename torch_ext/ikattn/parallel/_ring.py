@@ -19,8 +19,6 @@ from ikattn.ops.dropout import place_dropout_seed
 from ikattn.parallel._layout import Block, Layout
 from ikattn.parallel._ranks import Exchange, Ranks
 
-__all__ = ["Call", "ring_attention"]
-
 
 @dataclass
 class Call:

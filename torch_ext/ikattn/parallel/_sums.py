@@ -26,8 +26,6 @@ from ikattn.ops.moments import (
 from ikattn.parallel._ranks import Exchange
 from ikattn.parallel._ring import Call
 
-__all__ = ["sums_attention"]
-
 
 class _State(NamedTuple):
     """Moments of keys, or gradients of such, with what they are relative to.
@@ -87,7 +85,7 @@ def _repeated(x: Tensor, heads: int, axis: int) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """Not causal: every query sees the sum of all ranks' moments."""
+    """Every query sees the sum of all ranks' moments where nothing is causal."""
 
     @staticmethod
     def forward(

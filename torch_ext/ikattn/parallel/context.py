@@ -25,8 +25,6 @@ from ikattn.parallel._ring import Call, ring_attention
 from ikattn.parallel._sums import sums_attention
 from ikattn.spectral.interface import unwrapped
 
-__all__ = ["Algorithm", "ContextParallel", "context_parallel", "context_parallel_attention"]
-
 Algorithm: TypeAlias = Literal["quadratic", "linear"]
 Group: TypeAlias = "DeviceMesh | dist.ProcessGroup | None"
 

@@ -15,8 +15,6 @@ from ikattn.parallel._attention import share_heads
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HeadParallel", "tensor_parallel_plan"]
-
 
 class HeadParallel(ParallelStyle):
     """A style of ``parallelize_module``: every rank computes some heads of an attention module.

@@ -16,8 +16,6 @@ from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.interface import Drawn, call_source
 from ikattn.spectral.mikan import Mikan, average
 
-__all__ = ["call_shared_source", "check_shareable", "shard_frequencies"]
-
 
 def check_shareable(source: nn.Module | None) -> None:
     """Raises ValueError for a source whose frequencies cannot be made head by head."""

@@ -35,8 +35,6 @@ from ikattn.conversion.calibration.weights import fit_to_weights, some_queries
 from ikattn.nn.selection import Selection
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["calibrate"]
-
 Trained = Literal["frequencies", "attention"]
 
 _OF_MODULE = 1 << 22  # weights that are kept of a module

@@ -23,8 +23,6 @@ from ikattn.recorder.calls.torch_attention import torch_call
 from ikattn.recorder.runs.padding import fill_padding
 from ikattn.spectral.interface import call_source, unwrapped
 
-__all__ = ["Layer", "as_softmax", "layers_of", "listening", "note_softmax_heads"]
-
 # Names that modules of transformers have for tokens that are not their own.
 _OTHERS = ("key_value_states", "encoder_hidden_states")
 

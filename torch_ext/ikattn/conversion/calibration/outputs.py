@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map_only
 from ikattn.conversion.calibration.layers import Layer
 from ikattn.conversion.calibration.weights import by_what_is_held_out
 
-__all__ = ["Rates", "Target", "fit_to_outputs", "in_float32", "rows_of", "run"]
-
 _NOTHING = 1e-30  # a square of outputs
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["CalibratedModule", "CalibrationReport"]
-
 
 class CalibratedModule(NamedTuple):
     """How near an implicit kernel came to softmax attention, on data it was not fitted to.

@@ -14,8 +14,6 @@ from ikattn.conversion.calibration.layers import Layer
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.spectral.direct import Direct
 
-__all__ = ["by_what_is_held_out", "fit_to_weights", "some_queries"]
-
 # Weights that are kept of a call, and those of a step.
 _OF_CALL = 1 << 19
 _FEWEST = 16  # queries of a sequence that are kept, where it has so many

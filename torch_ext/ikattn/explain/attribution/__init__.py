@@ -1,4 +1,4 @@
-"""From one layer to the whole model: what each token of the input adds to an answer."""
+"""Attribution: the part that each token of the input has in a model's answer."""
 
 from ikattn.explain.attribution._attribute import attribute
 from ikattn.explain.attribution.attribution import Attribution

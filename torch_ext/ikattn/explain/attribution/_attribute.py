@@ -1,4 +1,4 @@
-"""Which tokens of the input made a number that the model gives.
+"""``attribute``: the parts of input tokens in a number that a model gives.
 
 Sizes: B batch, S source tokens, n targets, L tokens that logits belong to, D model size, V logits.
 """
@@ -26,8 +26,6 @@ from ikattn.explain.attribution.texts import (
     target_of_text,
     with_first_token,
 )
-
-__all__ = ["attribute"]
 
 
 @takes_memory_for("the attribution")

@@ -32,8 +32,6 @@ from ikattn.explain.attribution._places import readers_of
 from ikattn.explain.attribution._targets import Task
 from ikattn.explain.attribution.attribution import Attribution
 
-__all__ = ["check_sum", "decompose", "has_tokens_first", "parts_of"]
-
 _MUCH = 1 << 30  # bytes of activations, above which blocks run twice instead
 
 

@@ -37,8 +37,6 @@ from ikattn.explain.attribution._torch import (
     tensors_in,
 )
 
-__all__ = ["Activation", "LinearModel", "activations_as_one", "tolerance_of"]
-
 Activation: TypeAlias = Literal["slope", "tangent"]
 
 # Allowed distances of parts from adding up, over the sum of their sizes: norms of models in float64

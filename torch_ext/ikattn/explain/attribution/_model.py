@@ -1,4 +1,4 @@
-"""What attribution needs of a model: its blocks, the vectors that enter them, and its logits.
+"""A model as attribution sees it: blocks, the vectors that enter them, and logits.
 
 Sizes: B batch, S source tokens, L tokens that logits belong to, D model size, V logits.
 """
@@ -23,24 +23,6 @@ from ikattn.explain.attribution._torch import called_with, first_output, hooked
 from ikattn.recorder.calls.modes import without_compiled_code
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.sums.tensors import first_tensor
-
-__all__ = [
-    "Stack",
-    "activation_bytes",
-    "alone",
-    "attention_of",
-    "called_linear",
-    "checkpointed",
-    "frozen_parameters",
-    "is_of_batch",
-    "last_hidden",
-    "logits_of",
-    "replaced",
-    "sequences_of",
-    "stacks_of",
-    "takes",
-    "the_stack_of",
-]
 
 _LOCK = threading.RLock()  # two threads would meet each other's hooks
 _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")

@@ -19,8 +19,6 @@ from ikattn.explain.attribution._model import Stack
 from ikattn.explain.attribution._torch import detached, hooked
 from ikattn.recorder.sums.tensors import first_tensor
 
-__all__ = ["places_of_tokens", "readers_of"]
-
 
 def readers_of(
     model: nn.Module, stacks: Sequence[Stack], inputs: Mapping[str, Any], call: Callable[..., Any]

@@ -19,8 +19,6 @@ from ikattn.explain.attribution._linear import Activation, LinearModel
 from ikattn.explain.attribution._torch import SUMS, detached, name_of
 from ikattn.recorder.calls.sdpa import sdpa_call
 
-__all__ = ["BlockReplay", "Replay"]
-
 # Functions that take a tensor without its waiting bias.
 _UNASKING = SUMS | {"iadd", "isub", "dropout", "get", "set", "size", "dim", "requires_grad"}
 # Functions whose result is their first tensor in another form.
@@ -29,7 +27,7 @@ _SAME = (_UNASKING - SUMS) | set(_FORMS.split())
 
 
 class Replay(LinearModel):
-    """The same map applied to other vectors: one call fixes numbers, others use them.
+    """A linear map applied to other vectors: one call fixes numbers, others use them.
 
     The calls are with batches of one sequence first, and then of as many as there are sources whose
     vectors go through together.

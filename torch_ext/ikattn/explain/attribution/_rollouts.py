@@ -37,8 +37,6 @@ from ikattn.maps.through_layers import rollout
 from ikattn.recorder.entry import recorded
 from ikattn.recorder.runs.run import Run
 
-__all__ = ["ROLLED", "alti_logit", "roll_out"]
-
 ROLLED = (*(name for name, axes in AXES.items() if axes.endswith("LS")), "value_zeroing")
 """Maps that can be rolled out."""
 
@@ -49,7 +47,7 @@ _ADVICE = re.compile(
 
 
 class _Writings:
-    """What each layer's attention writes into a logit directly, and ALTI's map of the layer.
+    """Yields the direct part of each layer's attention in a logit, and ALTI's map of the layer.
 
     Args:
         gradient: ``[B, L, D]``, of the logit in the residual stream after the last block.

@@ -1,4 +1,4 @@
-"""What is asked of a model: its arguments, and the numbers of its output that are attributed.
+"""The question to a model: its arguments, and the numbers of its output to attribute.
 
 Sizes: B batch, n targets, L tokens that logits belong to, V logits.
 """
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from ikattn.explain.attribution._linear import LinearModel
 from ikattn.explain.attribution._model import Stack, logits_of, takes
-
-__all__ = ["Target", "Task", "named_inputs", "predicts_next"]
 
 Target: TypeAlias = (
     "int | str | slice | tuple[int, int | None] | Sequence[int] | Tensor | "

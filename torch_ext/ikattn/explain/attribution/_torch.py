@@ -13,26 +13,6 @@ from torch.nn import functional as F
 
 from ikattn.recorder.calls.hooks import Hook
 
-__all__ = [
-    "ATTENTION",
-    "IN_PLACE",
-    "NOT_ZERO_AT_ZERO",
-    "OF_ONE",
-    "RULES",
-    "SUMS",
-    "body_of",
-    "called_with",
-    "detached",
-    "first_output",
-    "hooked",
-    "is_in_place",
-    "laid_out",
-    "name_of",
-    "operands_in_place",
-    "out_of_place",
-    "tensors_in",
-]
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())

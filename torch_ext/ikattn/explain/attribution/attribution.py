@@ -1,4 +1,4 @@
-"""What :func:`ikattn.attribute` found: numbers, a table, and a page of the coloured text.
+"""The result of :func:`ikattn.attribute`: numbers, a table, and a page of the coloured text.
 
 Sizes: B sequences, n targets, S tokens.
 """
@@ -25,8 +25,6 @@ from ikattn.maps.page.arrays import as_base64
 from ikattn.maps.page.template import frame, write_mode
 from ikattn.maps.tokens import is_byte_level, is_special, readable_tokens
 from ikattn.maps.words import text_span, texts_of, words_of_text
-
-__all__ = ["Attribution"]
 
 _LARGEST_FRAME = 2_000_000  # bytes; a notebook keeps one for every cell that shows one
 

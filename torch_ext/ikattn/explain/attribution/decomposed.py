@@ -28,8 +28,6 @@ from ikattn.explain.attribution._replay import BlockReplay, Replay
 from ikattn.explain.attribution._torch import called_with, first_output, hooked
 from ikattn.recorder.sums.tensors import first_tensor
 
-__all__ = ["block_maps", "decomposed_norms"]
-
 _DECOMPOSED, _BLOCKS = "decomposed_norms", "block_maps"
 
 Make: TypeAlias = Callable[[int, Tensor], Tensor]

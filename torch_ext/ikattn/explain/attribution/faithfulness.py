@@ -16,15 +16,13 @@ from torch import Tensor, nn
 
 from ikattn.explain.attribution._model import logits_of
 
-__all__ = ["Faithfulness", "Replacement", "faithfulness"]
-
 _CALLER = "faithfulness"
 Replacement = Literal["mask", "zero", "drop"]
 
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """What becomes of a class when the tokens of highest score go, or stay alone.
+    """Changes of a class when the tokens of highest score go, or stay alone.
 
     Probabilities are those of the class that the model gives the whole text.
 

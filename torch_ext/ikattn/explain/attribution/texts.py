@@ -11,15 +11,6 @@ from torch import Tensor, nn
 from ikattn.explain.attribution._model import takes
 from ikattn.explain.attribution._targets import predicts_next
 
-__all__ = [
-    "Conversation",
-    "encoded",
-    "number_of_text",
-    "taken_by",
-    "target_of_text",
-    "with_first_token",
-]
-
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a chat, each with a "role" and its "content"."""
 

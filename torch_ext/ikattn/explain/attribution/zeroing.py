@@ -20,8 +20,6 @@ from ikattn.explain.attribution._torch import ATTENTION, body_of, first_output, 
 from ikattn.maps.summary import row_shares
 from ikattn.recorder.sums.tensors import first_tensor
 
-__all__ = ["value_zeroing"]
-
 _CALLER = "value_zeroing"
 _KEEPING = ("dropout", "to", "type", "float", "type_as", "view", "reshape", "nan_to_num", "getitem")
 

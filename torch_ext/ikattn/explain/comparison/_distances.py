@@ -15,8 +15,6 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.sequences import AXES
 from ikattn.maps.summary import row_shares
 
-__all__ = ["ROW_MAPS", "Sums", "add_to", "entropy", "mixing_sums", "row_sums", "shares"]
-
 _OTHERS = (name for name, axes in AXES.items() if axes.endswith("LS") and name != "weights")
 ROW_MAPS = ("weights", *_OTHERS)
 Sums = dict[str, Tensor]  # statistics by name, [H] or scalars, float64

@@ -27,8 +27,6 @@ from ikattn.maps.tokens import tokens_of_batch
 from ikattn.nn.selection import Selection
 from ikattn.recorder.entry import record
 
-__all__ = ["compare"]
-
 
 @torch.no_grad()
 def compare(

@@ -24,8 +24,6 @@ from ikattn.maps.recording import Recording
 from ikattn.maps.sequences import SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens
 
-__all__ = ["Comparison", "MapDistance"]
-
 
 @dataclass(frozen=True)
 class MapDistance:

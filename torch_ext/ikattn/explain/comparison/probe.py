@@ -17,8 +17,6 @@ from ikattn.maps.sequences import cut, sequence_count
 from ikattn.nn.selection import Selection
 from ikattn.recorder.entry import record
 
-__all__ = ["Inputs", "MapProbe", "call"]
-
 Inputs: TypeAlias = "Tensor | Mapping[str, Any]"
 """A model's only argument, or its keyword arguments by name."""
 

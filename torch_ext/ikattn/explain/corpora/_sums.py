@@ -14,8 +14,6 @@ from ikattn.explain.comparison._distances import Sums, entropy, shares
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.sequences import AXES
 
-__all__ = ["CELLS", "sums_of_layer"]
-
 CELLS = 16  # rows and columns of a mean map
 _PAIRS_AT_ONCE = 1 << 22  # heads are gone through in pieces of 32 MiB
 

@@ -23,8 +23,6 @@ from ikattn.maps.sequences import SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens, is_special
 from ikattn.maps.words import texts_of, words_of_text
 
-__all__ = ["TOKEN_TYPES", "CorpusMeans", "CorpusSums", "token_types"]
-
 TOKEN_TYPES = ("special", "word", "piece", "punctuation")
 
 _FORMAT = "ikattn corpus sums"

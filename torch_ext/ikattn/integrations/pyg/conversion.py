@@ -16,8 +16,6 @@ from ikattn.integrations.pyg.layers import (
 from ikattn.integrations.pyg.transformer_conv import ImplicitKernelTransformerConv
 from ikattn.nn.kinds import KernelSettings, Kind
 
-__all__ = ["PYG"]
-
 _CONVERTED: Mapping[type[nn.Module], type[GraphAttention]] = {
     GATConv: ImplicitKernelGATConv,
     GATv2Conv: ImplicitKernelGATv2Conv,

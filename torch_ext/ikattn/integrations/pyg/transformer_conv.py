@@ -15,8 +15,6 @@ from ikattn.integrations.pyg.edges import attributes_of, graph_of, with_weights
 from ikattn.integrations.pyg.layers import GraphAttention
 from ikattn.ops.edges import Edges, implicit_kernel_edge_attention, softmax_edge_attention
 
-__all__ = ["ImplicitKernelTransformerConv"]
-
 
 class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: ignore[misc]
     r"""TransformerConv by the implicit kernel, in the paper's form of queries and keys.

@@ -17,8 +17,6 @@ from ikattn.integrations.transformers.interface import calls_interface, import_t
 from ikattn.integrations.transformers.kernels import IMPLICIT
 from ikattn.spectral import Direct, Generator
 
-__all__ = ["CacheKind", "decoding_cache", "feature_layer_of", "state_layer_of"]
-
 CacheKind = Literal["auto", "features", "state"]
 
 # Keys that a layer has handed out, and a weak reference to it.

@@ -17,8 +17,6 @@ from ikattn.ops.key_features import KeyFeatures
 
 transformers = import_transformers()
 
-__all__ = ["FeatureCache", "FeatureCaches", "FeatureLayer", "Measured"]
-
 
 class FeatureLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc, name-defined]
     """Keys and values of one attention layer, and what ``KeyFeatures`` keeps of the keys.

@@ -13,8 +13,6 @@ from ikattn.nn.parameter_groups import parameter_groups
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["optimizers"]
-
 
 def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.Optimizer, None]:
     """Makes what ``Trainer(optimizers=)`` takes, so that frequencies have steps of their own.

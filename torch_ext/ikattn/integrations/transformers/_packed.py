@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Sequences", "given_sequences", "sequences_in"]
-
 # Sequences found in masks, which the layers of a model share.
 _FOUND = WeakTensorKeyDictionary()
 

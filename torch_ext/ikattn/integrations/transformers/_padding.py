@@ -15,8 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn.integrations.transformers.interface import import_transformers
 
-__all__ = ["one_row_for_all", "padding_of_causal", "shown_keys"]
-
 
 class _Padding(NamedTuple):
     """The keys that a mask hides besides causality, and marks to know the mask again."""

@@ -20,7 +20,6 @@ from ikattn.ops.recurrent_state import RecurrentState
 
 transformers = import_transformers()
 
-__all__ = ["StateCache", "StateLayer"]
 
 _HIDDEN = -1e30  # masks of floating-point numbers hide pairs with less
 

@@ -18,11 +18,9 @@ from ikattn.integrations.transformers.interface import (
     is_softmax_on_purpose,
 )
 
-__all__ = ["tell_of_another_kernel", "watch_configs"]
-
 _logger = logging.getLogger("ikattn")
 
-# Whose frames hand a setting on, and did not decide on it.
+# Modules whose frames hand a setting on, and did not decide on it.
 _HANDS_ON = (
     "huggingface_hub.dataclasses",
     "transformers.configuration_utils",

@@ -36,8 +36,6 @@ from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
 
-__all__ = ["register_implicit", "scaled_query"]
-
 _FEW_QUERIES = 8  # that take features from a cache
 
 

@@ -36,8 +36,6 @@ from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.spectral.direct import checked_size
 from ikattn.spectral.factory import SOURCES, check_spectral
 
-__all__ = ["TRANSFORMERS", "from_pretrained", "note_softmax_heads", "settings_of"]
-
 _SETTINGS = "ikattn_implicit"  # in a model's config: the options of convert
 _BEFORE = "_attention_before_ikattn"  # in a model: its attention implementation before convert
 

@@ -21,20 +21,6 @@ from torch import Tensor, nn
 from ikattn._optional import optional
 from ikattn._precision import widened
 
-__all__ = [
-    "Given",
-    "attention_function",
-    "calls_interface",
-    "configs_of",
-    "import_transformers",
-    "is_causal",
-    "is_softmax_on_purpose",
-    "mask_of",
-    "register_attention",
-    "softmax_in_place",
-    "uses_interface",
-]
-
 # The lowest float16: what masks of any type mean by "never" is at most that.
 _LOWEST = -65504.0
 _on_purpose: set[int] = set()  # ids of configs

@@ -19,18 +19,6 @@ from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.spectral import Direct, Ikan, Mikan
 from ikattn.spectral.regularized import Regularized
 
-__all__ = [
-    "IMPLICIT",
-    "KERNELS",
-    "SAVED",
-    "Frequencies",
-    "GeneratedKernel",
-    "ImplicitKernel",
-    "attach_kernel",
-    "detach_kernel",
-    "kernel_of",
-]
-
 IMPLICIT = "ikattn_implicit"  # the attention implementation
 # Its name in saved configs: transformers quotes it where nobody has imported ikattn.
 SAVED = f"{IMPLICIT} (import ikattn, then ikattn.integrations.transformers.from_pretrained)"

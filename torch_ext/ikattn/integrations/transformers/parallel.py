@@ -25,14 +25,6 @@ from ikattn.spectral.shared import check_shareable, shard_frequencies
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "add_to_plans",
-    "check_heads",
-    "register_style",
-    "remove_from_plans",
-    "share_kernel",
-    "share_kernels",
-]
 
 _STYLE = "ikattn_heads"  # in transformers' plans
 

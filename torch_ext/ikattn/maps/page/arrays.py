@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ikattn.maps.files._common import raw_bytes
 
-__all__ = ["Arrays", "as_base64"]
-
 _LAST_CODE = 65534  # 0 is zero, 65535 no finite number
 _NOT_FINITE = 65535
 

@@ -7,8 +7,6 @@ from pathlib import PurePath
 
 from ikattn.maps.layers import Layer
 
-__all__ = ["layer_labels", "short_name", "text_of"]
-
 
 def short_name(model: str) -> str:
     """Returns the model without the directories above its own: a page travels."""

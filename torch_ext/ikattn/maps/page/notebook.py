@@ -10,8 +10,6 @@ from ikattn.maps.page import describe, page_bytes, write_page_to
 from ikattn.maps.page.template import frame
 from ikattn.maps.sequences import AXES
 
-__all__ = ["notebook_view"]
-
 _LARGEST = 2_000_000  # bytes of a page: a notebook keeps every one that it shows in its file
 _ROWS = 12
 _HEIGHT = 720

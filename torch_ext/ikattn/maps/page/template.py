@@ -18,8 +18,6 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 
 from ikattn.maps.page.arrays import Arrays
 
-__all__ = ["Mode", "frame", "template", "write_mode"]
-
 Mode: TypeAlias = Literal["maps", "attribution", "comparison"]
 
 _SCRIPTS: dict[str, tuple[str, ...]] = {
