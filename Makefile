@@ -82,7 +82,7 @@ test-python: $(stamps)/extra-test $(stamps)/minilm $(stamps)/chromium $(stamps)/
 test-sets: $(stamps)/extra-test
 	$(python) tests/instructions.py
 
-# --- Everything: the same parts whole, and what CONTRIBUTING.md lists -------------------------------
+# --- Everything: the same parts whole, and what tests/README.md lists ------------------------------
 
 test-full:
 	@set +e
@@ -115,7 +115,7 @@ full-vision: $(stamps)/integrations
 	rm -rf build/vision
 	$(pip) --no-deps --target build/vision 'timm>=1.0.31' 'torchvision==0.28.*' 'diffusers>=0.42' \
 	  'open_clip_torch>=3.3' ftfy wcwidth
-	PYTHONPATH=build/vision $(pytest) tests/python/recorder/test_record_vision.py \
+	PYTHONPATH=build/vision $(pytest) tests/python/recorder/test_vision_models.py \
 	  tests/python/integrations/test_integrations_timm.py
 
 full-sets: test-sets

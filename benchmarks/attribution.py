@@ -78,7 +78,6 @@ def main() -> None:
     def forward() -> None:
         model(ids, **options)
 
-    print("estimate:", ikattn.explain.estimate(model, given.length, targets=given.span))
     forward()
     for method in given.methods.split(","):
         if method == ("alti_logit" if given.model == "bert" else "alti"):

@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COLOURS = {16: "#1b9e77", 32: "#d95f02", 64: "#7570b3"}
 
-# By number of frequencies, then by length.
+# Ratios by number of frequencies, then by length.
 Ratios = dict[int, dict[int, float]]
 
 
 def of_processor(text: str) -> Ratios:
-    """Of a table by cpu_table.py: the best of each cell."""
+    """Reads a table of cpu_table.py: the best of each cell."""
     heads = re.search(r"^\|  \|(.*)\|$", text, re.MULTILINE)
     assert heads is not None, "the table has no row of lengths"
     lengths = [int(cell.strip().removeprefix("N=")) for cell in heads[1].split("|")]
@@ -43,7 +43,7 @@ def of_processor(text: str) -> Ratios:
 
 
 def of_gpu(text: str) -> Ratios:
-    """Of a page by gpu.py: of several algorithms at one length, the faster one."""
+    """Reads a page of gpu.py: of several algorithms at one length, the faster one."""
     ratios: Ratios = defaultdict(dict)
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         if (width := re.search(r"M = (\d+)", section.splitlines()[0])) is None:

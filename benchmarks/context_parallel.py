@@ -1,4 +1,4 @@
-"""What ranks that share a sequence send, and how much faster they are than one, over gloo.
+"""Traffic of ranks that share a sequence, and their speed over that of one, over gloo.
 
     python benchmarks/context_parallel.py [--length 65536] [--frequencies 16] [--processes 1 2 4]
 
@@ -133,7 +133,7 @@ LINKS = {"NVLink": 450e9, "network": 50e9}  # bytes a second one way
 
 
 def paper() -> None:
-    """What a GPU sends and computes in a forward pass of 16 bits, 8 heads of 64."""
+    """Prints the traffic and work of a GPU in a forward pass of 16 bits, 8 heads of 64."""
     heads, size, element = 8, 64, 2
     print("| GPUs | tokens | M | way | MB sent | ms NVLink | ms network | ms of pairs |")
     for ranks in (8, 64, 512):

@@ -59,14 +59,12 @@ def compare_generation(threads: int) -> None:
     """A small Llama with grouped heads."""
     import transformers
 
-    from ikattn.integrations.transformers import feature_cache, use_implicit_attention
-
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000}
     config = transformers.LlamaConfig(**sizes, max_position_embeddings=8192)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
-    use_implicit_attention(model, num_frequencies=32)
+    ikattn.convert(model, num_frequencies=32)
     print(f"{processor()}, {threads} threads, Llama of 4 layers, E = 512, H = 8, G = 4, M = 32")
     print("| prompt | softmax, ms a token | features kept | made in every call |")
     print("|" + "---|" * 4)
@@ -76,15 +74,16 @@ def compare_generation(threads: int) -> None:
         for _ in range(3):
             for name in found:
                 model.set_attn_implementation("sdpa" if name == "softmax" else "ikattn_implicit")
-                found[name].append(seconds_per_token(model, prompt, name == "kept", feature_cache))
+                found[name].append(seconds_per_token(model, prompt, name == "kept"))
         print(f"| {length} | " + " | ".join(f"{1e3 * min(x):.2f}" for x in found.values()) + " |")
 
 
-def seconds_per_token(model: Any, prompt: Tensor, kept: bool, make_cache: Any) -> float:
-    """Of tokens after the first of them, which makes the features of the prompt."""
+def seconds_per_token(model: Any, prompt: Tensor, kept: bool) -> float:
+    """Times tokens after the first of them, which makes the features of the prompt."""
     import transformers
 
-    cache = make_cache(model) if kept else transformers.DynamicCache(config=model.config)
+    plain = transformers.DynamicCache(config=model.config)
+    cache = ikattn.decoding_cache(model) if kept else plain
     with torch.no_grad():
         for token in (prompt, prompt[:, :1]):
             model(input_ids=token, past_key_values=cache)

@@ -1,7 +1,7 @@
-"""What it costs to have ikattn.MultiheadAttention in nn.MultiheadAttention's place.
+"""The cost of ikattn.MultiheadAttention in nn.MultiheadAttention's place.
 
 export OMP_WAIT_POLICY=passive
-python benchmarks/drop_in.py           # one thread: a training step, weights, tiny calls
+python benchmarks/drop_in.py           # one thread: a training step, tiny calls
 python benchmarks/drop_in.py --memory  # peak memory of need_weights=True, in fresh processes
 """
 
@@ -34,22 +34,6 @@ def compare_steps(seconds: float) -> None:
     x = torch.randn(8, 128, 512)
     rivals = {"ikattn": training_step(ours, x), "stock": training_step(stock, x)}
     show("Training step, E = 512, H = 8, 8 x 128 tokens, dot", interleaved(rivals, seconds))
-
-
-def compare_weights(seconds: float) -> None:
-    stock = nn.MultiheadAttention(512, 8, batch_first=True)
-    ours = ikattn.convert(copy.deepcopy(stock), "dot")
-    x = torch.randn(1, 2048, 512)
-
-    def step(module: nn.Module) -> Callable[[], None]:
-        def call() -> None:
-            output, weights = module(x, x, x)
-            (output.sum() + weights.square().sum()).backward()
-
-        return call
-
-    rivals = {"ikattn": step(ours), "stock": step(stock)}
-    show("Forward + backward with weights, E = 512, H = 8, N = 2048", interleaved(rivals, seconds))
 
 
 def compare_tiny(seconds: float) -> None:
@@ -85,18 +69,11 @@ def many(call: Callable[[], object]) -> Callable[[], None]:
 SETUP = """
     import copy
     stock = torch.nn.MultiheadAttention(512, 8, {dropout}, batch_first=True)
-    ours = ikattn.convert(copy.deepcopy(stock), {kernel!r})
+    ours = ikattn.convert(copy.deepcopy(stock))
     few, x = torch.randn(1, 64, 512), torch.randn(1, {length}, 512)
     def step(module, x):
         output, weights = module(x, x, x)
         (output.sum() + weights.sum()).backward()
-"""
-
-
-# A warm-up of another length that goes the same way.
-COMPILED = """
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True)
-    fewer = torch.randn(1, 1024, 512)
 """
 
 
@@ -106,14 +83,11 @@ def compare_memory(length: int) -> None:
     print(f"heads {8 * one:.0f}")
     for dropout in (0.0, 0.1):
         print(f"dropout {dropout}")
-        for kernel in ("dot", "rbf", "implicit"):
-            setup = SETUP.format(kernel=kernel, length=length, dropout=dropout)
-            used = peak_memory(setup, "step(ours, x)", "step(ours, few)")
-            print(f"  {kernel:10s} {used:9.1f}")
-        print(f"  {'stock':10s} {peak_memory(setup, 'step(stock, x)', 'step(stock, few)'):9.1f}")
-        setup = SETUP.format(kernel="dot", length=length, dropout=dropout) + COMPILED
-        used = peak_memory(setup, "step(compiled, x)", "step(compiled, fewer)")
-        print(f"  {'dot, under torch.compile':25s} {used:9.1f}")
+        setup = SETUP.format(length=length, dropout=dropout)
+        for name in ("ours", "stock"):
+            print(
+                f"  {name:10s} {peak_memory(setup, f'step({name}, x)', f'step({name}, few)'):9.1f}"
+            )
 
 
 def main() -> None:
@@ -127,7 +101,6 @@ def main() -> None:
         compare_memory(2048)
         return
     compare_steps(options.seconds)
-    compare_weights(options.seconds)
     compare_tiny(options.seconds)
 
 

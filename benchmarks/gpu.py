@@ -54,7 +54,7 @@ def said_by(*command: str) -> str | None:
 
 
 def facts(options: argparse.Namespace) -> str:
-    """What a reader must know of the figures."""
+    """The conditions under which the figures were measured."""
     commit = options.commit or said_by("git", "rev-parse", "--short", "HEAD")
     commit = commit or "an unknown commit (--commit names it)"
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, ikattn {ikattn.__version__}"
@@ -82,7 +82,7 @@ class Tee:
 
 
 def milliseconds(call: Call, device: str, times: int = 1) -> float:
-    """Of one call, if it is made so many times."""
+    """Returns the time of one call, if it is made so many times."""
     if device == "cpu":
         start = time.perf_counter()
         for _ in range(times):
@@ -199,7 +199,7 @@ def show_kernels(call: Call, flops: dict[str, float], rate: float) -> None:
 
 
 def flops_without_pairs(tensors: list[Tensor], backward: bool) -> dict[str, float]:
-    """Of the kernels of ``csrc/attention/cuda/linear/linear.h``, padded to whole chunks."""
+    """Counts the work of the kernels of ``linear/linear.h``, padded to whole chunks."""
     q, k, v, w1, _ = tensors
     chunks, columns = 2 * math.ceil(w1.shape[-1] / 16), 64 * math.ceil(v.shape[-1] / 64)
     entries, squares = 128 * chunks * (chunks + 1) * columns, 256 * chunks**2 * columns
@@ -238,7 +238,7 @@ def compare_both(
     dropout: float = 0.0,
 ) -> None:
     """Forward without grad, and the backward alone."""
-    reason = ikattn.why_not_fast(*tensors, is_causal=causal, attn_mask=mask)
+    reason = ikattn.which_kernels(*tensors, is_causal=causal, attn_mask=mask).forward.reason
     said = {"causal": causal, "mask": mask, "with_flex": options.flex, "dropout": dropout}
     name = f"{name}, {options.dtype}{'' if reason is None else f' ({reason})'}"
     with torch.no_grad():
@@ -268,7 +268,7 @@ def compare_both(
 
 
 def show_errors(options: argparse.Namespace) -> None:
-    """Of output and gradients, beside those of the composition in that type."""
+    """Prints errors of output and gradients, beside those of the composition in that type."""
     length = min(512, options.tokens)
     tensors = inputs(options, 1, length, length)
     names = ["output", "grad_query", "grad_key", "grad_value", "grad_w1", "grad_w2"]

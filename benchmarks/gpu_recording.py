@@ -1,4 +1,4 @@
-"""What recording maps costs on a GPU, over the model's forward pass.
+"""The cost of recording maps on a GPU, over the model's forward pass.
 
 python benchmarks/gpu_recording.py            # BERT-base's shape: 32 x 128 and 8 x 512
 python benchmarks/gpu_recording.py --llama    # that of Llama 3.2 1B: 2048 and 8192 tokens

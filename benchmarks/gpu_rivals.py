@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py compares: ikattn's operators, and who else computes the like."""
+"""The operators that benchmarks/gpu.py compares: ikattn's, and those of others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import ikattn
 
 Call = Callable[[], object]
-# What is done before a call is timed, which it returns.
+# Prepares a call to be timed, and returns it.
 Prepare = Callable[[], Call]
 
 SDPA = {
@@ -86,7 +86,7 @@ def stored_in_half(
 
 
 def flex(tensors: list[Tensor], causal: bool, compiled: bool = True) -> Callable[[], Tensor]:
-    """The same attention as FlexAttention over the features, with log(s^2 + eps) + g as its score.
+    """Returns the attention as FlexAttention over features, with log(s^2 + eps) + g as score.
 
     Features and magnitudes are torch's own operators, compiled with it, and gradients go back to
     all five tensors.

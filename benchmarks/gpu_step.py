@@ -30,7 +30,7 @@ def encoder() -> nn.Module:
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """Of one call, of so many after the first three."""
+    """Returns the time of one call, among so many after the first three."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -38,7 +38,7 @@ def ours(edge_index: Tensor, options: argparse.Namespace) -> Callable[[], None]:
     w1, w2 = (
         (0.1 * torch.randn(frequencies, device=options.device)).requires_grad_() for _ in range(2)
     )
-    edges = ikattn.Edges.from_coo(*edge_index, options.nodes)
+    edges = ikattn.ops.Edges.from_coo(*edge_index, options.nodes)
 
     def step() -> None:
         output = ikattn.implicit_kernel_edge_attention(query, key, value, edges, w1, w2)
@@ -53,10 +53,10 @@ def dot(edge_index: Tensor, options: argparse.Namespace) -> Callable[[], None]:
     x = torch.randn(shape, device=options.device, requires_grad=True)
     vector = torch.randn(options.heads, 2 * options.head_dim, device=options.device)
     vector.requires_grad_()
-    edges = ikattn.Edges.from_coo(*edge_index, options.nodes)
+    edges = ikattn.ops.Edges.from_coo(*edge_index, options.nodes)
 
     def step() -> None:
-        output = ikattn.gat_edge_attention(vector, x, x, x, edges, negative_slope=0.2)
+        output = ikattn.ops.gat_edge_attention(vector, x, x, x, edges, negative_slope=0.2)
         torch.autograd.grad(output.sum(), (x, vector))
         wait(options)
 

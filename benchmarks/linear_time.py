@@ -138,7 +138,7 @@ def compare_memory(is_causal: bool) -> None:
 
 
 def feature_rows(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    phi: Tensor = ikattn.spectral_features(x[None, None], w1[None], w2[None])[0, 0]
+    phi: Tensor = ikattn.ops.spectral_features(x[None, None], w1[None], w2[None])[0, 0]
     return phi / (4 * w1.shape[1]) ** 0.5
 
 
@@ -208,7 +208,7 @@ def digits() -> None:
 
 
 def loud_value() -> None:
-    """The same errors where the value of one key, which queries see little of, is a large one."""
+    """Prints the errors where the value of one key, which queries hardly see, is large."""
     torch.manual_seed(2)
     M, d, keys = 16, 64, 4096
     w1, w2 = 0.03 * torch.randn(2, d, M)

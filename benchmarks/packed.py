@@ -1,4 +1,4 @@
-"""What packed sequences cost beside a batch of as many tokens, on the CPU.
+"""The cost of packed sequences beside a batch of as many tokens, on the CPU.
 
 Interleaved medians, as ratios to the dense operator over a batch: forward, and with backward. Of
 sequences of different lengths the batch is padded to the longest, with a bias that hides padding.

@@ -1,4 +1,4 @@
-"""What it costs to check that every recorded layer adds up: BERT-base's shape, on the CPU.
+"""The cost of checking that every recorded layer adds up: BERT-base's shape, on the CPU.
 
 A recorded forward pass with the comparisons, and without: a row of the heads, of the projection, of
 both norms and of the second half is then neither kept nor compared. Where the output of the

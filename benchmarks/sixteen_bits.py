@@ -54,7 +54,7 @@ def milliseconds(calls: dict[str, Callable[[], object]]) -> list[str]:
 
 
 def times() -> list[str]:
-    """What the ratios at the longest length are made of."""
+    """Prints the parts of the ratios at the longest length."""
     given = inputs(LENGTHS[-1], 64, torch.bfloat16)
     text = [line(f"bfloat16, N={LENGTHS[-1]}, ms", "ikattn", "flash"), "|---|---|---|"]
     for name, compose in (("forward", forward), ("forward + backward", both)):

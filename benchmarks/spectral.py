@@ -17,7 +17,7 @@ import torch
 from timing import interleaved, processor
 
 import ikattn
-from ikattn.spectral import SOURCES
+from ikattn.spectral.factory import SOURCES
 
 
 def make_step(source: str, options: argparse.Namespace) -> Callable[[], None]:

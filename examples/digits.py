@@ -206,20 +206,20 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20, help="for each model; default: 20")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training; default: 0")
-    parser.add_argument("--output", type=Path, default="digits_attention.png", help="the picture")
+    picture = Path("build", "digits_attention.png")
+    parser.add_argument("--output", type=Path, default=picture, help="the picture")
     # More of them gain little on tensors this small, and lose much while others use the machine.
     parser.add_argument("--threads", type=int, default=1, help="for torch; default: 1")
     parser.add_argument("--quick", action="store_true", help="1 epoch, and any accuracy will do")
     options = parser.parse_args()
     if options.epochs < 1 or options.threads < 1:
         parser.error("--epochs and --threads must be at least 1")
-    if not options.output.parent.is_dir():
-        parser.error(f"--output: there is no directory {options.output.parent}")
     return options
 
 
 def main() -> None:
     options = parse_options()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     epochs = 1 if options.quick else options.epochs
     digits, validation, test = load_splits()

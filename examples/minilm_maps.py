@@ -32,10 +32,10 @@ import ikattn
 from ikattn.maps import Recording
 
 SENTENCES = (
-    # What "it" means hangs on the last adjective.
+    # The last adjective decides the meaning of "it".
     "The animal did not cross the street because it was too tired.",
     "The animal did not cross the street because it was too wide.",
-    # The same words, read in another order.
+    # Equal words in another order.
     "The dog chased the cat.",
     "The cat chased the dog.",
     # A word with two meanings, and rare words in pieces.
@@ -68,7 +68,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Attention maps of a small pretrained BERT.")
-    parser.add_argument("--output", type=Path, default=Path("minilm_maps"), metavar="DIR")
+    parser.add_argument("--output", type=Path, default=Path("build", "minilm_maps"), metavar="DIR")
     return parser.parse_args()
 
 

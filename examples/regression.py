@@ -36,7 +36,7 @@ from regression_protocol import DATA_SETS, Run, Setting, fit_repeats, load
 KERNELS = {"dot": "softmax", "rbf": "rbf", "implicit": "direct"}
 SERIES = ("airline", "co2")
 
-# What the authors' code gave, unmodified: best epoch, last epoch (the footnote says for how many).
+# Results of the authors' unmodified code: best epoch, last epoch (the footnote has their number).
 AUTHORS = {
     ("airline", "dot", "-"): ("0.138 ± 0.014", "0.149 ± 0.022"),
     ("airline", "implicit", "2"): ("0.100 ± 0.036", "0.140 ± 0.029"),

@@ -1,4 +1,4 @@
-"""What the experiments share: the attentions they compare, a training step, tables and plots."""
+"""Parts that experiments share: the attentions they compare, a training step, tables and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which noise should a trained generator evaluate with? The recall task of initial_width.py.
+"""The noise that a trained generator should evaluate with, by the recall task of initial_width.py.
 
 Loss on fresh sequences, after training with fresh noise in every step: no noise (the mean), fresh
 noise, and fixed points, quasi-random (scrambled Sobol) and pseudo-random, of four seeds each.

@@ -91,7 +91,7 @@ def folder_of(data: Path, marker: str) -> Path:
 
 
 def command_of(run: Run, data: Path, out: Path) -> list[str]:
-    """What to execute."""
+    """The command to execute."""
     marker = MARKERS[run.program]
     given = [] if marker is None else ["--data", str(folder_of(data, marker))]
     options = ["--csv", str(out / f"{run.name}.csv")]

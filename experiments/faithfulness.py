@@ -109,7 +109,7 @@ def rank_correlation(scores: Tensor, others: Tensor, free: Tensor) -> list[float
 
 
 class Measured(NamedTuple):
-    """What a method's scores are worth."""
+    """The worth of a method's scores."""
 
     faithfulness: Faithfulness
     ranks: dict[str, float]  # mean rank correlation with the scores of other methods

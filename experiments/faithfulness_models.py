@@ -100,7 +100,7 @@ def sentiment(folder: Path, attention: str, seed: int, quick: bool, count: int) 
     )
     model = transformers.BertForSequenceClassification(config)
     if attention == "implicit":
-        ikattn.use_implicit_attention(model, num_frequencies=32, seed=0)
+        ikattn.convert(model, num_frequencies=32, seed=0)
     shuffle, generator = np.random.RandomState(seed), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     model.train()

@@ -24,7 +24,7 @@ NO_ATTENTION = "no attention"  # the value takes the place of what attention giv
 
 
 class Cost(NamedTuple):
-    """What a step with one sequence of ListOps takes.
+    """The cost of a step with one sequence of ListOps.
 
     ``times_softmax`` is the step's time over that of softmax attention, of samples in turns;
     ``attention_share`` what of the step would go without attention; ``forward`` and ``backward``
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def value_alone(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-    """What stands in attention's place where the rest of a step is measured."""
+    """A stand-in for attention, to measure the rest of a step."""
     return v
 
 
@@ -63,7 +63,7 @@ def prepare(attention: str, kernel: Kernel, heads: int, length: int) -> Callable
 
 
 def algorithms(kernel: Kernel, heads: int, length: int, size: int) -> tuple[str, str]:
-    """Which algorithm each pass of attention takes: "linear" or "quadratic"; "-" of softmax."""
+    """Returns the algorithm of each pass: "linear" or "quadratic"; "-" for softmax."""
     if kernel.kind != "implicit":
         return "-", "-"
     dim = size // heads

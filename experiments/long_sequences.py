@@ -74,7 +74,7 @@ def kernel_of(attention: str) -> Kernel:
 
 
 def candidates() -> dict[str, Setting]:
-    """What --tune tries, by name: one change at a time."""
+    """Settings that --tune tries, by name: one change at a time."""
     softmax, start = Setting(Kernel("softmax")), Setting(Kernel("implicit", p="learned"))
     kernel = start.kernel
     return {

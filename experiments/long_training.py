@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What may differ between two models of a task."""
+    """Settings that may differ between two models of a task."""
 
     kernel: Kernel
     heads: int = 2
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a model does after so many steps and seconds of training on the process's CPU."""
+    """A model's state after so many steps and seconds of training on the process's CPU."""
 
     part: str  # "validation" or "test"
     step: int

@@ -77,7 +77,7 @@ def new_model(words: int, *, frequencies: int | None, quick: bool) -> Any:
     )
     model = transformers.GPT2LMHeadModel(config)
     if frequencies is not None:
-        ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
+        ikattn.convert(model, p=None, num_frequencies=frequencies, seed=0)
     return model
 
 
@@ -119,7 +119,7 @@ def perplexity(model: Any, blocks: Tensor) -> float:
 
 
 def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str, float, float]]:
-    """What the model is after each step, its perplexity on the test text, CPU seconds in all."""
+    """Yields each step's name, the perplexity on the test text, and CPU seconds in all."""
     steps, tenth = (4, 2) if quick else (STEPS, STEPS // 10)
     test = text.test[:8] if quick else text.test
     model = new_model(text.words, frequencies=None, quick=quick)
@@ -130,7 +130,7 @@ def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str
     train(more, text.training, tenth, rate=RATE_AFTER)
     yield "softmax, a tenth of training more", perplexity(more, test), time.process_time() - begin
     begin = time.process_time()
-    ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
+    ikattn.convert(model, p=None, num_frequencies=frequencies, seed=0)
     yield "converted, as drawn", perplexity(model, test), 0.0
     blocks = text.training[: 2 if quick else 500]
     batches = [{"input_ids": part[:, :-1]} for part in blocks.split(25)]

@@ -171,7 +171,7 @@ def quality(minilm: MiniLm, model: Any, texts: Texts) -> Quality:
 
 
 def probe_accuracy(minilm: MiniLm, model: Any, texts: Texts) -> float:
-    """Per cent right of a logistic regression on embeddings."""
+    """Returns the accuracy of a logistic regression on embeddings, in per cent."""
     training, test = (minilm.embed(model, part) for part in (texts.probe, texts.test))
     weight = torch.zeros(training.size(1) + 1, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100)
@@ -236,7 +236,7 @@ def steps_of(
     """
     model = copy.deepcopy(minilm.original)
     # without a magnitude: exp(|k|^2 / 2 sqrt d) is far from 1 in trained models
-    ikattn.use_implicit_attention(model, p=None, num_frequencies=frequencies, seed=0)
+    ikattn.convert(model, p=None, num_frequencies=frequencies, seed=0)
     yield "as drawn", model, 0.0
     by_length = [batch for _, batch in minilm.batches(unlabelled)]
     batches = [by_length[i] for i in torch.randperm(len(by_length), generator=_seeded()).tolist()]

@@ -84,7 +84,7 @@ def family_of(name: str) -> str:
 
 
 def candidates_of(name: str, size: int, options: argparse.Namespace) -> list[Setting]:
-    """What to try of an attention, with seed 0."""
+    """Settings of an attention to try, with seed 0."""
     kernel = ATTENTIONS[name]
     has_frequencies = kernel.kind == "implicit"
     return [
@@ -181,7 +181,7 @@ def _draw_families(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def print_random() -> None:
-    """What random keys tell of a kernel's room, at the best of three widths."""
+    """Measures a kernel's room by random keys, at the best of three widths."""
     counts = (16, 32, 64, 128, 256, 512, 1024, 2048)
     print("% of values that a kernel with random frequencies recalls, by number of tokens")
     print(f"{'M':>3}{'entries':>9}" + "".join(f"{count:6}" for count in counts))

@@ -55,7 +55,7 @@ class Stage(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is trained. Rates are of Adam; that of kernels is a multiple of the other."""
+    """A training run. Rates are Adam's; that of kernels is a multiple of the other."""
 
     name: str
     kernel: Kernel
@@ -227,7 +227,7 @@ def accuracy_of(model: nn.Module, task: Task, seed: int) -> float:
 
 @torch.no_grad()
 def random_recall(frequencies: int, tokens: int, width: float, repeats: int = 4) -> float:
-    """What a kernel that has learned nothing recalls: the share of values that are read right.
+    """Returns the recall of an untrained kernel: the share of values that are read right.
 
     Random keys, each asked for once, hold random values of VALUES, which are random vectors; the
     answer is the vector most like the output.

@@ -34,7 +34,7 @@ ATTENTION, ORDER = "direct", "2"
 
 
 def features(x: Tensor, w1: Tensor, w2: Tensor | None, *, rounds: bool) -> Tensor:
-    phi = ikattn.spectral_features(x, w1, w2)
+    phi = ikattn.ops.spectral_features(x, w1, w2)
     if not rounds:
         return phi
     return phi + ((phi * LARGEST / 2).round() * 2 / LARGEST - phi).detach()

@@ -25,7 +25,7 @@ ROTARY_BASE = 10_000.0
 
 
 class Kernel(NamedTuple):
-    """Which attention, and its options.
+    """An attention and its options.
 
     kind: "softmax"; "implicit", with M learned frequencies; "rbf", exp(-|q - k|^2 / (2 sqrt d));
         "elu", linear attention of features elu + 1 (Katharopoulos et al. 2020); "taylor", linear
@@ -89,7 +89,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def as_key_bias(hidden: Tensor | None, like: Tensor) -> Tensor:
-    """What is added to the logits of keys, [B or 1, 1, N]: -inf where ``hidden`` [B, N] is True."""
+    """Returns the bias of keys' logits, [B or 1, 1, N]: -inf where ``hidden`` [B, N] is True."""
     bias = like.new_zeros(1 if hidden is None else hidden.size(0), 1, like.size(-2))
     return bias if hidden is None else bias.masked_fill(hidden[:, None, :], -math.inf)
 

@@ -17,10 +17,10 @@ from torch import nn
 import ikattn
 from comparison import describe
 from ikattn.explain.alignment import (
-    GoldAlignments,
+    Alignments,
     Links,
-    alignment_error_rate,
-    read_gold_alignments,
+    alignment_scores,
+    read_alignments,
     word_alignment,
 )
 from parallel_text import Pair, batches, gather, number_pairs, read_pairs
@@ -41,7 +41,7 @@ class AlignmentRow(NamedTuple):
 
 class AlignedPairs(NamedTuple):
     pairs: list[Pair]
-    gold: GoldAlignments
+    gold: Alignments
 
 
 def read_aligned_pairs(directory: Path) -> AlignedPairs:
@@ -54,7 +54,7 @@ def read_aligned_pairs(directory: Path) -> AlignedPairs:
     path = directory / "alignment.talp"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: it is part of {ORIGIN}")
-    gold = read_gold_alignments(path)
+    gold = read_alignments(path, first_index=1)
     if len(gold.sure) != len(pairs):
         raise ValueError(f"{path} must have {len(pairs)} lines, as test.de, got {len(gold.sure)}")
     return AlignedPairs(pairs, gold)
@@ -94,12 +94,13 @@ def words_of(tokenizer: tokenizers.Tokenizer, sentence: str) -> list[int | None]
 
 
 def measure_alignment(
-    found: dict[tuple[str, str, int], list[Links]], gold: GoldAlignments, who: tuple[str, str, int]
+    found: dict[tuple[str, str, int], list[Links]], gold: Alignments, who: tuple[str, str, int]
 ) -> list[AlignmentRow]:
     """Error rates on every second pair, of the layer that does best on the pairs between."""
 
     def error_rate(links: list[Links], first: int) -> float:
-        return alignment_error_rate(links[first::2], gold.sure[first::2], gold.possible[first::2])
+        scores = alignment_scores(links[first::2], gold.sure[first::2], gold.possible[first::2])
+        return scores.error_rate
 
     rows = []
     for kind, setting in dict.fromkeys(key[:2] for key in found):
@@ -121,9 +122,9 @@ def describe_aligned_pairs(aligned: AlignedPairs, train: list[Pair]) -> str:
     for pair in aligned.pairs:
         S, L = len(pair.source.split()), len(pair.target.split())
         diagonal.append({(int((t + 0.5) * S / L), t) for t in range(L)})
-    error = alignment_error_rate(
+    error = alignment_scores(
         diagonal[1::2], aligned.gold.sure[1::2], aligned.gold.possible[1::2]
-    )
+    ).error_rate
     return (
         f"{len(aligned.pairs)} aligned pairs: of their words the training set has {shares[0]:.0f} "
         f"% (source) and {shares[1]:.0f} % (target); linking along the diagonal has the error rate "

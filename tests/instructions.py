@@ -50,7 +50,7 @@ class Run:
 
 
 def own_instructions() -> tuple[str, str]:
-    """What a process takes by itself: instructions, and those for products of 16 bits."""
+    """Returns the instructions that a process takes, and those for products of 16 bits."""
     program = (
         "import torch, ikattn\n"
         "print(torch.ops.ikattn.instruction_set(), torch.ops.ikattn.sixteen_bit_instructions())"

@@ -22,15 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE, PARAGRAPH = 40, 120
-CLEAN = (  # folders and files without fragments; more are added as they become so
-    "csrc/attention/cuda",
-    "csrc/contributions/cuda",
-    "csrc/edge_attention/cuda",
-    "csrc/interpreter",
-    "csrc/support/cuda",
-    "tests/cpp",
-    "tools",
-)
+CLEAN = ("benchmarks", "csrc", "examples", "experiments", "tests", "tools", "torch_ext")
 CODE = (".py", ".h", ".cpp", ".cu")
 FRAGMENT = re.compile(r"(?:Of|The same|Those|As|By|From|So|What|Which)\b(?!-)")
 REST = re.compile(r"(?:Also|And|But|Else|Likewise|Not|Ones|Or|Theirs|Them|They|To|Until|Whose)\b")

@@ -11,8 +11,7 @@
 #include "ikattn/contributions.h"
 #include "support/checks.h"
 
-// Dispatcher functions take every argument by itself. These describe the block around the
-// attention, in the order of the schema and of struct Block.
+// struct Block, spelled out for the dispatcher, in the order of the schema.
 #define IKATTN_BLOCK_PARAMETERS                                                                   \
   const std::optional<at::Tensor>&residual, const std::optional<at::Tensor>&norm_weight,          \
       const std::optional<at::Tensor>&norm_scale, bool norm_centered,                             \
@@ -50,12 +49,12 @@ struct Block {
   std::array<bool, kMaps> maps{};  // which are wanted
 };
 
-// Whether a map treats a query's own pair apart from the others.
+// Tells whether a map treats a query's own pair apart from the others.
 inline bool needs_own_pairs(const Block& block) {
   return block.residual.defined() || block.maps[kMixingRatios];
 }
 
-// Where the weights come from: given, or from query and key.
+// The source of the weights: given, or from query and key.
 struct WeightsSource {
   at::Tensor attn_weights;  // [B, H, L, S]; undefined: from the rest
   at::Tensor query, key, w1, w2;
@@ -80,16 +79,16 @@ struct ContributionSizes {
   int64_t B, H, G, L, S, d_v, D;
 };
 
-// The public function that makes such a call.
+// Returns the name of the public function of such a call.
 const char* name_of(const ContributionCall& call);
 
-// Throws, naming the argument, what was expected and what came.
+// Checks a call. Errors name the argument, what was expected and what was given.
 ContributionSizes check_contributions(const ContributionCall& call);
 constexpr const char* kMapsBackward = "contribution_maps_backward";
-// Of an operator that may be called by itself; what autograd gives is right.
+// Checks a call of the backward operator by a user; calls by autograd are valid.
 ContributionSizes check_contributions_backward(const MapTensors& grad_maps,
                                                const ContributionCall& call);
-// Layout and device only; see support/checks.h.
+// Checks layout and device only; see support/checks.h.
 void check_placement(const ContributionCall& call);
 
 using ContributionMapsSignature = MapTuple(const at::Tensor& attn_weights, const at::Tensor& value,
@@ -108,7 +107,7 @@ using MapsBackwardSignature = std::vector<at::Tensor>(
     bool norm_centered, bool second_norm_centered, int64_t diagonal, std::array<bool, kMaps> maps,
     std::array<bool, kContributionInputs> wanted);
 
-// Typed access to the operators through the dispatcher.
+// Call the operators through the dispatcher.
 MapTensors call_contribution_maps(const ContributionCall& call);
 std::array<at::Tensor, kContributionInputs> call_contribution_maps_backward(
     const MapTensors& grad_maps, const ContributionCall& call,

@@ -9,7 +9,7 @@
 namespace ikattn {
 namespace {
 
-// c [.., M, N], of at most four axes.
+// Computes c [.., M, N], of at most four axes.
 void multiply_on_cpu(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b,
                      bool accumulate) {
   if (c.numel() == 0) return;
@@ -45,7 +45,7 @@ at::Tensor broadcast(const at::Tensor& x, at::IntArrayRef) { return x; }
 
 // --- With a graph, of the first order
 
-// A second derivative would be lost without a word.
+// Fails where a second derivative would be lost silently.
 void assert_first_order() { TORCH_INTERNAL_ASSERT(!at::GradMode::is_enabled()); }
 
 struct ProductFunction : torch::autograd::Function<ProductFunction> {
@@ -129,7 +129,7 @@ at::Tensor summed_to(const at::Tensor& x, at::IntArrayRef sizes) {
     std::vector<int64_t> shape = sum.sizes().vec();
     const int64_t before = c10::multiply_integers(shape.begin(), shape.begin() + axis);
     const int64_t after = c10::multiply_integers(shape.begin() + axis + 1, shape.end());
-    // Products with ones: of the rows where they lie together, else of the columns.
+    // Products with ones sum the rows where these are contiguous, else the columns.
     sum = after == 1 ? product(sum.reshape({before, count}), at::ones({count, 1}, x.options()))
                      : product(at::ones({1, count}, x.options()).expand({before, 1, count}),
                                sum.reshape({before, count, after}));

@@ -7,13 +7,13 @@
 
 namespace ikattn {
 
-// What the maps are made of, for code that serves with and without a graph.
+// The operations of the maps, with and without a graph.
 struct Arithmetic {
-  // a [.., M, K] x b [.., K, N], with the same leading axes, at most two, or b with none; both of
-  // one type, float32 or float64.
+  // Multiplies a [.., M, K] by b [.., K, N], with the same leading axes, at most two, or b with
+  // none; both of one type, float32 or float64.
   at::Tensor (*product)(const at::Tensor& a, const at::Tensor& b);
   at::Tensor (*softmax)(const at::Tensor& logits);  // over the last axis
-  // x where it meets what has these sizes, to which it broadcasts.
+  // Broadcasts x to these sizes.
   at::Tensor (*broadcast)(const at::Tensor& x, at::IntArrayRef sizes);
 };
 
@@ -21,11 +21,11 @@ extern const Arithmetic kTorchArithmetic;  // torch's own, on every kind of tens
 extern const Arithmetic kArithmetic;       // without a graph
 extern const Arithmetic kGraphArithmetic;  // with one, of the first order
 
-// c [M, N] = a b, or with `accumulate` c += a b. Without a graph. On the CPU with up to two leading
-// axes, too, and with a and b of another type than c.
+// Computes c [M, N] = a b, or with `accumulate` adds it. Without a graph. On the CPU also with up
+// to two leading axes, and with a and b of another type than c.
 void multiply_into(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, bool accumulate);
 
-// x summed over the axes that have one element in `sizes`, or none. Without a graph.
+// Sums x over the axes that have one element in `sizes`, or none. Without a graph.
 at::Tensor summed_to(const at::Tensor& x, at::IntArrayRef sizes);
 
 }  // namespace ikattn

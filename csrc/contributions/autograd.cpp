@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "attention/operator/saved_options.h"
 #include "contributions/operators.h"
 #include "contributions/reference.h"
 
@@ -15,7 +16,7 @@ namespace {
 
 class Maps : public torch::autograd::Function<Maps> {
  public:
-  // `present`: the differentiable inputs that are there, for autograd to find; all are in `call`.
+  // `present` has the differentiable inputs that are defined, for autograd; all are in `call`.
   static variable_list forward(AutogradContext* ctx, at::TensorList /*present*/,
                                const ContributionCall& call) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -26,12 +27,7 @@ class Maps : public torch::autograd::Function<Maps> {
     saved.push_back(call.block.query_padding);
     saved.push_back(call.block.key_padding);
     ctx->save_for_backward(saved);
-    const AttentionOptions& options = call.source.options;
-    ctx->saved_data["p"] = options.p;
-    ctx->saved_data["is_causal"] = options.is_causal;
-    ctx->saved_data["enable_gqa"] = options.enable_gqa;
-    ctx->saved_data["eps"] = options.eps;
-    ctx->saved_data["magnitude_scale"] = options.magnitude_scale;
+    save_numbers(ctx, call.source.options);
     ctx->saved_data["scale"] = call.source.scale;
     ctx->saved_data["norm_centered"] = call.block.centered[0];
     ctx->saved_data["second_norm_centered"] = call.block.centered[1];
@@ -57,7 +53,7 @@ class Maps : public torch::autograd::Function<Maps> {
     for (size_t i = 0; i < kContributionInputs; ++i) inputs[i] = *addresses[i];
     const auto wanted = wanted_gradients<kContributionInputs>(ctx, inputs);
     std::array<at::Tensor, kContributionInputs> gradients;
-    // vmap has no loop for an operator that takes a list of tensors.
+    // vmap cannot loop over an operator that takes a list of tensors.
     const bool batched = std::any_of(grads.begin(), grads.end(), is_batched);
     const bool creates_graph = at::GradMode::is_enabled();
     if (creates_graph || batched) {
@@ -89,18 +85,13 @@ class Maps : public torch::autograd::Function<Maps> {
  private:
   static ContributionCall saved_call(AutogradContext* ctx) {
     ContributionCall call;
+    call.source.options = saved_options(ctx, at::Tensor(), at::Tensor(), at::Tensor());
     const variable_list saved = ctx->get_saved_variables();
     const auto targets = differentiable_inputs(call);
     for (size_t i = 0; i < kContributionInputs; ++i) *targets[i] = saved[i];
     Block& block = call.block;
     block.query_padding = saved[kContributionInputs];
     block.key_padding = saved[kContributionInputs + 1];
-    AttentionOptions& options = call.source.options;
-    options.p = ctx->saved_data["p"].toOptional<double>();
-    options.is_causal = ctx->saved_data["is_causal"].toBool();
-    options.enable_gqa = ctx->saved_data["enable_gqa"].toBool();
-    options.eps = ctx->saved_data["eps"].toDouble();
-    options.magnitude_scale = ctx->saved_data["magnitude_scale"].toOptional<double>();
     call.source.scale = ctx->saved_data["scale"].toOptional<double>();
     block.centered = {ctx->saved_data["norm_centered"].toBool(),
                       ctx->saved_data["second_norm_centered"].toBool()};

@@ -16,8 +16,8 @@
 namespace ikattn {
 namespace {
 
-// The gradients of the norms of every variant [B, rows, S] from those of the maps, without the own
-// pairs of the maps that have those apart.
+// Returns the gradients of the norms of every variant [B, rows, S] from those of the maps, without
+// the own pairs of the maps that compute those apart.
 using NormGradients = std::array<at::Tensor, 3>;
 
 inline NormGradients norm_gradients_of(const MapTensors& grads, const Block& block,
@@ -40,7 +40,7 @@ inline NormGradients norm_gradients_of(const MapTensors& grads, const Block& blo
   return result;
 }
 
-// The scales' gradients by all pairs but the own ones: d(n / s) = -n / s^2.
+// Adds the scales' gradients by all pairs but the own ones: d(n / s) = -n / s^2.
 template <typename Device>
 void add_scale_gradients(const at::Tensor& weights, const Keys& keys, const Block& block,
                          const NormGradients& incoming, int64_t i0, const Wanted& wanted,
@@ -60,7 +60,7 @@ void add_scale_gradients(const at::Tensor& weights, const Keys& keys, const Bloc
   for (int n = 1; n >= 0; --n) {
     const at::Tensor& g = incoming[n + 1];
     if (g.defined()) {
-      // What comes in at a pair without norm may be anything.
+      // The incoming gradient of a pair whose norm is 0 may be anything.
       const at::Tensor products = g.mul(norms[n + 1]).masked_fill_(norms[n + 1] == 0, 0);
       const at::Tensor part = summed_to(products, {g.size(0), g.size(1), 1}).squeeze(-1);
       sum = sum.defined() ? sum + part : part;
@@ -70,7 +70,7 @@ void add_scale_gradients(const at::Tensor& weights, const Keys& keys, const Bloc
   }
 }
 
-// The gradients of these maps for the queries [i0, i0 + rows).
+// Returns the gradients of these maps for the queries [i0, i0 + rows).
 inline MapTensors rows_of(const MapTensors& grads, const Block& block, int64_t i0, int64_t rows) {
   MapTensors result;
   for (int map = kSummed; map < kMaps; ++map) {
@@ -80,7 +80,8 @@ inline MapTensors rows_of(const MapTensors& grads, const Block& block, int64_t i
   return result;
 }
 
-// What goes through a query's own pair, and through mixing ratios: to grad_pairs and `totals`.
+// Adds the gradients through a query's own pair, and through mixing ratios, to grad_pairs and
+// `totals`.
 //   given_pairs [B, H, rows], weights of own pairs; with mixing ratios [B, H, rows, S], of all
 inline void add_own_gradients(const at::Tensor& given_pairs, const Keys& keys, const Block& given,
                               const MapTensors& grads, int64_t i0, const Wanted& wanted,
@@ -127,10 +128,10 @@ inline void add_own_gradients(const at::Tensor& given_pairs, const Keys& keys, c
   for (size_t n = first; n < found.size(); ++n) totals.add(places[n - first], found[n], i0);
 }
 
-// What weights are made of, detached: leaves of a graph where they are wanted, by Input.
+// The inputs of weights, detached: leaves of a graph where they are wanted, by Input.
 using SourceLeaves = std::array<at::Tensor, 6>;
 
-// Puts them, of `type`, in the place of the call's own.
+// Replaces the call's inputs by the leaves, converted to `type`.
 inline SourceLeaves source_leaves(ContributionCall& call, at::ScalarType type,
                                   const Wanted& wanted) {
   SourceLeaves leaves;
@@ -146,7 +147,7 @@ inline SourceLeaves source_leaves(ContributionCall& call, at::ScalarType type,
   return leaves;
 }
 
-// The weights of some queries as a graph; the given weights are no leaf but themselves.
+// Returns the weights of some queries as a graph; given weights are their own leaf.
 struct WeightsGraph {
   at::Tensor weights;
   SourceLeaves leaves;
@@ -166,7 +167,7 @@ inline WeightsGraph weights_graph(const ContributionCall& round, at::ScalarType 
   return graph;
 }
 
-// From what a graph makes of its leaves to these.
+// Adds the gradients of the leaves from those of the graph's results.
 inline void add_source_gradients(const torch::autograd::variable_list& made,
                                  const torch::autograd::variable_list& gradients,
                                  const SourceLeaves& of_graph, int64_t i0, Totals& totals) {
@@ -183,7 +184,8 @@ inline void add_source_gradients(const torch::autograd::variable_list& made,
   for (size_t n = 0; n < found.size(); ++n) totals.add(places[n], found[n], i0);
 }
 
-// Through all pairs of some queries but their own: grad_weights is written, the keys' sums grow.
+// Computes all pairs of some queries but their own: writes grad_weights, and adds to the keys'
+// sums.
 template <typename Device>
 void add_pair_gradients(const at::Tensor& weights, const Keys& keys, const Block& block,
                         const NormGradients& incoming, const at::Tensor& grad_weights,
@@ -207,7 +209,7 @@ concept StreamsGradients =
       Device::why_gradients_in_blocks(call, sizes, wanted);
     };
 
-// Through all pairs, with the weights of some queries at a time.
+// Computes all pairs, with the weights of some queries at a time.
 template <typename Device>
 void add_gradients_in_blocks(const ContributionCall& call, const MapTensors& grad_maps,
                              const Keys& keys, const ContributionSizes& sizes, const Wanted& wanted,
@@ -244,7 +246,8 @@ void add_gradients_in_blocks(const ContributionCall& call, const MapTensors& gra
   }
 }
 
-// The outer products of the keys by variant, [B, S, H, H] of `type`; undefined where not wanted.
+// Returns the outer products of the keys by variant, [B, S, H, H] of `type`; undefined where not
+// wanted.
 inline std::array<at::Tensor, 3> matrices_of(const Totals& totals, const ContributionSizes& sizes,
                                              at::ScalarType type) {
   std::array<at::Tensor, 3> matrices;
@@ -257,7 +260,7 @@ inline std::array<at::Tensor, 3> matrices_of(const Totals& totals, const Contrib
   return matrices;
 }
 
-// The outer products of the keys, after all pairs and what they are made of.
+// Returns the outer products of the keys, after the gradients of all pairs and of their inputs.
 template <typename Device>
 std::array<at::Tensor, 3> through_pairs(const ContributionCall& call, const MapTensors& grad_maps,
                                         const ContributionSizes& sizes, at::ScalarType key_type,
@@ -299,8 +302,8 @@ Gradients contribution_gradients_of(const MapTensors& grad_maps, const Contribut
       block.maps[kValueNorms] ? grad_maps[kValueNorms] : at::Tensor();
   block.maps[kValueNorms] = false;  // of the keys only factors are needed
   const at::ScalarType type = arithmetic_type(call);
-  // More vectors than dimensions always depend on each other: where their sum vanishes, all digits
-  // of the outer products are needed.
+  // More vectors than dimensions are always linearly dependent: where their sum vanishes, all
+  // digits of the outer products are needed.
   const at::ScalarType key_type = sizes.H > sizes.D ? at::kDouble : type;
 
   Totals totals;

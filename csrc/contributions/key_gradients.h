@@ -1,5 +1,5 @@
-// What gradients are added up in, and those that pass through the keys: from their outer products,
-// once for all queries, to value, projection and norm weights.
+// The sums of gradients, and the gradients through the keys: from their outer products, once for
+// all queries, to value, projection and norm weights.
 #pragma once
 
 #include "contributions/maps.h"
@@ -10,7 +10,7 @@ namespace {
 using Gradients = std::array<at::Tensor, kContributionInputs>;
 using Wanted = std::array<bool, kContributionInputs>;
 
-// Places in differentiable_inputs().
+// The indices of differentiable_inputs().
 enum Input {
   kWeights = 0,
   kSources = 1,  // of streamed weights: query, key, w1, w2, key_bias, attn_mask
@@ -22,7 +22,7 @@ enum Input {
   kNormScale = 11,
 };
 
-// Of inputs that have an axis over the queries, that axis; else -1.
+// Returns the axis of an input over the queries; -1 where it has none.
 inline int64_t query_axis(size_t input, const at::Tensor& tensor) {
   if (input == kWeights || input == kSources) return 2;
   if (input == kMask) return tensor.dim() >= 2 && tensor.size(-2) != 1 ? tensor.dim() - 2 : -1;
@@ -32,12 +32,12 @@ inline int64_t query_axis(size_t input, const at::Tensor& tensor) {
 inline bool wants_keys(const Wanted& wanted) {
   return wanted[kValue] || wanted[kProjection] || wanted[kNormWeight] || wanted[kNormWeight + 2];
 }
-// Of the maps that something comes in for, whether one treats own pairs apart.
+// Tells whether a map with an incoming gradient treats own pairs apart.
 inline bool needs_own_gradients(const Block& block) {
   return std::any_of(block.maps.begin() + kWithResidual, block.maps.end(), std::identity());
 }
 
-// What is added up over all queries.
+// The sums over all queries.
 struct Totals {
   Gradients inputs;                 // those wanted, in the type of their sums
   std::array<at::Tensor, 3> outer;  // as in PairGradientParams
@@ -51,9 +51,10 @@ struct Totals {
   }
 };
 
-// [B, blocks, triangle(H), 64] of symmetric matrices -> [B, S, H, H]
+// Unpacks symmetric matrices [B, blocks, triangle(H), 64] to [B, S, H, H].
 inline at::Tensor unpacked(const at::Tensor& outer, int64_t H, int64_t S) {
-  // Made where it is used: a copy from the host would wait, and could not be captured in a graph.
+  // The index is made on the device: a copy from the host would wait, and could not be captured in
+  // a graph.
   const at::Tensor heads = at::arange(H, outer.options().dtype(at::kLong));
   const at::Tensor h = at::minimum(heads.unsqueeze(1), heads);
   const at::Tensor k = at::maximum(heads.unsqueeze(1), heads);
@@ -62,7 +63,7 @@ inline at::Tensor unpacked(const at::Tensor& outer, int64_t H, int64_t S) {
   return matrices.reshape({outer.size(0), outer.size(1) * kFactorBlock, H, H}).narrow(1, 0, S);
 }
 
-// Keys that something comes in for, the others zero: what they hold may be NaN.
+// Returns the values of keys with an incoming gradient; the others, which may hold NaN, are zero.
 inline Keys seen_keys(const Keys& keys, const std::array<at::Tensor, 3>& matrices,
                       const at::Tensor& grad_value_norms) {
   const int64_t B = keys.value.size(0), S = keys.value.size(2);
@@ -76,8 +77,8 @@ inline Keys seen_keys(const Keys& keys, const std::array<at::Tensor, 3>& matrice
   return result;
 }
 
-// From the outer products [B, S, H, H], and the gradient of value norms, to value, projection and
-// norm weights: the gradient of f_h(x_j) is sum_k outer_hk f_k(x_j).
+// Adds the gradients of value, projection and norm weights, from the outer products [B, S, H, H]
+// and the gradient of value norms: the gradient of f_h(x_j) is sum_k outer_hk f_k(x_j).
 inline void add_key_gradients(const Keys& keys, const std::array<at::Tensor, 3>& matrices,
                               const Block& block, const ContributionSizes& sizes,
                               const at::Tensor& grad_value_norms, const Wanted& wanted,
@@ -120,7 +121,7 @@ inline void add_key_gradients(const Keys& keys, const std::array<at::Tensor, 3>&
       if (block.centered[n]) gradient.sub_(gradient.mean(-1, true));
     }
     if (grad_value_norms.defined()) {
-      // In float64: squares may leave the range of float32.
+      // The sum is float64, for squares may leave the range of float32.
       const at::Tensor norms =
           at::linalg_vector_norm(vectors, 2, at::IntArrayRef{-1}, false, at::kDouble);
       const at::Tensor incoming =

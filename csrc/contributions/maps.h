@@ -21,7 +21,7 @@
 namespace ikattn {
 namespace {
 
-// What the maps need of the keys, once for all queries. Everything in the arithmetic type.
+// The inputs of the maps from the keys, once for all queries, in the arithmetic type.
 struct Keys {
   at::Tensor value;       // [B, G, S, d_v], zero where padding
   Summands summands;      // of the values, where own pairs are made
@@ -30,7 +30,8 @@ struct Keys {
   std::array<at::Tensor, 2> weights;                         // [D], of the norms
   // [B, blocks, triangle(H), 64]; variants as in FactorParams, undefined where no map needs them
   std::array<at::Tensor, 3> factors;
-  // Whether pairs of given weights follow; of CUDA then what PairParams has of every variant.
+  // Whether pairs of given weights follow; on CUDA `fragments` then has the operands of PairParams
+  // by variant.
   bool wants_fragments = false;
   std::array<at::Tensor, 3> fragments;
   at::Tensor value_norms;  // [B, H, S]
@@ -47,29 +48,29 @@ inline bool needs_variant(const Block& block, int variant) {
   }
 }
 
-// Tokens whose vectors f_h(x_j) torch makes at a time: on the CPU about 2 MiB, read while in cache;
-// on a GPU, where each product is a launch, 128 MiB.
+// Returns the number of tokens whose vectors f_h(x_j) torch computes at a time: on the CPU about 2
+// MiB, read while in cache; on a GPU, where each product is a launch, 128 MiB.
 inline int64_t tokens_at_a_time(const ContributionSizes& sizes, const at::Device& device) {
   const int64_t elements = int64_t{1} << (device.is_cpu() ? 19 : 25);
   const int64_t per_token = std::max<int64_t>(1, sizes.B * sizes.H * sizes.D);
   return std::clamp<int64_t>(elements / per_token, 16, std::max<int64_t>(16, sizes.S));
 }
 
-// What head h takes its vectors of the tokens [j0, j0 + tokens) from, [B * tokens, d_v].
+// Returns the values of head h and the tokens [j0, j0 + tokens), [B * tokens, d_v].
 inline at::Tensor tokens_of(const Keys& keys, const ContributionSizes& sizes, int64_t h, int64_t j0,
                             int64_t tokens) {
   const at::Tensor of_head = keys.value.select(1, h / (sizes.H / sizes.G)).narrow(1, j0, tokens);
   return of_head.reshape({sizes.B * tokens, sizes.d_v});
 }
 
-// vectors [B * tokens, D] = f_h of the tokens [j0, j0 + tokens).
+// Computes vectors [B * tokens, D], f_h of the tokens [j0, j0 + tokens).
 inline void transform(const Keys& keys, const ContributionSizes& sizes, int64_t h, int64_t j0,
                       int64_t tokens, at::Tensor& vectors) {
   multiply_into(vectors, tokens_of(keys, sizes, h, j0, tokens),
                 keys.projection.narrow(1, h * sizes.d_v, sizes.d_v).t(), /*accumulate=*/false);
 }
 
-// All but the factors, value norms and summands.
+// Returns the keys without factors, value norms and summands.
 inline Keys stored_keys(const ContributionCall& call, at::ScalarType type) {
   const Block& block = call.block;
   Keys keys;
@@ -122,7 +123,7 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes, 
   return keys;
 }
 
-// norms[variant] [B, rows, S], for every variant that is there.
+// Computes norms[variant] [B, rows, S] for every variant that is defined.
 inline void set_pairs(PairParams& params, const at::Tensor& weights, const Keys& keys,
                       const Block& block, const std::array<at::Tensor, 3>& norms) {
   params.B = weights.size(0);
@@ -142,7 +143,7 @@ inline void set_pairs(PairParams& params, const at::Tensor& weights, const Keys&
   }
 }
 
-// Multiply-adds of the norms.
+// Returns the multiply-adds of the norms.
 inline double pair_work(const PairParams& params) {
   return static_cast<double>(params.B * params.rows) *
          static_cast<double>(params.S * triangle(params.H) * params.variants);
@@ -158,13 +159,14 @@ void pair_norms(const at::Tensor& weights, const Keys& keys, const Block& block,
 
 // --- A query's own pair, and the sum over the others: vectors [B, rows, D]
 
-// [B, H, rows, *] as [B, G, H / G * rows, *], the rows that meet the same value head together.
+// Returns [B, H, rows, *] as [B, G, H / G * rows, *], with the rows of the same value head
+// together.
 inline at::Tensor by_value_head(const at::Tensor& heads, int64_t G) {
   return heads.reshape({heads.size(0), G, heads.size(1) / G * heads.size(2), heads.size(3)});
 }
 
 inline Summands values_to_weigh(const Keys& keys) {
-  // On the CPU a look costs less than to provide for what is seldom there.
+  // Reading the numbers on the CPU costs less than always handling rare NaN.
   const bool sound = keys.value.is_cpu() && std::isfinite(keys.value.sum().item<double>());
   return sound ? Summands{keys.value, {}} : summands_of(keys.value);
 }
@@ -198,14 +200,15 @@ inline at::Tensor ratio_of(const at::Tensor& own, const at::Tensor& others) {
   return (others / sum).masked_fill_(sum == 0, 0);
 }
 
-// In float64: squares may leave the range of float32.
+// Returns norms in float64, for squares may leave the range of float32.
 inline at::Tensor norms_of(const at::Tensor& vectors, const at::Tensor& padding) {
   at::Tensor norms = at::linalg_vector_norm(vectors, 2, at::IntArrayRef{-1}, false, at::kDouble);
   if (padding.defined()) norms.masked_fill_(padding, 0);
   return norms;
 }
 
-// The maps' own pairs and the mixing ratios of some rows. maps: [B, rows, S], ratios [4, B, rows].
+// Computes the maps' own pairs and the mixing ratios of some rows. maps: [B, rows, S], ratios [4,
+// B, rows].
 //   own_weights [B, H, rows]
 //   others [B, rows, D], overwritten: sums over the other pairs; undefined without mixing ratios
 inline void own_pairs(const at::Tensor& own_weights, at::Tensor others, const Keys& keys,
@@ -238,7 +241,7 @@ inline void own_pairs(const at::Tensor& own_weights, at::Tensor others, const Ke
   }
 }
 
-// What maps need of streamed weights beside norms; undefined where they do not.
+// The inputs of maps from streamed weights beside norms; undefined where not needed.
 struct StreamedRows {
   at::Tensor own;     // [B, H, L], weights of each query for its own key
   at::Tensor others;  // [B, H, L, d_v], sums over the values of all other keys
@@ -249,13 +252,14 @@ concept StreamsPairs = requires(const ContributionCall& call, const Contribution
   Device::why_in_blocks(call, sizes);
 };
 
-// The norms of every variant that the maps want; a map through no norm has those of the first.
+// Returns the norms of every variant that the maps want; a map through no norm has those of the
+// first.
 inline std::array<at::Tensor, 3> norms_in(const MapTensors& maps) {
   const at::Tensor& first = maps[kSummed].defined() ? maps[kSummed] : maps[kWithResidual];
   return {first, maps[kWithNorm], maps[kEncoder]};
 }
 
-// What follows the norms of some rows' pairs.
+// Copies norms to the maps that share them.
 inline void copy_norms(const MapTensors& maps) {
   if (maps[kSummed].defined() && maps[kWithResidual].defined()) {
     maps[kWithResidual].copy_(maps[kSummed]);

@@ -6,7 +6,6 @@
 
 #include "contributions/operators.h"
 #include "contributions/reference.h"
-#include "support/dispatch.h"
 #include "support/memory.h"
 
 namespace ikattn {
@@ -32,18 +31,15 @@ namespace {
   "Tensor? query_padding=None, Tensor? key_padding=None, int diagonal=0, bool[6] maps) -> " \
   "(Tensor value_norms, Tensor summed, Tensor with_residual, Tensor with_norm, "            \
   "Tensor encoder, Tensor mixing_ratios)"
-#define IKATTN_SOURCE_SCHEMA                                                                   \
-  "Tensor? w1=None, Tensor? w2=None, *, float? p=2.0, Tensor? key_bias=None, "                 \
-  "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, bool enable_gqa=False, " \
-  "float eps=1e-05, float? magnitude_scale=None, Tensor? dropout_seed=None, "                  \
-  "float? scale=None, "
+#define IKATTN_SOURCE_SCHEMA \
+  "Tensor? w1=None, Tensor? w2=None, " IKATTN_OPTION_SCHEMA ", float? scale=None, "
 #define IKATTN_GIVEN_ARGUMENTS \
   "(Tensor attn_weights, Tensor value, Tensor out_proj_weight, *, " IKATTN_BLOCK_SCHEMA
 #define IKATTN_STREAMED_ARGUMENTS                                                          \
   "(Tensor query, Tensor key, Tensor value, Tensor out_proj_weight, " IKATTN_SOURCE_SCHEMA \
       IKATTN_BLOCK_SCHEMA
-// inputs: those of a ContributionCall in the order of its gradients, then query_padding and
-// key_padding; gradients that are not wanted are empty
+// The argument `inputs` has the inputs of a ContributionCall in the order of its gradients, then
+// query_padding and key_padding; gradients that are not wanted are empty.
 #define IKATTN_BACKWARD_ARGUMENTS                                                       \
   "(Tensor?[] grad_maps, Tensor?[] inputs, float? p, bool is_causal, bool enable_gqa, " \
   "float eps, float? magnitude_scale, float? scale, bool norm_centered, "               \
@@ -64,7 +60,7 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("streamed_contribution_maps_reference" IKATTN_STREAMED_ARGUMENTS, tags);
 }
 
-// The reference as operators: no kernel of their own, so that every transformation sees through.
+// The reference as operators without kernels, so that every transformation sees through them.
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"contribution_maps_reference", MapsOperator<checked_reference_maps>::given>(m);
   implement<"streamed_contribution_maps_reference", MapsOperator<checked_reference_maps>::streamed>(
@@ -161,21 +157,20 @@ ContributionMaps public_maps(const ContributionCall& call) {
 MapTensors call_contribution_maps(const ContributionCall& call) {
   const WeightsSource& source = call.source;
   if (source.attn_weights.defined()) {
-    static const auto op = find_operator<ContributionMapsSignature>("ikattn::contribution_maps");
-    return tensors_of(op.call(source.attn_weights, call.value, call.out_proj_weight,
-                              IKATTN_BLOCK_FIELDS(call.block)));
+    constexpr Operator<"contribution_maps", ContributionMapsSignature> op;
+    return tensors_of(
+        op(source.attn_weights, call.value, call.out_proj_weight, IKATTN_BLOCK_FIELDS(call.block)));
   }
-  static const auto op = find_operator<StreamedMapsSignature>("ikattn::streamed_contribution_maps");
-  return tensors_of(op.call(source.query, source.key, call.value, call.out_proj_weight,
-                            or_none(source.w1), or_none(source.w2),
-                            IKATTN_OPTION_FIELDS(source.options), source.scale,
-                            IKATTN_BLOCK_FIELDS(call.block)));
+  constexpr Operator<"streamed_contribution_maps", StreamedMapsSignature> op;
+  return tensors_of(op(source.query, source.key, call.value, call.out_proj_weight,
+                       or_none(source.w1), or_none(source.w2), source.options, source.scale,
+                       IKATTN_BLOCK_FIELDS(call.block)));
 }
 
 std::array<at::Tensor, kContributionInputs> call_contribution_maps_backward(
     const MapTensors& grad_maps, const ContributionCall& given,
     std::array<bool, kContributionInputs> wanted) {
-  static const auto op = find_operator<MapsBackwardSignature>("ikattn::contribution_maps_backward");
+  constexpr Operator<"contribution_maps_backward", MapsBackwardSignature> op;
   ContributionCall call = given;
   std::vector<at::Tensor> inputs;
   for (const at::Tensor* input : differentiable_inputs(call)) inputs.push_back(*input);
@@ -184,9 +179,9 @@ std::array<at::Tensor, kContributionInputs> call_contribution_maps_backward(
   inputs.push_back(block.key_padding);
   const AttentionOptions& options = call.source.options;
   const std::vector<at::Tensor> found =
-      op.call(list_of(grad_maps), list_of(inputs), options.p, options.is_causal, options.enable_gqa,
-              options.eps, options.magnitude_scale, call.source.scale, block.centered[0],
-              block.centered[1], block.diagonal, block.maps, wanted);
+      op(list_of(grad_maps), list_of(inputs), options.p, options.is_causal, options.enable_gqa,
+         options.eps, options.magnitude_scale, call.source.scale, block.centered[0],
+         block.centered[1], block.diagonal, block.maps, wanted);
   std::array<at::Tensor, kContributionInputs> gradients;
   for (size_t i = 0; i < kContributionInputs; ++i) {
     if (wanted[i]) gradients[i] = found[i];

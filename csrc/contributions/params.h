@@ -1,5 +1,5 @@
-// What the contribution kernels see of a call: pointers, sizes, strides. No tensor, no torch
-// header. Letters as in include/ikattn/contributions.h.
+// The parameters that the contribution kernels read: pointers, sizes, strides. No tensor, no torch
+// header. The letters are those of include/ikattn/contributions.h.
 #pragma once
 
 #include "support/array.h"
@@ -7,10 +7,10 @@
 
 namespace ikattn {
 
-// Keys of one block lie side by side in the packed factors.
+// The number of keys that are side by side in the packed factors.
 constexpr int64_t kFactorBlock = 64;
 
-// Entries of an upper triangular H x H matrix, row by row.
+// Returns the number of entries of an upper triangular H x H matrix.
 IKATTN_HOST_DEVICE constexpr int64_t triangle(int64_t H) { return H * (H + 1) / 2; }
 
 // The linear part of a normalisation layer: y -> (y - mean y) * weight, or y * weight.
@@ -30,14 +30,14 @@ struct FactorParams {
   void* value_norms = nullptr;  // [B, H, S], compute type; nullptr: not wanted
 };
 
-// From what the vectors are products of.
+// The parameters of factors from values and projection, whose products are the vectors.
 struct FactorsOfTokens : FactorParams {
   int64_t G = 0, d_v = 0;
   Array value{};       // [B, G, S, d_v]
   Array projection{};  // [D, H d_v]
 };
 
-// From the vectors of the tokens [j0, j0 + tokens).
+// The parameters of factors from the vectors of the tokens [j0, j0 + tokens).
 struct FactorsOfVectors : FactorParams {
   int64_t j0 = 0, tokens = 0;
   const void* vectors = nullptr;  // [H, B, tokens, D], contiguous, compute type
@@ -51,14 +51,14 @@ struct PairParams {
   Array key_padding;    // [B, S]
   int variants = 0;
   const void* factors[3] = {nullptr, nullptr, nullptr};
-  // CUDA in float32: the factors once more, as products of Half read them
+  // CUDA in float32: the factors again, as products of float16 read them
   const void* fragments[3] = {nullptr, nullptr, nullptr};
   Array norms[3];  // [B, rows, S], compute type
 };
 
-// The way back, in float64 whatever the maps were computed in: where heads cancel, the direction of
-// their sum errs by what its norm has lost. With n = |R^v_j a_ij| and g its gradient, in `norms`, a
-// pair whose n is not 0 gives
+// The backward, in float64 whatever the type of the maps: where heads cancel, the direction of
+// their sum has the relative error of its norm. With n = |R^v_j a_ij| and g its gradient, in
+// `norms`, a pair whose n is not 0 gives
 //   grad_weights_ij = sum_v g R^v_j^T R^v_j a_ij / n,  outer^v_j += g / n a_ij a_ij^T
 struct PairGradientParams : PairParams {
   Array grad_weights;  // [B, H, rows, S], written

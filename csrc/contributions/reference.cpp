@@ -17,7 +17,7 @@ at::Tensor apply_norm(const at::Tensor& x, const at::Tensor& weight, bool center
   return (centered ? x - x.mean(-1, true) : x) * arithmetic.broadcast(weight, x.sizes());
 }
 
-// sqrt with value and gradient 0 at 0, where rounding may have left less.
+// Returns the square root with value and gradient 0 at 0, and below it, where rounding may lead.
 at::Tensor safe_root(const at::Tensor& square) {
   const at::Tensor none = square <= 0;  // false for NaN
   return at::where(none, at::zeros({}, square.options()),
@@ -30,7 +30,7 @@ at::Tensor zero_where(const at::Tensor& condition, const at::Tensor& x) {
   return at::where(condition, at::zeros({}, x.options()), x);
 }
 
-// Weights [B, H, rows, S], zero where query or key is padding.
+// Returns weights [B, H, rows, S], zero where query or key is padding.
 at::Tensor hide(at::Tensor weights, const Block& block) {
   if (block.query_padding.defined()) {
     weights = zero_where(block.query_padding.unsqueeze(1).unsqueeze(-1), weights);
@@ -41,7 +41,7 @@ at::Tensor hide(at::Tensor weights, const Block& block) {
   return weights;
 }
 
-// bool [rows, S], true where a query meets itself
+// Returns bool [rows, S], true where a query is its own key.
 at::Tensor own_pairs(const at::Tensor& weights, const Block& block) {
   return at::ones({weights.size(2), weights.size(3)}, weights.options().dtype(at::kBool))
       .tril(block.diagonal)
@@ -116,7 +116,7 @@ ContributionCall rows_of(const ContributionCall& call, int64_t i0, int64_t rows)
 
 namespace {
 
-// attn_mask and, with is_causal, the triangle of the source's rows.
+// Returns attn_mask and, with is_causal, the triangle of the source's rows.
 at::Tensor mask_of(const WeightsSource& source) {
   const at::Tensor mask = or_undefined(source.options.attn_mask);
   if (!source.options.is_causal) return mask;
@@ -166,7 +166,7 @@ at::Tensor softmax_weights(const WeightsSource& source, const at::Tensor& mask,
     hidden = hidden.defined() ? hidden.logical_or(by_term) : by_term;
   }
   if (hidden.defined() && rows > 0) {
-    // What a key holds that no row sees does not count, NaN neither.
+    // A key that no row sees does not count, even if it holds NaN.
     const at::Tensor by_head = (hidden.dim() >= 2 ? hidden.all(-2) : hidden).expand({B, H, S});
     key = zero_where(by_head.unflatten(1, {G, H / G}).all(2).unsqueeze(-1), key);
   }
@@ -191,7 +191,7 @@ at::Tensor weights_of(const ContributionCall& call, const Arithmetic& arithmetic
   const at::Tensor mask = mask_of(source);
   if (!source.w1.defined()) return softmax_weights(source, mask, arithmetic);
   const at::ScalarType given = source.query.scalar_type(), type = compute_type(given);
-  // In 16 bits weights would be rounded, which those of softmax are not here.
+  // Weights are not rounded to 16 bits, as those of softmax are not here.
   const auto wide = [&](const at::Tensor& x) {
     return type != given && x.defined() && x.is_floating_point() ? x.to(type) : x;
   };
@@ -249,7 +249,7 @@ ReferenceKeys reference_keys(const ContributionCall& call, const at::Tensor& wei
   if (block.maps[kValueNorms]) {
     keys.value_norms = vector_norms(transformed(keys.value)).transpose(1, 2);
   }
-  // What a key holds that nobody weighs does not count in pairs, nor in their gradients.
+  // A key without weight does not count in pairs, nor in their gradients.
   const at::Tensor unseen = (weights == 0).flatten(1, 2).all(1);
   keys.value = zero_where(unseen.unsqueeze(1).unsqueeze(-1), keys.value);
   at::Tensor vectors = transformed(keys.value);
@@ -318,7 +318,7 @@ MapTensors reference_own_pairs(const at::Tensor& own_weights, const at::Tensor& 
 
 namespace {
 
-// The maps of a call whose weights and keys are there; value_norms is undefined.
+// Returns the maps of a call from its weights and keys; value_norms is undefined.
 //   weights: 0 where hidden
 MapTensors reference_pairs(const at::Tensor& weights, const ReferenceKeys& keys,
                            const Block& block) {
@@ -346,7 +346,7 @@ MapTensors reference_pairs(const at::Tensor& weights, const ReferenceKeys& keys,
 }  // namespace
 
 MapTensors reference_maps(const ContributionCall& call) {
-  // In float64 from the start, which autocast leaves alone, also on the way back.
+  // Everything is float64, which autocast does not change, also in the backward.
   ContributionCall exact = call;
   WeightsSource& source = exact.source;
   for (at::Tensor* tensor : {&source.query, &source.key, &source.w1, &source.w2}) {

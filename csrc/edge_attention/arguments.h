@@ -30,15 +30,15 @@ struct GatAttentionCall {
   EdgeAttentionOptions options;
 };
 
-// Throw, naming the argument, what was expected and what came. Sizes and numbers of nodes are
-// looked at where they are known: not while torch.compile traces, and of nodes not on a GPU.
+// Check a call. Errors name the argument, what was expected and what was given. Sizes are not
+// checked while torch.compile traces, and numbers of nodes not on a GPU.
 void check_edge_attention(const char* function, const EdgeAttentionCall& call);
 void check_gat_attention(const char* function, const GatAttentionCall& call);
 void check_negative_slope(const char* function, bool has_frequencies,
                           const EdgeAttentionOptions& options);
 
-// Whether the numbers in a tensor may be looked at, at no cost but a pass over them: not where
-// somebody traces.
+// Tells whether the numbers in a tensor can be read at no cost but a pass over them: not while a
+// call is traced.
 bool is_readable(const at::Tensor& tensor);
 
 // A call of edge_attention_from_features, the part that has kernels: all floating-point tensors in
@@ -59,29 +59,25 @@ struct EdgeFeatures {
   double negative_slope = 1.0;  // of the LeakyReLU; 1: none
 };
 
-// (output [N_q, H, d_v], weights [E, H] after dropout, log_normalizer float64 [N_q, H])
+// Output [N_q, H, d_v], weights [E, H] after dropout, and log_normalizer, float64 [N_q, H].
 using EdgeResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Devices and, where they are no symbols, types and sizes; of the numbers in rowptr and col, see
-// check_edges.
+// Check devices and, where sizes are no symbols, types and sizes; check_edges checks the numbers in
+// rowptr and col.
 void check_edge_features(const char* function, const EdgeFeatures& call);
 void check_edge_query_gradients(const EdgeFeatures& call, const EdgeResults& results,
                                 const at::Tensor& grad_output, const at::Tensor& grad_weights);
-// That rowptr ascends from 0 to E and that col is in [0, N_k). Both are on the CPU.
+// Checks that rowptr ascends from 0 to E and that col is in [0, N_k). Both are on the CPU.
 void check_edges(const char* function, const at::Tensor& rowptr, const at::Tensor& col,
                  int64_t N_k);
 
-EdgeResults call_from_edge_features(const EdgeFeatures& call);
-
-// The backward pass has two steps. By target: the gradient of query_features, and of every edge,
-// [E, 3, H], the gradient of its logit, that of the product x.y, and its weight after dropout.
+// The results of the first step of the backward, by target: the gradient of query_features, and for
+// every edge, [E, 3, H], the gradients of its logit and of the product x.y, and its weight after
+// dropout.
 using EdgeQueryGradients = std::tuple<at::Tensor, at::Tensor>;
-EdgeQueryGradients call_edge_query_gradients(const EdgeFeatures& call, const at::Tensor& output,
-                                             const at::Tensor& log_normalizer,
-                                             const at::Tensor& grad_output,
-                                             const at::Tensor& grad_weights);
 
-// By source: from what edges give, the gradients of key_features, value and key_logits.
+// The second step, by source: the gradients of key_features, value and key_logits from those of the
+// edges.
 struct EdgeKeyGradientCall {
   at::Tensor of_edges;        // [E, 3, H]
   at::Tensor query_features;  // [N_q, H, F]
@@ -90,7 +86,6 @@ struct EdgeKeyGradientCall {
   c10::SymInt N_k;
 };
 using EdgeKeyGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-EdgeKeyGradients call_edge_key_gradients(const EdgeKeyGradientCall& call);
 void check_edge_key_gradients(const EdgeKeyGradientCall& call);
 
 }  // namespace ikattn

@@ -76,11 +76,11 @@ class FromEdgeFeatures : public torch::autograd::Function<FromEdgeFeatures> {
     } else {
       const at::Tensor grad_output = grads[0].defined() ? grads[0] : at::zeros_like(saved[8]);
       const auto [grad_query, of_edges] =
-          call_edge_query_gradients(call, saved[8], saved[9], grad_output, grads[1]);
+          call_edge_query_gradients(call, saved[8], saved[9], grad_output, or_none(grads[1]));
       gradients[0] = grad_query;
       if (wanted[1] || wanted[2] || wanted[3]) {
         std::tie(gradients[1], gradients[2], gradients[3]) = call_edge_key_gradients(
-            {of_edges, saved[0], grad_output, call.rowptr, call.col, saved[1].sym_size(0)});
+            of_edges, saved[0], grad_output, call.rowptr, call.col, saved[1].sym_size(0));
       }
       if (wanted[4]) {
         gradients[4] = of_edges.select(1, 0);

@@ -42,14 +42,15 @@ void check_index_type(const char* function, const char* name, const at::Tensor& 
   TORCH_CHECK(index.dim() == 1, function, ": ", name, " must have one axis, got ", index.sizes());
 }
 
-// A score may be eps, and exp(logit - largest) as little: their product must not underflow.
+// Checks eps. A score may be eps, and exp(logit - largest) as small: their product must not
+// underflow.
 void check_eps(const char* function, double eps, at::ScalarType type) {
   const double least = type == at::kDouble ? 1e-290 : 1e-30;
   TORCH_CHECK_VALUE(eps >= least, function, ": eps must be at least ", least,
                     type == at::kDouble ? " in float64" : " in float32 arithmetic", ", got ", eps);
 }
 
-// The targets and sources of a call by what the operator calls them, and what all forms share.
+// The targets and sources of a call by their names in the operator, and the arguments of all forms.
 struct Ends {
   const char *function, *target_name, *source_name;
   const at::Tensor &target, &source, &value, &rowptr, &col;
@@ -75,7 +76,7 @@ bool are_placed(const Ends& ends, const at::Tensor* vector) {
                        address(options.edge_bias)});
 }
 
-// Frequencies are for vectors of `size`.
+// Checks frequencies of vectors of `size`.
 void check_ends(const Ends& ends, int64_t size, const char* shape_of_frequencies) {
   const char *function = ends.function, *name = ends.target_name;
   const at::Tensor &target = ends.target, &source = ends.source, &value = ends.value;

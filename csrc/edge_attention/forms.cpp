@@ -25,13 +25,13 @@ using Result = std::tuple<at::Tensor, at::Tensor>;
 
 // --- What the forms share
 
-// [N] or [N, 1] or [N, H], in the arithmetic type, with two axes.
+// Returns [N], [N, 1] or [N, H] in the arithmetic type, with two axes.
 at::Tensor two_axes(const at::Tensor& bias, at::ScalarType type) {
   return (bias.dim() == 1 ? bias.unsqueeze(-1) : bias).to(type);
 }
 
-// What dropout keeps, [E, H]. Edge e is pair (e / 16, e % 16) of a matrix: whole groups of the
-// generator.
+// Returns the mask of dropout, [E, H]. Edge e is pair (e / 16, e % 16) of a matrix, so that groups
+// of the generator are whole.
 at::Tensor kept_edges(const EdgeAttentionOptions& options, const c10::SymInt& E,
                       const c10::SymInt& H) {
   return call_dropout_keep_mask(*options.dropout_seed, 1, H, (E + 15) / 16, 16, options.dropout_p)
@@ -42,8 +42,8 @@ at::Tensor kept_edges(const EdgeAttentionOptions& options, const c10::SymInt& E,
       .contiguous();
 }
 
-// A call, and its nodes: what no edge reads must not reach the arithmetic, where 0 * NaN in the
-// gradient would be NaN.
+// A call with its nodes. A node without a visible edge must not reach the arithmetic, where 0 * NaN
+// in the gradient would be NaN.
 struct Nodes {
   EdgeFeatures edges;   // with the biases as logits
   at::ScalarType type;  // of the arithmetic
@@ -67,11 +67,11 @@ struct Nodes {
   template <typename Seen>
   at::Tensor only(const Seen& seen, const at::Tensor& tensor) const {
     const at::Tensor wide = tensor.to(type);
-    // Where all numbers are finite there is nothing to keep out, and no copy is needed.
+    // No copy is needed where all numbers are finite.
     if (is_readable(wide) && std::isfinite(wide.detach().sum().item<double>())) return wide;
     return at::where(seen().unsqueeze(-1), wide, at::zeros({}, wide.options()));
   }
-  // Whether an edge that is not hidden has the node at its end: [count, H|1].
+  // Tells whether an edge that is not hidden ends at a node: [count, H|1].
   at::Tensor are_seen(const at::Tensor& ends, const c10::SymInt& count) const {
     at::Tensor visible = at::ones_symint({ends.sym_size(0), 1}, ends.options().dtype(type));
     if (key_bias.defined()) {
@@ -120,7 +120,7 @@ Result finish(Nodes& nodes, at::ScalarType stored) {
   return {std::get<0>(results).to(stored), std::get<1>(results).to(stored)};
 }
 
-// [N, H, d] -> [N, H, 2M], in the arithmetic type, which is that of the nodes.
+// Returns features [N, H, 2M] of [N, H, d], in the arithmetic type.
 at::Tensor node_features(const at::Tensor& nodes, const at::Tensor& w1,
                          const std::optional<at::Tensor>& w2) {
   const at::ScalarType type = nodes.scalar_type();
@@ -153,7 +153,8 @@ Result pairs_by_implicit_kernel(const EdgeAttentionCall& call) {
   return finish(nodes, call.query.scalar_type());
 }
 
-// The RBF kernel times the magnitude: softmax attention where the magnitude is of the 2-norm.
+// Computes the RBF kernel times the magnitude: softmax attention where the magnitude is that of the
+// 2-norm.
 Result pairs_by_softmax(const EdgeAttentionCall& call) {
   const EdgeAttentionOptions& options = call.options;
   Nodes nodes = nodes_of(call.query, call.value, call.rowptr, call.col, options);
@@ -172,12 +173,13 @@ Result pairs_by_softmax(const EdgeAttentionCall& call) {
 
 // --- GAT: a learned vector a and the concatenation x = [z_i || z_j] of an edge's ends
 
-// |x|_p^2 from the squared norms of both parts.
+// Returns |x|_p^2 from the squared norms of both parts.
 at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second, double p) {
   const at::Tensor most = at::maximum(first, second), least = at::minimum(first, second);
   if (p == 2) return most + least;
-  // A power's derivative at 0 may be infinite: there it is that of a constant. So it is where the
-  // quotient's would overflow; such a norm is less than the rounding of one that matters.
+  // The derivative of a power at 0 may be infinite: there it is replaced by that of a constant, and
+  // also where the quotient's would overflow. Such a norm is below the rounding error of one that
+  // matters.
   const double least_normal = most.scalar_type() == at::kDouble
                                   ? std::numeric_limits<double>::min()
                                   : static_cast<double>(std::numeric_limits<float>::min());
@@ -188,13 +190,13 @@ at::Tensor joint_squared_norm(const at::Tensor& first, const at::Tensor& second,
   return most * at::pow(1 + power, 2 / p);
 }
 
-// Angles of the learned vector [H, 2d] with frequencies [H, 2d, M], in cycles: [H, M]. Not by
-// matmul, which may round to TF32.
+// Returns the angles of the learned vector [H, 2d] with frequencies [H, 2d, M], in cycles: [H, M].
+// It avoids matmul, which may round to TF32.
 at::Tensor angles_of(const at::Tensor& vector, const at::Tensor& w) {
   return (vector.unsqueeze(-1) * w).sum(-2);
 }
 
-// An angle in cycles without its whole ones.
+// Returns the fraction of an angle in cycles.
 at::Tensor fraction(const at::Tensor& angle) { return angle - angle.detach().round(); }
 
 // The angle of a concatenation is the sum of its parts' angles, u_i + v_j. With t1 and t2 the
@@ -242,7 +244,7 @@ Result gat(const GatAttentionCall& call) {
   };
   if (is_present(call.w1)) {
     edges.eps = options.eps;
-    // Twice the product for two sets of frequencies, whose number the score divides by.
+    // Two sets of frequencies have twice the product, for the score divides by their number.
     take_joint_features(edges, call.vector, target, source, *call.w1, call.w2);
     if (options.p) add_norm(scale, *options.p);
   } else {
@@ -313,29 +315,27 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
 // --- Typed access
 
 Result call_implicit_kernel(const EdgeAttentionCall& call) {
-  static const auto op =
-      find_operator<decltype(implicit_kernel_op)>("ikattn::implicit_kernel_edge_attention");
+  constexpr Operator<"implicit_kernel_edge_attention", decltype(implicit_kernel_op)> op;
   const EdgeAttentionOptions& options = call.options;
-  return op.call(call.query, call.key, call.value, call.rowptr, call.col, *call.w1, call.w2,
-                 options.p, options.key_bias, options.edge_bias, options.dropout_p, options.eps,
-                 options.magnitude_scale, options.dropout_seed);
+  return op(call.query, call.key, call.value, call.rowptr, call.col, *call.w1, call.w2, options.p,
+            options.key_bias, options.edge_bias, options.dropout_p, options.eps,
+            options.magnitude_scale, options.dropout_seed);
 }
 
 Result call_softmax(const EdgeAttentionCall& call) {
-  static const auto op = find_operator<decltype(softmax_op)>("ikattn::softmax_edge_attention");
+  constexpr Operator<"softmax_edge_attention", decltype(softmax_op)> op;
   const EdgeAttentionOptions& options = call.options;
-  return op.call(call.query, call.key, call.value, call.rowptr, call.col, options.p,
-                 options.key_bias, options.edge_bias, options.dropout_p, options.magnitude_scale,
-                 options.dropout_seed, options.negative_slope);
+  return op(call.query, call.key, call.value, call.rowptr, call.col, options.p, options.key_bias,
+            options.edge_bias, options.dropout_p, options.magnitude_scale, options.dropout_seed,
+            options.negative_slope);
 }
 
 Result call_gat(const GatAttentionCall& call) {
-  static const auto op = find_operator<decltype(gat_op)>("ikattn::gat_edge_attention");
+  constexpr Operator<"gat_edge_attention", decltype(gat_op)> op;
   const EdgeAttentionOptions& options = call.options;
-  return op.call(call.vector, call.target, call.source, call.value, call.rowptr, call.col, call.w1,
-                 call.w2, options.p, options.key_bias, options.edge_bias, options.dropout_p,
-                 options.eps, options.magnitude_scale, options.dropout_seed,
-                 options.negative_slope);
+  return op(call.vector, call.target, call.source, call.value, call.rowptr, call.col, call.w1,
+            call.w2, options.p, options.key_bias, options.edge_bias, options.dropout_p, options.eps,
+            options.magnitude_scale, options.dropout_seed, options.negative_slope);
 }
 
 // --- Autocast: nodes in the lower precision; frequencies and biases as they are
@@ -386,12 +386,6 @@ void register_autocast(torch::Library& m) {
 TORCH_LIBRARY_IMPL(ikattn, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
 TORCH_LIBRARY_IMPL(ikattn, Autocast, m) { register_autocast<c10::DeviceType::CUDA>(m); }
 
-void draw_seed_if_needed(EdgeAttentionOptions& options, at::Device device) {
-  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
-    options.dropout_seed = draw_dropout_seed(device);
-  }
-}
-
 }  // namespace
 
 Result implicit_kernel_edge_attention(const at::Tensor& query, const at::Tensor& key,
@@ -400,17 +394,15 @@ Result implicit_kernel_edge_attention(const at::Tensor& query, const at::Tensor&
                                       const std::optional<at::Tensor>& w2,
                                       const EdgeAttentionOptions& options) {
   check_negative_slope("implicit_kernel_edge_attention", /*has_frequencies=*/true, options);
-  EdgeAttentionCall call{query, key, value, rowptr, col, w1, w2, options};
-  draw_seed_if_needed(call.options, query.device());
-  return call_implicit_kernel(call);
+  return call_implicit_kernel(
+      {query, key, value, rowptr, col, w1, w2, with_dropout_seed(options, query.device())});
 }
 
 Result softmax_edge_attention(const at::Tensor& query, const at::Tensor& key,
                               const at::Tensor& value, const at::Tensor& rowptr,
                               const at::Tensor& col, const EdgeAttentionOptions& options) {
-  EdgeAttentionCall call{query, key, value, rowptr, col, {}, {}, options};
-  draw_seed_if_needed(call.options, query.device());
-  return call_softmax(call);
+  return call_softmax(
+      {query, key, value, rowptr, col, {}, {}, with_dropout_seed(options, query.device())});
 }
 
 Result gat_edge_attention(const at::Tensor& vector, const at::Tensor& target,
@@ -418,9 +410,8 @@ Result gat_edge_attention(const at::Tensor& vector, const at::Tensor& target,
                           const at::Tensor& rowptr, const at::Tensor& col,
                           const std::optional<at::Tensor>& w1, const std::optional<at::Tensor>& w2,
                           const EdgeAttentionOptions& options) {
-  GatAttentionCall call{vector, target, source, value, rowptr, col, w1, w2, options};
-  draw_seed_if_needed(call.options, target.device());
-  return call_gat(call);
+  return call_gat({vector, target, source, value, rowptr, col, w1, w2,
+                   with_dropout_seed(options, target.device())});
 }
 
 }  // namespace ikattn

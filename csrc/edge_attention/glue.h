@@ -59,7 +59,7 @@ void describe(const EdgeFeatures& call, EdgeParams<T>& params) {
   params.negative_slope = static_cast<T>(call.negative_slope);
 }
 
-// function(params) with those of the tensor's type.
+// Calls function(params) with the params of the tensor's type.
 template <template <typename> class Params, typename Function>
 void with_params(const at::Tensor& like, const Function& function) {
   if (compute_index(like) == 1) {
@@ -69,8 +69,8 @@ void with_params(const at::Tensor& like, const Function& function) {
   }
 }
 
-// Edges by source: those of source j are the numbers edges[k], and lead to targets[k], for k from
-// colptr[j] up to colptr[j + 1], ascending.
+// Edges by source: source j has the edges edges[k], into targets[k], for k from colptr[j] up to
+// colptr[j + 1], ascending.
 struct BySource {
   at::Tensor colptr, edges, targets;
 };

@@ -1,11 +1,10 @@
-// Schemas of the edge attention operators, their implementation on devices without kernels, vmap,
-// and typed access to the part that has kernels. The whole operators are in forms.cpp.
+// Schemas of the edge attention operators, their implementation on devices without kernels, and
+// vmap. The whole operators are in forms.cpp.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include "edge_attention/operators.h"
 #include "edge_attention/reference.h"
-#include "support/dispatch.h"
 #include "support/memory.h"
 
 namespace ikattn {
@@ -102,7 +101,8 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
   implement<"edge_key_gradients", key_gradients>(m);
 }
 
-// As an operator, which every transformation sees through: what an exported program decomposes to.
+// The reference as an operator, through which every transformation sees; exported programs
+// decompose to it.
 TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"edge_attention_from_features_reference", from_edge_features<checked_reference>>(m);
 }
@@ -112,30 +112,5 @@ TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
 }
 
 }  // namespace
-
-EdgeResults call_from_edge_features(const EdgeFeatures& call) {
-  static const auto op =
-      find_operator<FromEdgeFeaturesSignature>("ikattn::edge_attention_from_features");
-  return op.call(call.query_features, call.key_features, call.value, call.key_logits,
-                 or_none(call.edge_logits), or_none(call.keep), call.rowptr, call.col, call.eps,
-                 call.rescale, call.negative_slope);
-}
-
-EdgeQueryGradients call_edge_query_gradients(const EdgeFeatures& call, const at::Tensor& output,
-                                             const at::Tensor& log_normalizer,
-                                             const at::Tensor& grad_output,
-                                             const at::Tensor& grad_weights) {
-  static const auto op = find_operator<EdgeQueryGradientsSignature>("ikattn::edge_query_gradients");
-  return op.call(call.query_features, call.key_features, call.value, call.key_logits,
-                 or_none(call.edge_logits), or_none(call.keep), call.rowptr, call.col, call.eps,
-                 call.rescale, call.negative_slope, output, log_normalizer, grad_output,
-                 or_none(grad_weights));
-}
-
-EdgeKeyGradients call_edge_key_gradients(const EdgeKeyGradientCall& call) {
-  static const auto op = find_operator<EdgeKeyGradientsSignature>("ikattn::edge_key_gradients");
-  return op.call(call.of_edges, call.query_features, call.grad_output, call.rowptr, call.col,
-                 call.N_k);
-}
 
 }  // namespace ikattn

@@ -1,10 +1,11 @@
-// What the registrations of the operators share.
+// The schemas and signatures of the operators.
 #pragma once
 
 #include "edge_attention/arguments.h"
 #include "support/checks.h"
+#include "support/dispatch.h"
 
-// The arguments of edge_attention_from_features, which edge_query_gradients takes, too.
+// The arguments of edge_attention_from_features, shared with edge_query_gradients.
 #define IKATTN_EDGE_FEATURES_SCHEMA                                                  \
   "Tensor query_features, Tensor key_features, Tensor value, Tensor key_logits, "    \
   "Tensor? edge_logits, Tensor? keep, Tensor rowptr, Tensor col, float? eps=1e-05, " \
@@ -43,7 +44,20 @@ using FromEdgeFeaturesSignature = EdgeResults(IKATTN_EDGE_FEATURES_PARAMETERS);
 using EdgeQueryGradientsSignature = EdgeQueryGradients(IKATTN_EDGE_QUERY_GRADIENTS_PARAMETERS);
 using EdgeKeyGradientsSignature = EdgeKeyGradients(IKATTN_EDGE_KEY_GRADIENTS_PARAMETERS);
 
-// A dispatcher function from one that takes the call as a whole.
+inline auto spelled_out(const EdgeFeatures& call) {
+  return std::make_tuple(call.query_features, call.key_features, call.value, call.key_logits,
+                         or_none(call.edge_logits), or_none(call.keep), call.rowptr, call.col,
+                         call.eps, call.rescale, call.negative_slope);
+}
+
+// The operators as functions, the first two with EdgeFeatures in the place of its fields.
+inline constexpr Operator<"edge_attention_from_features", FromEdgeFeaturesSignature>
+    call_from_edge_features;
+inline constexpr Operator<"edge_query_gradients", EdgeQueryGradientsSignature>
+    call_edge_query_gradients;
+inline constexpr Operator<"edge_key_gradients", EdgeKeyGradientsSignature> call_edge_key_gradients;
+
+// Makes a dispatcher function from one that takes the call as a struct.
 template <EdgeResults (*kResultsOf)(const EdgeFeatures&)>
 EdgeResults from_edge_features(IKATTN_EDGE_FEATURES_PARAMETERS) {
   return kResultsOf({IKATTN_EDGE_FEATURES_VALUES});

@@ -1,4 +1,4 @@
-// What the kernels of edge attention read and write. Arrays are contiguous.
+// The parameters of the kernels of edge attention. Arrays are contiguous.
 #pragma once
 
 #include <stdint.h>
@@ -19,7 +19,7 @@ struct EdgeParams {
   int64_t edge_heads;
   const bool* keep;  // [E, H]; null: all
   T rescale;         // of what is kept
-  // The score of a product s: exp(s) where exponential, else (s / 2F)^2 + eps.
+  // Scores are exp(s) of a product s where exponential, else (s / 2F)^2 + eps.
   bool exponential;
   T eps;
   T negative_slope;  // of the LeakyReLU of an exponential score's logit; 1: none
@@ -32,7 +32,7 @@ struct EdgeForwardParams : EdgeParams<T> {
   double* log_normalizer;  // [N_q, H]; -inf where no edge is seen
 };
 
-// Gradients by target, and of every edge what gradients by source are sums of.
+// Gradients by target, and of every edge the terms of gradients by source.
 template <typename T>
 struct EdgeQueryGradientParams : EdgeParams<T> {
   const T* output;               // [N_q, H, d_v]

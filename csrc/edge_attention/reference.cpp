@@ -7,7 +7,7 @@
 namespace ikattn {
 namespace {
 
-// The largest over the edges of each node; -inf for a node without one. Not differentiable.
+// Returns the largest over the edges of each node; -inf for a node without one. Not differentiable.
 at::Tensor largest_of(const at::Tensor& nodes, const at::Tensor& of_edges,
                       const c10::SymInt& count) {
   c10::SymDimVector sizes(of_edges.sym_sizes().begin(), of_edges.sym_sizes().end());
@@ -34,8 +34,9 @@ at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10
 
 namespace {
 
-// Of every edge: the products [E, H], the score's logarithm plus the logits, -inf where hidden, and
-// of exponential scores the slope of the LeakyReLU, undefined where there is none.
+// For every edge: its target, the products [E, H], the score's logarithm plus the logits, -inf
+// where hidden, and for exponential scores the slope of the LeakyReLU, undefined where there is
+// none.
 struct EdgeLogits {
   at::Tensor target, product, logits, slope;
 };

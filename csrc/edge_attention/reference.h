@@ -14,10 +14,10 @@ EdgeQueryGradients reference_edge_query_gradients(const EdgeFeatures& call,
                                                   const at::Tensor& grad_weights);
 EdgeKeyGradients reference_edge_key_gradients(const EdgeKeyGradientCall& call);
 
-// The node each edge goes to, [E].
+// Returns the target of each edge, [E].
 at::Tensor targets_of(const at::Tensor& rowptr, const at::Tensor& col);
 
-// Sums over the edges of each node: [E, ..] -> [count, ..].
+// Sums over the edges of each node: [E, ..] to [count, ..].
 at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10::SymInt& count);
 
 }  // namespace ikattn

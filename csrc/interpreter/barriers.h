@@ -41,7 +41,7 @@ struct PhaseBarrier {
     join(arriving_, known);
     end();
   }
-  // False: nobody announced so many bytes.
+  // Receives a copy; false: nobody announced so many bytes.
   bool receive(const BulkCopy& copy) {
     bytes_ -= static_cast<int64_t>(copy.bytes.size());
     Known known(static_cast<size_t>(copy.thread) + 1);

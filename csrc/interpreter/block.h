@@ -64,9 +64,9 @@ struct Thread {
   bool value = false;
   std::vector<Copy> copies;  // begun, not committed
   std::deque<std::vector<Copy>> groups;
-  uint32_t fence_clock = 0;        // of the last fence_accesses
-  std::vector<uint32_t> unfenced;  // what it has read since, of 16 bytes each
-  Known known;                     // by phases it waited for
+  uint32_t fence_clock = 0;        // clock of the last fence_accesses
+  std::vector<uint32_t> unfenced;  // its reads since then, by 16 bytes each
+  Known known;                     // accesses that are ordered by the phases it waited for
   uint32_t barrier = 0, parity = 0;
 };
 

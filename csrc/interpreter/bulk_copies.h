@@ -39,7 +39,7 @@ inline void begin_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t 
 struct RowMap {
   const uint16_t* data;
   int64_t sizes[4], strides[4];
-  int rows;  // of a box
+  int rows;  // rows of a box
 };
 
 inline void begin_box(uint32_t to, const RowMap& map, int batch, int head, int row, int column,

@@ -217,7 +217,8 @@ inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsig
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
-// The angle is reduced in cycles before pi, a rounded number, comes in.
+// Computes sine and cosine of pi x. The angle is reduced in cycles before pi, a rounded number,
+// comes in.
 inline void sincospi(double x, double* sine, double* cosine) {
   const double angle = M_PI * (x - 2.0 * rint(0.5 * x));
   *sine = sin(angle);
@@ -238,7 +239,7 @@ inline float __frcp_rn(float x) { return 1.0f / x; }
 // --- Launch
 // -----------------------------------------------------------------------------------------
 
-struct CUstream_st;  // as in CUDA's headers
+struct CUstream_st;  // declared in CUDA's headers, too
 
 namespace ikattn {
 

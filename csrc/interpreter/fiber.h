@@ -16,12 +16,12 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Whatever ran before is forgotten, its frames are not unwound. entry(context) runs at the first
-  // resume().
+  // Starts the fiber: entry(context) runs at the first resume(). Earlier frames are forgotten, not
+  // unwound.
   void start(void (*entry)(void*), void* context);
   // Runs the fiber until it suspends itself or `entry` returns.
   void resume();
-  // Called by the fiber itself.
+  // Suspends the fiber, which calls it itself.
   void suspend() { leave(false); }
 
  private:
@@ -35,7 +35,7 @@ class Fiber {
   char* stack_;
   void (*entry_)(void*) = nullptr;
   void* context_ = nullptr;
-  bool running_ = false;  // from start() until `entry` has returned
+  bool running_ = false;  // true from start() until `entry` has returned
   // Numbers that AddressSanitizer keeps for a stack that is not running.
   void* fake_stack_ = nullptr;
   const void* resumer_stack_ = nullptr;

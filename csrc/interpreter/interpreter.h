@@ -41,10 +41,10 @@ using Place = std::source_location;
 enum class Order { kForward, kReversed, kShuffled };
 inline constexpr Order kEveryOrder[] = {Order::kForward, Order::kReversed, Order::kShuffled};
 
-// The order of later launches; kForward at first. Shuffled is another order in every launch.
+// Sets the order of later launches; kForward at first. Shuffled is another order in every launch.
 void set_order(Order order);
 
-// Per block; what sm_90 has. Set 99 KiB to test for sm_86, 89 and 120.
+// Sets the shared memory of a block, at first sm_90's. Set 99 KiB to test for sm_86, 89 and 120.
 void set_shared_limit(size_t bytes);
 
 // Sets the result of multiprocessors(); 1 at first.
@@ -106,7 +106,8 @@ void begin_copy(uint32_t address, const void* bytes16, Place place);
 void commit_copies();
 void wait_for_copies(int pending_groups);
 
-// Barriers in shared memory, and copies that complete their phases (support/cuda/bulk_copies.h).
+// Emulate barriers in shared memory, and copies that complete their phases
+// (support/cuda/bulk_copies.h).
 void init_barrier(uint32_t barrier, int arrivals, Place place);
 void fence_barriers();
 void arrive(uint32_t barrier, uint32_t bytes, Place place);
@@ -114,7 +115,7 @@ void wait_for_phase(uint32_t barrier, uint32_t parity, Place place);
 void begin_bulk_copy(uint32_t address, std::vector<unsigned char> bytes, uint32_t alignment,
                      uint32_t barrier, Place place);
 
-// Products of warpgroups that nobody waited for (warpgroups.cpp); called as a block begins.
+// Forgets products of warpgroups that nobody waited for (warpgroups.cpp); called as a block begins.
 void forget_products();
 
 // Stops the launch with this message. Throws where a kernel calls it, so that its frames unwind;

@@ -31,7 +31,7 @@ Element element_of_a16(int lane, int i) {
 Element element_of_a32(int lane, int i) { return {lane / 4 + 8 * (i % 2), lane % 4 + 4 * (i / 2)}; }
 Element element_of_c(int lane, int i) { return {lane / 4 + 8 * (i / 2), 2 * (lane % 4) + i % 2}; }
 
-// c[16][8] += a[16][K] b[K][8], in order of k.
+// Adds a[16][K] b[K][8] to c[16][8], in order of k.
 template <int K>
 void multiply_add(const float (&a)[16][K], const float (&b)[K][8], void* const* arguments) {
   float c[16][8];

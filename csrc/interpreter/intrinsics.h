@@ -97,7 +97,7 @@ inline uint32_t pack_bf16x2(float low, float high) {
   return to_bfloat16(low).bits | uint32_t{to_bfloat16(high).bits} << 16;
 }
 
-// In double the product is exact, and the sum rounded once more only by float.
+// Computes x y + z: in double the product is exact, and the sum rounded once more only by float.
 inline uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
   const auto number = [](uint32_t bits) {
     return static_cast<double>(to_float(BFloat16{static_cast<uint16_t>(bits)}));
@@ -107,7 +107,7 @@ inline uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
   return pack_bf16x2(static_cast<float>(low), static_cast<float>(high));
 }
 
-// The product of two numbers of Half is one of float.
+// Multiplies numbers of Half, whose product is one of float.
 inline uint32_t multiply_f16x2(uint32_t x, uint32_t y) {
   const auto half = [](uint32_t bits) { return to_float(Half{static_cast<uint16_t>(bits)}); };
   return pack_f16x2(half(x) * half(y), half(x >> 16) * half(y >> 16));

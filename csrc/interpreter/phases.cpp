@@ -69,7 +69,7 @@ void Interpreter::expect_released(uint32_t address, uint32_t count, int except, 
                                   Place place) {
   for (int warp = 0; warp * kWarp < threads_; ++warp) {
     if (warp == except) continue;
-    uint32_t known = clock_;  // of all its threads
+    uint32_t known = clock_;  // smallest clock of all its threads
     for (int t = warp * kWarp; t < std::min(threads_, (warp + 1) * kWarp); ++t) {
       known = std::min(known, known_to(current_, t));
     }

@@ -24,7 +24,7 @@ bool Interpreter::is_ordered(uint32_t clock, uint16_t by, uint16_t thread) const
 uint32_t Interpreter::known_to(int thread, int of) const {
   if (thread == of) return clock_;
   const uint32_t of_warp = thread / kWarp == of / kWarp ? warp_synced_[of / kWarp] : 0;
-  const uint32_t synced = std::max(block_synced_, of_warp);  // what is before it
+  const uint32_t synced = std::max(block_synced_, of_warp);  // accesses before it are ordered
   return std::max(synced - 1, pool_[thread]->known[static_cast<size_t>(of)]);
 }
 
@@ -99,7 +99,7 @@ inline void Interpreter::check_write(Cell& cell, uint16_t thread, bool atomic, u
   cell.by_tma = false;
 }
 
-// Where the bytes are, or nullptr after an error.
+// Returns the bytes, or nullptr after an error.
 unsigned char* Interpreter::access(int thread, Access kind, uint32_t address, uint32_t bytes,
                                    uint32_t alignment, Place place) {
   if (!error_.empty()) return nullptr;

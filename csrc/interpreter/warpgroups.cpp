@@ -12,9 +12,9 @@ namespace ikattn::interpreter {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kRowBytes = 32;  // of an operand, along the inner axis
+constexpr int kRowBytes = 32;  // bytes of an operand's row, along the inner axis
 
-// Numbers along the inner axis.
+// Returns how many numbers there are along the inner axis.
 int inner_of(const Product& product) { return product.type == ProductType::kInt8 ? 32 : 16; }
 
 // Sums on their way, by lane; those that belong to several products are one. Those of integers are
@@ -30,7 +30,7 @@ struct Begun {
 struct Warp {
   std::vector<Begun> begun;  // not committed
   std::deque<std::vector<Begun>> groups;
-  std::map<const void*, std::weak_ptr<Sums>> under_way;  // by the first lane's registers
+  std::map<const void*, std::weak_ptr<Sums>> under_way;  // keyed by the first lane's registers
 };
 std::map<int, Warp> warps;
 
@@ -38,10 +38,10 @@ std::map<int, Warp> warps;
 struct Operand {
   uint64_t descriptor;
   int rows, bytes;
-  int first_row = 0;  // of those that are read
+  int first_row = 0;  // the first row that is read
 };
 
-// Where a byte lies: the 16-byte chunk of an address is transposed by its row of 128 bytes.
+// Returns where a byte lies: the 16-byte chunk of an address is swizzled by its row of 128 bytes.
 uint32_t place_of(const Operand& operand, int row, int along) {
   const auto start = static_cast<uint32_t>((operand.descriptor & 0x3fff) << 4);
   const auto atom = static_cast<uint32_t>(operand.descriptor >> 32 & 0x3fff) << 4;
@@ -51,7 +51,7 @@ uint32_t place_of(const Operand& operand, int row, int along) {
   return flat ^ (flat >> 7 & 7) << 4;
 }
 
-// The numbers in bytes.
+// Appends the numbers in bytes.
 void append(const unsigned char* from, int bytes, ProductType type, std::vector<float>& numbers) {
   if (type == ProductType::kInt8) {
     for (int i = 0; i < bytes; ++i) numbers.push_back(static_cast<int8_t>(from[i]));
@@ -65,7 +65,7 @@ void append(const unsigned char* from, int bytes, ProductType type, std::vector<
   }
 }
 
-// The numbers of all rows, by chunks of 16 bytes, read as the lanes in turn; false after an error.
+// Reads the numbers of all rows, by chunks of 16 bytes, as the lanes in turn; false after an error.
 bool read(const Operand& operand, ProductType type, Place place, std::vector<float>& numbers) {
   // Transposed in rows of 128 bytes, whose period begins at a multiple of 1024; the fields between
   // are those of operands of at most 64 columns.

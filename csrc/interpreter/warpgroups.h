@@ -17,7 +17,7 @@ constexpr ProductType kProductType =
 // Product as one lane begins it.
 struct Product {
   void* sums;         // float; of kInt8 int32_t
-  int count;          // of them; the product has twice as many columns
+  int count;          // registers; the product has twice as many columns
   const uint32_t* a;  // nullptr: at shared_a
   uint64_t shared_a, b;
   bool accumulate, b_by_rows;
@@ -39,7 +39,7 @@ void begin_transposed_product(float (&d)[32], uint64_t a, uint64_t b, bool accum
 
 }  // namespace interpreter
 
-// Bytes of both, the lower one's first, by the digits of the selector.
+// Selects bytes of both, the lower one's first, by the digits of the selector.
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   uint32_t result = 0;

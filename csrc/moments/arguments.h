@@ -8,8 +8,9 @@
 #include <tuple>
 
 #include "ikattn/moments.h"
+#include "support/dispatch.h"
 
-// The arguments of each operator, which the one that only checks them takes, too.
+// The schema of each operator, shared with the operator that only checks its arguments.
 #define IKATTN_KEY_MOMENTS_SCHEMA "(Tensor key_features, Tensor logits, Tensor value)"
 #define IKATTN_ADD_KEY_MOMENTS_SCHEMA                                               \
   "(Tensor(a!) moments, Tensor(b!) reference, Tensor key_features, Tensor logits, " \
@@ -67,34 +68,17 @@ using CausalBackwardSignature =
                 const at::Tensor& reference, const at::Tensor& output,
                 const at::Tensor& log_normalizer, double eps, std::array<bool, 5> wanted);
 
-// Typed access to the operators through the dispatcher.
-TwoTensors call_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
-                            const at::Tensor& value);
-void call_add_key_moments(at::Tensor& moments, at::Tensor& reference,
-                          const at::Tensor& key_features, const at::Tensor& logits,
-                          const at::Tensor& value);
-ThreeTensors call_key_moments_backward(const at::Tensor& grad_moments,
-                                       const at::Tensor& key_features, const at::Tensor& logits,
-                                       const at::Tensor& value, const at::Tensor& reference,
-                                       std::array<bool, 3> wanted);
-TwoTensors call_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
-                             const at::Tensor& reference, double eps);
-TwoTensors call_from_moments_backward(const at::Tensor& grad_output,
-                                      const at::Tensor& query_features, const at::Tensor& moments,
-                                      const at::Tensor& reference, const at::Tensor& output,
-                                      const at::Tensor& log_normalizer, double eps,
-                                      std::array<bool, 2> wanted);
-
-FourTensors call_causal(const at::Tensor& query_features, const at::Tensor& key_features,
-                        const at::Tensor& logits, const at::Tensor& value,
-                        const at::Tensor& moments, const at::Tensor& reference, double eps);
-FiveTensors call_causal_backward(const at::Tensor& grad_output,
-                                 const std::optional<at::Tensor>& grad_all_moments,
-                                 const at::Tensor& query_features, const at::Tensor& key_features,
-                                 const at::Tensor& logits, const at::Tensor& value,
-                                 const at::Tensor& moments, const at::Tensor& reference,
-                                 const at::Tensor& output, const at::Tensor& log_normalizer,
-                                 double eps, std::array<bool, 5> wanted);
+// The operators as functions.
+inline constexpr Operator<"key_moments", KeyMomentsSignature> call_key_moments;
+inline constexpr Operator<"add_key_moments_", AddKeyMomentsSignature> call_add_key_moments;
+inline constexpr Operator<"key_moments_backward", KeyMomentsBackwardSignature>
+    call_key_moments_backward;
+inline constexpr Operator<"attention_from_moments", FromMomentsSignature> call_from_moments;
+inline constexpr Operator<"attention_from_moments_backward", FromMomentsBackwardSignature>
+    call_from_moments_backward;
+inline constexpr Operator<"causal_attention_from_moments", CausalSignature> call_causal;
+inline constexpr Operator<"causal_attention_from_moments_backward", CausalBackwardSignature>
+    call_causal_backward;
 
 // Sizes of a checked call.
 struct KeyMomentsSizes {
@@ -109,8 +93,8 @@ struct CausalSizes {
   KeyMomentsSizes keys;
 };
 
-// Throw, naming the argument, what was expected and what came. Of a call whose sizes are symbols of
-// torch.compile the functions *_call look at layouts and devices only.
+// Check a call. Errors name the argument, what was expected and what was given. Where sizes are
+// symbols of torch.compile the functions *_call check layouts and devices only.
 KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                                   const at::Tensor& value, const char* function = "key_moments");
 void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& logits,

@@ -1,5 +1,5 @@
-// The Autograd key of the operators of moments. References and normalizers are constants: what they
-// add to logarithms cancels in every attention.
+// The Autograd key of the operators of moments. References and normalizers are constants, for they
+// cancel in every attention.
 #include "support/autograd.h"
 
 #include <ATen/ATen.h>
@@ -154,7 +154,7 @@ void add_key_moments_autograd(at::Tensor& moments, at::Tensor& reference,
                   !any_transformed({&moments, &key_features, &logits, &value}, {}),
               "add_key_moments_: no gradient would reach what requires one; call it under "
               "torch.no_grad(), or key_moments and merge_moments");
-  // Before anything is written: afterwards torch would refuse it.
+  // This is checked before anything is written, where torch would refuse only afterwards.
   TORCH_CHECK(
       c10::InferenceMode::is_enabled() || (!moments.is_inference() && !reference.is_inference()),
       "add_key_moments_: moments and reference must be ordinary tensors outside of "

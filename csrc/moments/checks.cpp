@@ -1,5 +1,5 @@
-// Argument checks of the operators of moments, and operators that do nothing else: what every fake
-// kernel begins with.
+// Argument checks of the operators of moments, and operators that only check, with which fake
+// kernels start.
 #include "support/checks.h"
 
 #include <ATen/ATen.h>

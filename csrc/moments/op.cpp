@@ -1,5 +1,5 @@
-// Schemas of the operators of moments, the operators where no kernel is, typed access, the public
-// C++ functions, autocast.
+// Schemas of the operators of moments, their references, vmap, autocast, and the public C++
+// functions.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -7,7 +7,6 @@
 #include "moments/arguments.h"
 #include "moments/reference.h"
 #include "support/checks.h"
-#include "support/dispatch.h"
 #include "support/memory.h"
 
 namespace ikattn {
@@ -98,27 +97,6 @@ TORCH_LIBRARY_IMPL(ikattn, CompositeImplicitAutograd, m) {
   implement<"merge_moments", merge_moments_op>(m);
 }
 
-void composed_add_key_moments(at::Tensor& moments, at::Tensor& reference,
-                              const at::Tensor& key_features, const at::Tensor& logits,
-                              const at::Tensor& value) {
-  check_add_key_moments(moments, reference, key_features, logits, value);
-  const auto [own, own_reference] = composed_key_moments(key_features, logits, value);
-  const auto [sums, largest] = reference_merged(moments, reference, own, own_reference);
-  moments.copy_(sums);
-  reference.copy_(largest);
-}
-
-// Devices without kernels.
-TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
-  implement<"key_moments", composed_key_moments>(m);
-  implement<"add_key_moments_", composed_add_key_moments>(m);
-  implement<"key_moments_backward", composed_key_moments_backward>(m);
-  implement<"attention_from_moments", composed_from_moments>(m);
-  implement<"attention_from_moments_backward", composed_from_moments_backward>(m);
-  implement<"causal_attention_from_moments", composed_causal>(m);
-  implement<"causal_attention_from_moments_backward", composed_causal_backward>(m);
-}
-
 // vmap: the reference instead of a loop over the batch.
 TORCH_LIBRARY_IMPL(ikattn, FuncTorchBatchedDecomposition, m) {
   implement<"key_moments", key_moments_reference_op>(m);
@@ -164,64 +142,6 @@ TORCH_LIBRARY_IMPL(ikattn, AutocastCPU, m) { Autocast<c10::DeviceType::CPU>::reg
 TORCH_LIBRARY_IMPL(ikattn, Autocast, m) { Autocast<c10::DeviceType::CUDA>::register_in(m); }
 
 }  // namespace
-
-TwoTensors call_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
-                            const at::Tensor& value) {
-  static const auto op = find_operator<KeyMomentsSignature>("ikattn::key_moments");
-  return op.call(key_features, logits, value);
-}
-
-void call_add_key_moments(at::Tensor& moments, at::Tensor& reference,
-                          const at::Tensor& key_features, const at::Tensor& logits,
-                          const at::Tensor& value) {
-  static const auto op = find_operator<AddKeyMomentsSignature>("ikattn::add_key_moments_");
-  op.call(moments, reference, key_features, logits, value);
-}
-
-ThreeTensors call_key_moments_backward(const at::Tensor& grad_moments,
-                                       const at::Tensor& key_features, const at::Tensor& logits,
-                                       const at::Tensor& value, const at::Tensor& reference,
-                                       std::array<bool, 3> wanted) {
-  static const auto op = find_operator<KeyMomentsBackwardSignature>("ikattn::key_moments_backward");
-  return op.call(grad_moments, key_features, logits, value, reference, wanted);
-}
-
-TwoTensors call_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
-                             const at::Tensor& reference, double eps) {
-  static const auto op = find_operator<FromMomentsSignature>("ikattn::attention_from_moments");
-  return op.call(query_features, moments, reference, eps);
-}
-
-TwoTensors call_from_moments_backward(const at::Tensor& grad_output,
-                                      const at::Tensor& query_features, const at::Tensor& moments,
-                                      const at::Tensor& reference, const at::Tensor& output,
-                                      const at::Tensor& log_normalizer, double eps,
-                                      std::array<bool, 2> wanted) {
-  static const auto op =
-      find_operator<FromMomentsBackwardSignature>("ikattn::attention_from_moments_backward");
-  return op.call(grad_output, query_features, moments, reference, output, log_normalizer, eps,
-                 wanted);
-}
-
-FourTensors call_causal(const at::Tensor& query_features, const at::Tensor& key_features,
-                        const at::Tensor& logits, const at::Tensor& value,
-                        const at::Tensor& moments, const at::Tensor& reference, double eps) {
-  static const auto op = find_operator<CausalSignature>("ikattn::causal_attention_from_moments");
-  return op.call(query_features, key_features, logits, value, moments, reference, eps);
-}
-
-FiveTensors call_causal_backward(const at::Tensor& grad_output,
-                                 const std::optional<at::Tensor>& grad_all_moments,
-                                 const at::Tensor& query_features, const at::Tensor& key_features,
-                                 const at::Tensor& logits, const at::Tensor& value,
-                                 const at::Tensor& moments, const at::Tensor& reference,
-                                 const at::Tensor& output, const at::Tensor& log_normalizer,
-                                 double eps, std::array<bool, 5> wanted) {
-  static const auto op =
-      find_operator<CausalBackwardSignature>("ikattn::causal_attention_from_moments_backward");
-  return op.call(grad_output, grad_all_moments, query_features, key_features, logits, value,
-                 moments, reference, output, log_normalizer, eps, wanted);
-}
 
 KeyMoments key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                        const at::Tensor& value) {

@@ -1,5 +1,5 @@
-// What the kernels of moments see of a call: pointers, sizes, strides. No torch header.
-// Letters as in include/ikattn/moments.h.
+// The parameters that the kernels of moments read: pointers, sizes, strides. No torch header. The
+// letters are those of include/ikattn/moments.h.
 #pragma once
 
 #include "support/array.h"
@@ -37,8 +37,8 @@ struct FromMomentsParams {
 };
 
 // Causal attention of tokens to themselves and to the keys before, whose moments `queries` has.
-// `keys` are the tokens', with the moments of those before and theirs; in the backward with the
-// gradient of these, which may be absent.
+// `keys` has the keys of the tokens, and the moments of all keys; in the backward the gradient of
+// these, which may be absent.
 struct CausalParams {
   FromMomentsParams queries{};
   KeyMomentsParams keys{};

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kLeastEps = 1e-6;  // whose share of a sum float32 still holds to some per cent
 
-// Each head once for every one of `heads` that it serves.
+// Repeats each head for every one of `heads` that it serves.
 at::Tensor to_heads(const at::Tensor& tensor, int64_t axis, int64_t heads) {
   const int64_t own = tensor.size(axis);
   return own == heads ? tensor : tensor.repeat_interleave(heads / own, axis);

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +11,7 @@
 #include "support/autograd.h"
 #include "support/checks.h"
 #include "support/exact_arithmetic.h"
+#include "support/memory.h"
 
 namespace ikattn {
 namespace {
@@ -29,7 +31,7 @@ at::Tensor sum_heads(const at::Tensor& tensor, int64_t K) {
   return tensor.unflatten(1, {K, static_size(tensor, 1) / K}).sum(2);
 }
 
-// Query heads of a group as more queries of one head: [B, H, L, ..] becomes [B, K, H / K L, ..].
+// Joins query heads of a group as more queries of one head: [B, H, L, ..] to [B, K, H / K L, ..].
 at::Tensor by_key_head(const at::Tensor& tensor, int64_t K) {
   return tensor.unflatten(1, {K, static_size(tensor, 1) / K}).flatten(2, 3);
 }
@@ -66,7 +68,8 @@ struct Products {
   at::Tensor
       counts;  // [E], how often a query counts an entry, times (2 F)^-2; of the last one: eps
 
-  // units: heads whose products exist at a time; 0: those of all tokens, as a graph needs them.
+  // units is the number of heads whose products exist at a time; 0: all tokens at once, as a graph
+  // needs them.
   Products(const at::Tensor& like, int64_t units, double eps = 0) : F(static_size(like, -1)) {
     const auto index = like.options().dtype(at::kLong);
     const int64_t M = F / 2, count = F * M + M;
@@ -295,7 +298,7 @@ FourTensors pair_gradients(const at::Tensor& grad_output, const at::Tensor& quer
 // Returns the tokens of a block of a causal call, whose pairs are at most 2^24 numbers.
 int64_t causal_block(const FromMomentsSizes& sizes) {
   const double heads = static_cast<double>(std::max<int64_t>(1, sizes.B * sizes.H));
-  return std::clamp<int64_t>(static_cast<int64_t>(4096 / std::sqrt(heads)), 64, 1024);
+  return std::clamp<int64_t>(static_cast<int64_t>(4096 / std::sqrt(heads)), 64, 512);
 }
 
 Products products_of(const at::Tensor& moments, int64_t units, int64_t F, double eps = 0) {
@@ -343,7 +346,9 @@ TwoTensors reference_merged(const at::Tensor& moments, const at::Tensor& referen
   return {rescaled(moments, reference) + rescaled(other_moments, other_reference), largest};
 }
 
-// --- The operators: in blocks, without a graph
+// --- The operators on devices without kernels: in blocks, without a graph
+
+namespace {
 
 TwoTensors composed_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                                 const at::Tensor& value) {
@@ -351,6 +356,16 @@ TwoTensors composed_key_moments(const at::Tensor& key_features, const at::Tensor
   const KeyMomentsSizes sizes = check_key_moments(key_features, logits, value);
   const at::Tensor like = key_features.new_empty({0}, compute_type(key_features.scalar_type()));
   return moments_of(products_of(like, sizes.B * sizes.K, sizes.F), key_features, logits, value);
+}
+
+void composed_add_key_moments(at::Tensor& moments, at::Tensor& reference,
+                              const at::Tensor& key_features, const at::Tensor& logits,
+                              const at::Tensor& value) {
+  check_add_key_moments(moments, reference, key_features, logits, value);
+  const auto [own, own_reference] = composed_key_moments(key_features, logits, value);
+  const auto [sums, largest] = reference_merged(moments, reference, own, own_reference);
+  moments.copy_(sums);
+  reference.copy_(largest);
 }
 
 ThreeTensors composed_key_moments_backward(const at::Tensor& grad_moments,
@@ -440,8 +455,9 @@ FourTensors composed_causal(const at::Tensor& query_features, const at::Tensor& 
   return {output, log_normalizer, all, all_reference};
 }
 
-// Goes from the first block to the last for the gradients of queries and pairs, and back for those
-// that keys have from later queries through moments; no more than one table is held.
+// Computes the gradients of queries and of pairs from the first block to the last, and the
+// gradients of keys by later queries, through moments, from the last to the first. It holds one
+// table.
 FiveTensors composed_causal_backward(const at::Tensor& grad_output,
                                      const std::optional<at::Tensor>& grad_all_moments,
                                      const at::Tensor& query_features,
@@ -511,4 +527,15 @@ FiveTensors composed_causal_backward(const at::Tensor& grad_output,
           wanted[4] ? or_zero(grad, is_empty).contiguous() : nothing_like(moments)};
 }
 
+TORCH_LIBRARY_IMPL(ikattn, CompositeExplicitAutograd, m) {
+  implement<"key_moments", composed_key_moments>(m);
+  implement<"add_key_moments_", composed_add_key_moments>(m);
+  implement<"key_moments_backward", composed_key_moments_backward>(m);
+  implement<"attention_from_moments", composed_from_moments>(m);
+  implement<"attention_from_moments_backward", composed_from_moments_backward>(m);
+  implement<"causal_attention_from_moments", composed_causal>(m);
+  implement<"causal_attention_from_moments_backward", composed_causal_backward>(m);
+}
+
+}  // namespace
 }  // namespace ikattn

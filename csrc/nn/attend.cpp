@@ -23,8 +23,8 @@ Tensor as_bias(const Tensor& mask, at::ScalarType type) {
   return at::zeros_like(mask, mask.options().dtype(type)).masked_fill(mask, -kInfinity);
 }
 
-// |k_j|_p^2 / (2 sqrt d) - |k_j|_2^2 / (2 sqrt d), by which RBF logits differ from dot-product
-// ones: [N, H, 1, S], undefined where it is zero.
+// Returns |k_j|_p^2 / (2 sqrt d) - |k_j|_2^2 / (2 sqrt d), the difference of RBF logits from
+// dot-product ones: [N, H, 1, S], undefined where it is zero.
 Tensor rbf_key_bias(const Tensor& key, std::optional<double> p) {
   if (p == 2.0) return {};
   const auto wide = key.to(compute_type(key.scalar_type()));
@@ -91,7 +91,7 @@ std::pair<Tensor, Tensor> attend_implicit(const MultiheadAttentionImpl& module, 
   options.is_causal = masks.is_causal;
   options.dropout_p = wanted.dropout_p;
   if (wanted.dropout_p > 0) {
-    // one seed for both calls: the weights returned are the weights used
+    // both calls have one seed, so that the returned weights are those of the output
     options.dropout_seed = draw_dropout_seed(heads.query.device());
   }
   const auto [w1, w2] = module.spectral->frequencies();

@@ -24,7 +24,7 @@ struct Wanted {
 };
 
 // Both return the output [N, H, L, d] and the weights, [N, H, L, S] or averaged [N, L, S],
-// undefined unless wanted. mask_type: of logits that a bool mask becomes.
+// undefined unless wanted. mask_type is the type of logits made of a bool mask.
 
 std::pair<at::Tensor, at::Tensor> attend_softmax(const MultiheadAttentionOptions& options,
                                                  Heads heads, const Masks& masks,

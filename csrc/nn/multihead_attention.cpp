@@ -1,6 +1,6 @@
 // ikattn::nn::MultiheadAttention.
 //
-// A call's way is that of torch_ext/ikattn/nn/multihead_attention.py: check and project -> append
+// A call goes the way of torch_ext/ikattn/nn/multihead_attention.py: check and project -> append
 // learned and zero keys -> attention of the chosen kernel on [N, H, L, d] -> out_proj.
 #include "ikattn/multihead_attention.h"
 
@@ -63,7 +63,8 @@ struct Inputs {
   bool is_batched;
 };
 
-// Axes, sizes and mask types; sizes of the masks are checked where N, L and S are at hand.
+// Checks axes, sizes and mask types; sizes of the masks are checked later, where N, L and S are
+// known.
 Inputs check_inputs(const MultiheadAttentionOptions& options, const Tensor& query,
                     const Tensor& key, const Tensor& value, const Tensor& key_padding_mask,
                     const Tensor& attn_mask) {
@@ -120,7 +121,7 @@ Masks check_masks(const Tensor& padding, const Tensor& attention, const Tensor& 
 
 // --- Projections
 
-// Heads: [N, S, E] or [S, N, E] -> [N, H, S, d].
+// Splits [N, S, E] or [S, N, E] into heads [N, H, S, d].
 Tensor split_heads(const Tensor& x, int64_t num_heads, bool batch_first) {
   const auto heads = x.unflatten(-1, {num_heads, x.size(-1) / num_heads});
   return batch_first ? heads.permute({0, 2, 1, 3}) : heads.permute({1, 2, 0, 3});
@@ -173,7 +174,7 @@ void append_keys(const MultiheadAttentionImpl& module, Heads& heads, Masks& mask
   if (masks.attention.defined()) masks.attention = at::constant_pad_nd(masks.attention, {0, count});
 }
 
-// Whether is_causal may stand for attn_mask, so that the mask need not be read.
+// Tells whether is_causal can replace attn_mask, so that the mask need not be read.
 bool can_use_causal_hint(const MultiheadAttentionImpl& module, const Tensor& padding,
                          bool need_weights) {
   const auto& options = module.options;
@@ -252,7 +253,8 @@ void MultiheadAttentionImpl::reset() {
   bias_v = parameter("bias_v", options.add_bias_kv(), {1, 1, E});
   spectral = nullptr;
   _reset_parameters();
-  // Last, so that the same seed gives all other parameters the values upstream gives them.
+  // Frequencies are drawn last, so that the same seed gives all other parameters the values of
+  // upstream.
   if (options.kernel() == Kernel::kImplicit) {
     spectral = register_module(
         "spectral", DirectSpectral(options.num_heads(), head_dim, options.num_frequencies(),

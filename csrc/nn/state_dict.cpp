@@ -14,7 +14,7 @@ using at::Tensor;
 
 torch::OrderedDict<std::string, Tensor> read_state_dict(const std::string& path) {
   caffe2::serialize::PyTorchStreamReader reader(path);
-  // torch's unpickler would fail in the midst of it, with an assertion of its own.
+  // torch's unpickler would fail halfway, with an internal assertion.
   const auto [pickle, size] = reader.getRecord("data.pkl");
   const std::string_view head(static_cast<const char*>(pickle.get()), std::min<size_t>(size, 40));
   TORCH_CHECK(head.find("collections\nOrderedDict") == head.npos, "read_state_dict: ", path,
@@ -40,7 +40,8 @@ torch::OrderedDict<std::string, Tensor> read_state_dict(const std::string& path)
 
 namespace {
 
-// Prefixes of the frequencies that a checkpoint may lack, all or none: "self_attn.spectral.".
+// Returns the prefixes of the frequencies that a checkpoint may lack, all or none:
+// "self_attn.spectral.".
 std::vector<std::string> prefixes_of_frequencies(const torch::nn::Module& module) {
   std::vector<std::string> prefixes;
   for (const auto& entry : module.named_modules("", /*include_self=*/true)) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ikattn/packed_attention.h"
+#include "support/dispatch.h"
 
 #define IKATTN_PACKED_OPTION_SCHEMA                                                         \
   "*, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? p=2.0, Tensor? "         \
@@ -32,7 +33,8 @@
 #define IKATTN_PACKED_CALL                                                               \
   {                                                                                      \
     query, key, value, w1, w2, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, { \
-      p, key_bias, dropout_p, is_causal, enable_gqa, eps, magnitude_scale, dropout_seed  \
+      p, key_bias, std::nullopt, dropout_p, is_causal, enable_gqa, eps, magnitude_scale, \
+          dropout_seed                                                                   \
     }                                                                                    \
   }
 
@@ -55,10 +57,10 @@ struct PackedCall {
   std::optional<at::Tensor> w2;           // likewise
   at::Tensor cu_seqlens_q, cu_seqlens_k;  // [N + 1]
   std::optional<c10::SymInt> max_seqlen_q, max_seqlen_k;
-  PackedAttentionOptions options;
+  AttentionOptions options;  // without attn_mask
 };
 
-// (output [T_q, H, d_v], log_normalizer float64 [H, T_q])
+// Output [T_q, H, d_v], and log_normalizer, float64 [H, T_q].
 using PackedResults = std::tuple<at::Tensor, at::Tensor>;
 
 using PackedSignature = PackedResults(IKATTN_PACKED_PARAMETERS);
@@ -67,18 +69,27 @@ using PackedBackwardSignature = PackedGradients(const at::Tensor& grad_output,
                                                 const at::Tensor& log_normalizer,
                                                 IKATTN_PACKED_PARAMETERS, PackedWanted wanted);
 
-PackedResults call_packed_attention(const PackedCall& call);
-PackedGradients call_packed_attention_backward(const at::Tensor& grad_output,
-                                               const PackedResults& results, const PackedCall& call,
-                                               PackedWanted wanted);
+inline auto spelled_out(const PackedCall& call) {
+  const AttentionOptions& options = call.options;
+  return std::tie(call.query, call.key, call.value, call.w1, call.w2, call.cu_seqlens_q,
+                  call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k, options.p,
+                  options.key_bias, options.dropout_p, options.is_causal, options.enable_gqa,
+                  options.eps, options.magnitude_scale, options.dropout_seed);
+}
 
-// Throws, naming the argument, what was expected and what came. Where sizes are symbols of
-// torch.compile only layouts and devices are looked at.
+// The operators as functions, which take a PackedCall in the place of its fields.
+inline constexpr Operator<"implicit_kernel_attention_varlen", PackedSignature>
+    call_packed_attention;
+inline constexpr Operator<"implicit_kernel_attention_varlen_backward", PackedBackwardSignature>
+    call_packed_attention_backward;
+
+// Check a call. Errors name the argument, what was expected and what was given. Where sizes are
+// symbols of torch.compile only layouts and devices are checked.
 void check_packed_attention(const char* function, const PackedCall& call);
 void check_packed_attention_backward(const at::Tensor& grad_output, const PackedResults& results,
                                      const PackedCall& call);
 
-// Where the sequences of a checked call begin, [N + 1] each, on the host.
+// The begins of the sequences of a checked call, [N + 1] each, on the host.
 struct Boundaries {
   std::vector<int64_t> queries, keys;
 
@@ -87,7 +98,8 @@ struct Boundaries {
   int64_t key_count(int64_t sequence) const { return keys[sequence + 1] - keys[sequence]; }
 };
 
-// Throws where they do not ascend from 0 to the number of tokens, or a sequence is too long.
+// Returns the boundaries of a call. Throws where they do not ascend from 0 to the number of tokens,
+// or a sequence is too long.
 Boundaries boundaries_of(const char* function, const PackedCall& call);
 
 }  // namespace ikattn

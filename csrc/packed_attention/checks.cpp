@@ -69,7 +69,7 @@ std::vector<int64_t> on_host(const char* function, const char* name, const at::T
 
 void check_packed_attention(const char* function, const PackedCall& call) {
   const at::Tensor& query = call.query;
-  const PackedAttentionOptions& options = call.options;
+  const AttentionOptions& options = call.options;
   check_placement(function, "query", query,
                   {{"key", &call.key},
                    {"value", &call.value},

@@ -86,17 +86,17 @@ class Rows {
         is_run_ ? packed.narrow(0, first_, count_ * length_) : packed.index_select(0, rows_);
     return rows.unflatten(0, {count_, length_}).transpose(1, 2);
   }
-  // Without padding, in the order of the group.
+  // Returns rows of a group without padding, in the order of the group.
   at::Tensor give(const at::Tensor& of_group) const {
     const at::Tensor rows = of_group.transpose(1, 2).flatten(0, 1);
     return is_padded_ ? rows.index_select(0, real_) : rows;
   }
-  // Which rows of the packed tensors give's are.
+  // Returns the indices of give's rows in the packed tensors.
   at::Tensor numbers(at::Device device) const {
     if (is_run_) return at::arange(first_, first_ + count_ * length_, at::device(device));
     return rows_.index_select(0, real_);
   }
-  // [sequences, 1, length], false where it is padding.
+  // Returns [sequences, 1, length], false for padding.
   at::Tensor is_real() const {
     return at::zeros({count_ * length_}, rows_.options().dtype(at::kBool))
         .index_fill_(0, real_, true)
@@ -109,7 +109,7 @@ class Rows {
   at::Tensor rows_, real_;
 };
 
-// What groups give, put together: [T, heads, size].
+// The results of groups, joined: [T, heads, size].
 class Pieces {
  public:
   void add(const Rows& rows, const at::Tensor& of_group) {
@@ -155,7 +155,7 @@ bool are_in_order(const std::vector<Group>& groups) {
 
 // --- Arguments of a group's call
 
-// [T_k, heads, 1] from what broadcasts to [heads, T_k].
+// Returns [T_k, heads, 1] from a bias that broadcasts to [heads, T_k].
 at::Tensor bias_by_token(const at::Tensor& bias, int64_t T_k) {
   const at::Tensor two = bias.dim() == 2 ? bias : bias.expand({1, bias.numel()});
   return two.expand({two.size(0), T_k}).t().unsqueeze(-1);
@@ -177,16 +177,9 @@ std::optional<at::Tensor> frequencies_of(const std::optional<at::Tensor>& w, con
 }
 
 AttentionOptions options_of(const PackedCall& call, const Group& group, const GroupRows& rows) {
-  const PackedAttentionOptions& given = call.options;
-  AttentionOptions options{.p = given.p,
-                           .key_bias = std::nullopt,
-                           .attn_mask = std::nullopt,
-                           .dropout_p = given.dropout_p,
-                           .is_causal = given.is_causal && group.L == group.S,
-                           .enable_gqa = given.enable_gqa,
-                           .eps = given.eps,
-                           .magnitude_scale = given.magnitude_scale,
-                           .dropout_seed = given.dropout_seed};
+  const AttentionOptions& given = call.options;
+  AttentionOptions options = given;
+  options.is_causal = given.is_causal && group.L == group.S;
   if (is_present(given.key_bias)) {
     options.key_bias = rows.keys.take(bias_by_token(*given.key_bias, call.key.size(0))).squeeze(-1);
   }
@@ -231,7 +224,7 @@ PackedResults attend_each(const PackedCall& call, const Boundaries& boundaries,
   return {outputs.whole(in_order), log_normalizers.whole(in_order).squeeze(-1).t().contiguous()};
 }
 
-// The gradient of w1 or w2: a sum over groups, or of each sequence its own.
+// The gradient of w1 or w2: a sum over groups, or separate for each sequence.
 class FrequencyGradient {
  public:
   FrequencyGradient(const at::Tensor& w, at::Device device) : w_(w) {
@@ -272,7 +265,7 @@ PackedGradients gradients_of_groups(const at::Tensor& grad_output, const PackedR
   const std::vector<GroupRows> rows = rows_of(boundaries, groups, query.device());
   const std::array<bool, kAttentionGradients> each = {wanted[0], wanted[1], wanted[2], wanted[3],
                                                       wanted[4], wanted[5], false};
-  // Sums over groups of gradients that were rounded to 16 bits would err by more.
+  // Frequencies are widened, for a sum over groups must not round to 16 bits each time.
   const auto wide = [](const at::Tensor& w) { return w.to(compute_type(w.scalar_type())); };
   PackedCall wide_call = call;
   wide_call.w1 = wide(call.w1);

@@ -1,4 +1,4 @@
-// Which sequences one call of attention over a batch takes together.
+// The groups of sequences that one call of attention over a batch computes.
 #pragma once
 
 #include "packed_attention/arguments.h"
@@ -13,23 +13,23 @@ struct Group {
 enum class Grouping {
   // Neighbours of equal lengths: nothing is copied, and nothing is computed twice.
   kRuns,
-  // Sequences of similar lengths, wherever they are, the shorter ones padded: few calls, as a GPU
-  // wants them, of at most twice the pairs.
+  // Sequences of similar lengths, wherever they are, the shorter ones padded: few calls, which
+  // suits a GPU, of at most twice the pairs.
   kPadded,
 };
 
-// Every sequence is in one group. Of sequences that causality treats apart, those with as many keys
-// as queries and the others, only equal ones come together.
+// Returns the groups; every sequence is in one. In causal calls, sequences with as many keys as
+// queries and other sequences only share a group with equal ones.
 std::vector<Group> groups_of(const Boundaries& boundaries, Grouping grouping, bool is_causal);
 
-// The operators, one call of dense attention a group.
+// Compute the operators, by one call of dense attention a group.
 PackedResults attend_groups(const PackedCall& call, const Boundaries& boundaries,
                             const std::vector<Group>& groups);
 PackedGradients gradients_of_groups(const at::Tensor& grad_output, const PackedResults& results,
                                     const PackedCall& call, const Boundaries& boundaries,
                                     const std::vector<Group>& groups, PackedWanted wanted);
 
-// The mathematics in differentiable ATen, as attention/operator/reference.h.
+// Computes the operator in differentiable ATen, like attention/operator/reference.h.
 PackedResults reference_packed_attention(const PackedCall& call);
 
 }  // namespace ikattn

@@ -3,10 +3,9 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "attention/operator/arguments.h"
+#include "attention/operator/saved_options.h"
 #include "packed_attention/groups.h"
 #include "support/autograd.h"
-#include "support/dispatch.h"
 #include "support/memory.h"
 
 namespace ikattn {
@@ -28,7 +27,7 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
 // --- Every device: calls of dense attention
 
 Grouping grouping_of(const PackedCall& call) {
-  // Padded groups are not of neighbours, whose dropout one seed tells.
+  // Dropout needs runs of neighbours, for which one seed gives the mask.
   return call.query.is_cpu() || call.options.dropout_p > 0 ? Grouping::kRuns : Grouping::kPadded;
 }
 
@@ -79,13 +78,11 @@ class PackedAttention : public torch::autograd::Function<PackedAttention> {
                                const std::optional<at::Tensor>& key_bias, const PackedCall& call) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto [output, log_normalizer] = call_packed_attention(call);
-    const PackedAttentionOptions& options = call.options;
+    const AttentionOptions& options = call.options;
     ctx->save_for_backward({query, key, value, w1, or_undefined(w2), or_undefined(key_bias),
                             call.cu_seqlens_q, call.cu_seqlens_k,
                             or_undefined(options.dropout_seed), output, log_normalizer});
-    ctx->saved_data["numbers"] =
-        c10::ivalue::Tuple::create(options.p, options.dropout_p, options.is_causal,
-                                   options.enable_gqa, options.eps, options.magnitude_scale);
+    save_numbers(ctx, options);
     ctx->mark_non_differentiable({log_normalizer});
     ctx->set_materialize_grads(false);
     return {output, log_normalizer};
@@ -95,26 +92,12 @@ class PackedAttention : public torch::autograd::Function<PackedAttention> {
     variable_list result(kPackedGradients + 1);  // the inputs, then the call
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
-    const std::vector<at::IValue> numbers =
-        ctx->saved_data["numbers"].toTupleRef().elements().vec();
-    // The longest lengths were looked at in the forward.
-    const PackedCall call{saved[0],
-                          saved[1],
-                          saved[2],
-                          saved[3],
-                          or_none(saved[4]),
-                          saved[6],
-                          saved[7],
-                          std::nullopt,
-                          std::nullopt,
-                          {.p = numbers[0].toOptional<double>(),
-                           .key_bias = or_none(saved[5]),
-                           .dropout_p = numbers[1].toDouble(),
-                           .is_causal = numbers[2].toBool(),
-                           .enable_gqa = numbers[3].toBool(),
-                           .eps = numbers[4].toDouble(),
-                           .magnitude_scale = numbers[5].toOptional<double>(),
-                           .dropout_seed = or_none(saved[8])}};
+    // The forward has checked the longest lengths.
+    const PackedCall call{saved[0],          saved[1],
+                          saved[2],          saved[3],
+                          or_none(saved[4]), saved[6],
+                          saved[7],          std::nullopt,
+                          std::nullopt,      saved_options(ctx, saved[5], at::Tensor(), saved[8])};
     const std::array<at::Tensor, kPackedGradients> inputs = {saved[0], saved[1], saved[2],
                                                              saved[3], saved[4], saved[5]};
     const auto wanted = wanted_gradients<kPackedGradients>(ctx, inputs);
@@ -132,7 +115,7 @@ class PackedAttention : public torch::autograd::Function<PackedAttention> {
       gradients = differentiable_gradients<kPackedGradients>({output}, {grads[0]}, views, wanted);
     } else {
       gradients = only_wanted<kPackedGradients>(
-          call_packed_attention_backward(grads[0], {saved[9], saved[10]}, call, wanted), wanted);
+          call_packed_attention_backward(grads[0], saved[9], saved[10], call, wanted), wanted);
     }
     std::move(gradients.begin(), gradients.end(), result.begin());
     return result;
@@ -193,45 +176,23 @@ TORCH_LIBRARY_IMPL(ikattn, Autocast, m) {
 
 }  // namespace
 
-#define IKATTN_PACKED_FIELDS(call)                                                     \
-  (call).query, (call).key, (call).value, (call).w1, (call).w2, (call).cu_seqlens_q,   \
-      (call).cu_seqlens_k, (call).max_seqlen_q, (call).max_seqlen_k, (call).options.p, \
-      (call).options.key_bias, (call).options.dropout_p, (call).options.is_causal,     \
-      (call).options.enable_gqa, (call).options.eps, (call).options.magnitude_scale,   \
-      (call).options.dropout_seed
-
-PackedResults call_packed_attention(const PackedCall& call) {
-  static const auto op = find_operator<PackedSignature>("ikattn::implicit_kernel_attention_varlen");
-  return op.call(IKATTN_PACKED_FIELDS(call));
-}
-
-PackedGradients call_packed_attention_backward(const at::Tensor& grad_output,
-                                               const PackedResults& results, const PackedCall& call,
-                                               PackedWanted wanted) {
-  static const auto op =
-      find_operator<PackedBackwardSignature>("ikattn::implicit_kernel_attention_varlen_backward");
-  return op.call(grad_output, std::get<0>(results), std::get<1>(results),
-                 IKATTN_PACKED_FIELDS(call), wanted);
-}
-
 at::Tensor implicit_kernel_attention_varlen(const at::Tensor& query, const at::Tensor& key,
                                             const at::Tensor& value, const at::Tensor& w1,
                                             const std::optional<at::Tensor>& w2,
                                             const PackedSequences& sequences,
-                                            const PackedAttentionOptions& options) {
-  PackedCall call{query,
-                  key,
-                  value,
-                  w1,
-                  w2,
-                  sequences.cu_seqlens_q,
-                  sequences.cu_seqlens_k,
-                  sequences.max_seqlen_q,
-                  sequences.max_seqlen_k,
-                  options};
-  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
-    call.options.dropout_seed = draw_dropout_seed(query.device());
-  }
+                                            const AttentionOptions& options) {
+  TORCH_CHECK_VALUE(!is_present(options.attn_mask), kPackedAttention,
+                    ": attn_mask must be absent; key_bias and is_causal hide keys");
+  const PackedCall call{query,
+                        key,
+                        value,
+                        w1,
+                        w2,
+                        sequences.cu_seqlens_q,
+                        sequences.cu_seqlens_k,
+                        sequences.max_seqlen_q,
+                        sequences.max_seqlen_k,
+                        with_dropout_seed(options, query.device())};
   return std::get<0>(call_packed_attention(call));
 }
 

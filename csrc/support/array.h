@@ -1,4 +1,4 @@
-// How a kernel sees a tensor: a pointer, an element type, strides. No torch header.
+// A tensor as kernels see it: a pointer, an element type, strides. No torch header.
 #pragma once
 
 #include <stdint.h>

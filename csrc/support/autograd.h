@@ -1,4 +1,4 @@
-// What the Autograd key of every operator needs.
+// Functions for the Autograd key of every operator.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -21,7 +21,7 @@ inline bool is_transformed(const at::Tensor& tensor) {
                               tensor._fw_grad(0).defined());
 }
 
-// Whether vmap stacks several tensors in this one: gradients come so with is_grads_batched.
+// Tells whether vmap stacks several tensors in this one, as is_grads_batched does with gradients.
 inline bool is_batched(const at::Tensor& tensor) {
   const c10::DispatchKeySet batched(
       {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
@@ -39,7 +39,7 @@ inline bool any_transformed(std::initializer_list<const at::Tensor*> tensors,
   return false;
 }
 
-// Whether a call is recorded for backward. Where it is not, the kernels are called without a node.
+// Tells whether a call is recorded for backward. Otherwise the kernels are called without a node.
 inline bool is_recorded(std::initializer_list<const at::Tensor*> tensors,
                         std::initializer_list<const std::optional<at::Tensor>*> optional) {
   const auto wants = [](const at::Tensor& tensor) {
@@ -55,7 +55,7 @@ inline bool is_recorded(std::initializer_list<const at::Tensor*> tensors,
   return false;
 }
 
-// Which of the inputs want a gradient. The context numbers the tensors that are present.
+// Returns which of the inputs want a gradient. The context numbers the tensors that are present.
 template <size_t kCount>
 std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
                                           const std::array<at::Tensor, kCount>& inputs) {
@@ -68,8 +68,8 @@ std::array<bool, kCount> wanted_gradients(AutogradContext* ctx,
   return wanted;
 }
 
-// Stands for the inputs in the reference's graph. An input may itself be made of another one, or be
-// in two places: a gradient with respect to it would hold what the graph behind it adds once more.
+// Returns views of the inputs for the reference's graph. An input may be computed from another one,
+// or be in two places: its gradient would include the graph behind it twice.
 template <size_t kCount>
 std::array<at::Tensor, kCount> views_of(const std::array<at::Tensor, kCount>& inputs) {
   std::array<at::Tensor, kCount> views;
@@ -79,7 +79,7 @@ std::array<at::Tensor, kCount> views_of(const std::array<at::Tensor, kCount>& in
   return views;
 }
 
-// Gradients of `outputs` by the reference's graph, themselves differentiable with create_graph;
+// Returns the gradients of `outputs` by the reference's graph, differentiable with create_graph;
 // zeros where there are none. The inputs are the views that the reference was called with.
 template <size_t kCount>
 std::array<at::Tensor, kCount> differentiable_gradients(
@@ -107,7 +107,8 @@ std::array<at::Tensor, kCount> differentiable_gradients(
   return gradients;
 }
 
-// Undefined where not wanted: the operators return empty tensors there.
+// Returns undefined tensors for gradients that are not wanted, for which the operators return empty
+// ones.
 template <size_t kCount, typename Tuple>
 std::array<at::Tensor, kCount> only_wanted(const Tuple& all,
                                            const std::array<bool, kCount>& wanted) {

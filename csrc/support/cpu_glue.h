@@ -1,5 +1,5 @@
-// What the glue of every CPU kernel needs: tensors as arrays, torch's threads and memory, the
-// choice of instruction set.
+// The glue of every CPU kernel: tensors as arrays, torch's threads and memory, the choice of
+// instruction set.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -34,8 +34,8 @@
 
 namespace ikattn {
 
-// Runs on torch's threads, on one where `work` multiply-adds are too few to wake others. Its memory
-// is torch's: counted, and out of memory reported, as that of a tensor.
+// An executor on torch's threads, on one where `work` multiply-adds are too few to wake others. Its
+// memory is torch's, counted and reported like that of a tensor.
 class TorchExecutor : public Executor {
  public:
   TorchExecutor(const char* function, double work);

@@ -1,4 +1,4 @@
-// Which devices the library has kernels for, and what is said on the others.
+// The devices that the library has kernels for, and the errors on the others.
 #include "support/devices.h"
 
 #include <ATen/ATen.h>
@@ -21,7 +21,7 @@ std::string why_no_kernels(const c10::Device& device) {
 }
 
 std::string cuda::why_not_on_this_gpu(const std::string& error) {
-  // Of a launch, and of a question about a kernel.
+  // CUDA's errors of a launch, and of a query about a kernel.
   for (const char* no_code :
        {"no kernel image", "invalid device function", "unsupported toolchain"}) {
     if (error.find(no_code) == std::string::npos) continue;
@@ -48,7 +48,7 @@ constexpr const char* kOperators[] = {
     "dropout_keep_mask",          "contribution_maps",
     "streamed_contribution_maps", "contribution_maps_backward"};
 
-// Those that are composed of torch's operators where there are no kernels.
+// The operators that are composed of torch's where there are no kernels.
 constexpr const char* kComposed[] = {"attention_from_features",
                                      "key_moments",
                                      "add_key_moments_",
@@ -58,8 +58,8 @@ constexpr const char* kComposed[] = {"attention_from_features",
                                      "causal_attention_from_moments",
                                      "causal_attention_from_moments_backward"};
 
-// A call with tensors that are not dense, which is checked before it comes here but in inference
-// mode and in a backward: the check names the argument.
+// Refuses a call with tensors that are not dense, which is checked before except in inference mode
+// and in a backward; the check names the argument.
 void refuse_layout(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const std::string& name = op.operator_name().name;
   const std::string own = name.substr(name.rfind(':') + 1);
@@ -85,7 +85,7 @@ TORCH_LIBRARY_IMPL(ikattn, SparseCsrCUDA, m) { refuse_layouts(m); }
 
 #if !defined(IKATTN_HAVE_CUDA)
 
-// A call with CUDA tensors; torch alone would answer with a list of its backends.
+// Refuses a call with CUDA tensors; torch alone would answer with a list of its backends.
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, op.operator_name().name,

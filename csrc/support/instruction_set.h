@@ -1,4 +1,4 @@
-// Which of the compiled CPU kernels this process uses.
+// The choice of compiled CPU kernels for this process.
 #pragma once
 
 #include <ATen/Version.h>
@@ -13,8 +13,8 @@ namespace ikattn {
 
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 
-// What multiplies numbers of 16 bits faster than float32, beside AVX-512: nothing, fixed point
-// (VNNI), fixed point and bfloat16, or tiles of bfloat16.
+// Instructions beside AVX-512 that multiply numbers of 16 bits faster than float32: none, fixed
+// point (VNNI), fixed point and bfloat16, or tiles of bfloat16.
 enum class SixteenBits { kNone, kVnni, kBFloat16, kAmx };
 
 inline const char* name_of(SixteenBits set) {
@@ -41,7 +41,8 @@ inline const char* name_of(InstructionSet set) {
   }
 }
 
-// Whether this library holds the kernels: of all sets, unless it was built with IKATTN_ISA=native.
+// Tells whether this library has the kernels of a set: of all sets, unless it was built with
+// IKATTN_ISA=native.
 constexpr bool is_built(InstructionSet set) {
   switch (set) {
 #if IKATTN_HAVE_AVX512
@@ -79,7 +80,7 @@ constexpr bool is_built(SixteenBits set) {
   }
 }
 
-// `set`, which the processor has and nothing forbids.
+// Returns `set`, which the processor has, or throws where the library was built without it.
 template <typename Set>
 Set checked_as_built(Set set) {
   TORCH_CHECK(is_built(set),
@@ -89,8 +90,8 @@ Set checked_as_built(Set set) {
   return set;
 }
 
-// The best the processor has, unless the environment variable ATEN_CPU_CAPABILITY (default, avx2,
-// avx512), which torch honours too, asks for less.
+// Returns the best set of the processor, unless the environment variable ATEN_CPU_CAPABILITY
+// (default, avx2, avx512), which torch honours too, asks for less.
 inline InstructionSet instruction_set() {
   static const InstructionSet chosen = [] {
 #if IKATTN_HAVE_AVX2 || IKATTN_HAVE_AVX512
@@ -109,7 +110,7 @@ inline InstructionSet instruction_set() {
   return chosen;
 }
 
-// The best the processor has, unless the environment variable IKATTN_SIXTEEN_BITS (none,
+// Returns the best set of the processor, unless the environment variable IKATTN_SIXTEEN_BITS (none,
 // avx512_vnni, avx512_bf16, amx) asks for less. Intel's processors multiply bfloat16 in AVX-512 no
 // faster than float32; AMD's do. Every processor with AMX has its tiles of bfloat16 so far.
 inline SixteenBits sixteen_bits() {
@@ -134,7 +135,7 @@ inline SixteenBits sixteen_bits() {
   return chosen;
 }
 
-// "", or why the CPU kernels are not the fastest.
+// Returns "", or why the CPU kernels are not the fastest.
 inline const char* why_no_vectors() {
   return instruction_set() == InstructionSet::kBaseline
              ? "the CPU kernels use neither AVX2 with FMA nor AVX-512: the processor has them not, "

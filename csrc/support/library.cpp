@@ -1,4 +1,4 @@
-// What the library says of itself.
+// The operators that describe the library.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 #include <torch/version.h>

@@ -9,8 +9,7 @@ namespace ikattn {
 at::Tensor in_large_pages(at::Tensor tensor) {
 #if defined(__linux__)
   constexpr size_t kPage = size_t{2} << 20;
-  // Of less the C library mostly keeps what was freed, and gives it again without asking the
-  // system.
+  // The C library mostly reuses freed blocks that are smaller, without asking the system.
   constexpr size_t kLarge = size_t{16} << 20;
   const size_t bytes = tensor.is_cpu() ? tensor.storage().nbytes() : 0;
   if (bytes < kLarge) return tensor;
@@ -25,11 +24,11 @@ at::Tensor in_large_pages(at::Tensor tensor) {
 
 bool is_of_memory(const c10::Error& error) {
   if (dynamic_cast<const MissingMemory*>(&error) != nullptr) return false;
-  // A fault of earlier work, which shows wherever the device is asked next.
+  // Earlier work may have failed, which shows at the next call to the device.
   if (dynamic_cast<const c10::AcceleratorError*>(&error) != nullptr) return false;
   if (dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr) return true;
-  // Of the CPU; of a GPU whose driver does not tell torch how much memory others use; and of sizes
-  // that no memory has.
+  // These are errors of the CPU; of a GPU whose driver does not report the memory of other
+  // processes; and of sizes that no memory has.
   const std::string text = error.what_without_backtrace();
   if (text.find("INTERNAL ASSERT") != std::string::npos) return false;  // a fault of torch's own
   for (const char* part : {"DefaultCPUAllocator", "CUDACachingAllocator", "size calculation"}) {

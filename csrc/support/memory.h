@@ -1,11 +1,12 @@
-// Memory that is not there is told with who asked for it and what for.
+// Errors of missing memory that name the function and the purpose.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <utility>
+
+#include "support/dispatch.h"
 
 namespace ikattn {
 
@@ -15,11 +16,11 @@ class MissingMemory : public c10::OutOfMemoryError {
   using OutOfMemoryError::OutOfMemoryError;
 };
 
-// Whether `error` is of memory that torch could not have, and nobody has said yet for what.
+// Tells whether `error` is torch's error of missing memory, without a purpose yet.
 bool is_of_memory(const c10::Error& error);
 
-// make(), which allocates. Where there is no memory, torch says how much was asked for, and said(),
-// which comes before that, by whom and for what.
+// Returns make(), which allocates. Where memory is missing, the error is said(), which names the
+// function and the purpose, and then torch's text with the size.
 template <typename Make, typename Said>
 auto with_memory(const Make& make, const Said& said) {
   try {
@@ -35,25 +36,17 @@ auto with_memory_for(const char* function, const char* what, const Make& make) {
   return with_memory(make, [&] { return c10::str(function, ": no memory for ", what, ": "); });
 }
 
-// The tensor, which nobody has written yet. Where it is large and on the CPU, the system is asked
-// for large pages, where it gives them: first writes of small ones, and random reads, take much
-// longer.
+// Returns the tensor, not written yet. If it is large and on the CPU, asks the system for large
+// pages, with which first writes and random reads are much faster.
 at::Tensor in_large_pages(at::Tensor tensor);
 
-// What the text about a kernel's own memory ends with.
+// The end of the error about a kernel's working memory.
 constexpr const char* kWorkingMemory =
     " of its working memory, which is for features, sums or vectors of tokens, never for pairs: "
     "fewer sequences, heads or tokens in a call need less. ";
 
-// A name as an argument of a template.
-template <size_t kSize>
-struct Name {
-  char text[kSize];
-  constexpr Name(const char (&given)[kSize]) { std::copy_n(given, kSize, text); }
-};
-
-// The kernel kKernel of an operator, which names it where memory is missing for what torch's own
-// operators make within.
+// The kernel kKernel of an operator, with an error that names the operator where memory is missing
+// for torch's operators within.
 template <Name kName, auto kKernel>
 struct NamedKernel;
 template <Name kName, typename Result, typename... Arguments, Result (*kKernel)(Arguments...)>

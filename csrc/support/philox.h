@@ -13,10 +13,10 @@
 
 namespace ikattn {
 
-// What the mask of a call is a function of: its dropout_seed, where the kernel reads it. Two
-// numbers are seed and offset. With seven the call is a part of a larger one, whose mask it takes:
-// the others are the batch item and the head that it begins with, the heads of the larger call, and
-// the query and the key that it begins with, multiples of 16.
+// The dropout_seed of a call, of which its mask is a function. Two numbers are seed and offset.
+// With seven the call is a part of a larger one, and has its mask: the others are the first batch
+// item and head of the part, the heads of the larger call, and the first query and key, multiples
+// of 16.
 constexpr int kDropoutNumbers = 2, kPlacedDropoutNumbers = 7;
 
 struct DropoutState {
@@ -47,7 +47,8 @@ IKATTN_HOST_DEVICE inline PhiloxBlock philox4x32_7(PhiloxBlock counter, uint64_t
   return counter;
 }
 
-// The sixteen bytes of one 4 x 4 group. row_group = i / 16 * 4 + a, column_group = j / 16 * 4 + b.
+// Returns the sixteen bytes of one 4 x 4 group. row_group = i / 16 * 4 + a, column_group = j / 16 *
+// 4 + b.
 IKATTN_HOST_DEVICE inline PhiloxBlock dropout_group(const DropoutState& state, int64_t batch_head,
                                                     int64_t row_group, int64_t column_group) {
   const int64_t* numbers = state.numbers;
@@ -64,18 +65,19 @@ IKATTN_HOST_DEVICE inline PhiloxBlock dropout_group(const DropoutState& state, i
                       static_cast<uint64_t>(numbers[0]));
 }
 
-// Position inside a 16-block of the index-th member (0..3) of group a: {2a, 2a+1, 2a+8, 2a+9}.
+// Returns the position inside a 16-block of the index-th member (0..3) of group a: {2a, 2a+1, 2a+8,
+// 2a+9}.
 IKATTN_HOST_DEVICE inline int dropout_group_member(int group, int index) {
   return 2 * group + (index & 1) + 8 * (index >> 1);
 }
 
-// dropout_p in steps of 1/256; at least one value in 256 is always kept.
+// Returns dropout_p in steps of 1/256, at most 255: one value in 256 is always kept.
 IKATTN_HOST_DEVICE inline uint32_t dropout_threshold(double dropout_p) {
   const uint32_t threshold = static_cast<uint32_t>(dropout_p * 256.0 + 0.5);
   return threshold < 255u ? threshold : 255u;
 }
 
-// What kept weights are multiplied with: one over the exact kept fraction.
+// Returns the factor of weights that are not dropped: one over their exact fraction.
 IKATTN_HOST_DEVICE inline double dropout_rescale(uint32_t threshold) {
   return 256.0 / (256.0 - threshold);
 }

@@ -1,7 +1,7 @@
-// The ledger of CUDA kernels: on which GPU each family last passed its tests and was faster than
-// what it replaces. Calls take proven families alone, unless IKATTN_KERNELS or the proof of this
-// machine says otherwise (support/cuda/families.h). docs/guide/cuda.md has it as a table, which
-// tools/ledger.py writes.
+// The ledger of CUDA kernels: the GPU on which each family last passed its tests and was faster
+// than the kernels that it replaces. Calls take proven families alone, unless IKATTN_KERNELS or the
+// proof of this machine says otherwise (support/cuda/families.h). docs/guide/cuda.md has it as a
+// table, which tools/ledger.py writes.
 #pragma once
 
 #include <cstddef>
@@ -33,12 +33,12 @@ struct Proof {
   const char* counts_on;  // the GPUs that the entry counts for
 };
 
-// As bits of 126 calls by both sources say, 16 bits, TF32, float32 and float64, forward and
-// backward.
+// Both sources have given the same bits in 126 calls: 16 bits, TF32, float32 and float64, forward
+// and backward.
 inline constexpr const char* kSameBits = "cut into steps; the same bits in the interpreter";
 inline constexpr const char* kSameInstructions = "8.0 and later: same instructions";
 
-// In the order of Family.
+// The ledger, in the order of Family.
 inline constexpr Proof kLedger[] = {
     {"mma", "attention in 16 bits and TF32 by mma.sync, forward and backward, in quadratic time",
      "CUDA cores", "H100", "167924f", kSameBits, kSameInstructions},

@@ -1,4 +1,4 @@
-// What the environment says to the library. It is read here alone.
+// The environment variables of the library, which are read here alone.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ inline std::string environment(const char* variable) {
   return value == nullptr ? "" : value;
 }
 
-// The word that a variable has, one of `words`; `usual` where it is not set.
+// Returns the value of a variable, one of `words`; `usual` where it is not set.
 inline std::string choice_of(const char* variable, const char* usual,
                              std::initializer_list<const char*> words) {
   const std::string asked = environment(variable);
@@ -33,8 +33,8 @@ inline std::string choice_of(const char* variable, const char* usual,
                            listed + ", got " + asked);
 }
 
-// What IKATTN_KERNELS says of every family: a list as "-hopper,+short,+unproven", of which what
-// comes later counts more. A name without a sign is one with a plus.
+// The setting IKATTN_KERNELS of every family: a list such as "-hopper,+short,+unproven", in which
+// later entries override earlier ones. A name without a sign has a plus.
 struct KernelList {
   enum class Wish { kNone, kOn, kOff };
   std::array<Wish, kFamilies> wishes{};
@@ -75,7 +75,7 @@ struct KernelList {
   }
 };
 
-// Parsed again where the variable has changed since the thread asked last.
+// Returns the list, parsed again where the variable has changed since the thread's last call.
 inline const KernelList& kernel_list() {
   thread_local std::string text;
   thread_local KernelList list;

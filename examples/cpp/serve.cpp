@@ -126,7 +126,7 @@ void print_row(const torch::Tensor& row) {
   std::puts(line.c_str());
 }
 
-// What went wrong, without the backtrace that torch adds.
+// Returns an error's message without the backtrace that torch adds.
 std::string reason_of(const std::exception& error) {
   const auto* torchs = dynamic_cast<const c10::Error*>(&error);
   return torchs == nullptr ? error.what() : torchs->what_without_backtrace();
@@ -138,7 +138,7 @@ void print_error(const std::exception& error) {
   std::printf("error: %s\n", reason.c_str());
 }
 
-// From the package, because a model that is given another F computes nonsense and does not say so.
+// The package sets F: a model that is given another computes nonsense without a word.
 int64_t features_of(const std::unordered_map<std::string, std::string>& metadata) {
   const auto found = metadata.find("features");
   TORCH_CHECK(found != metadata.end(),

@@ -1,4 +1,4 @@
-"""What pytest needs to know about this suite as a whole."""
+"""The settings and fixtures of this suite as a whole."""
 
 from __future__ import annotations
 

@@ -17,18 +17,16 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HeadShare", "local", "whole"]
-
 
 class HeadShare(NamedTuple):
     """The heads of this rank: H / n neighbours, in the order of the ranks."""
 
-    mesh: DeviceMesh  # of one dimension
+    mesh: DeviceMesh  # has one dimension
     num_heads: int  # H
 
     @classmethod
     def checked(cls, what: str, mesh: DeviceMesh, num_heads: int) -> HeadShare:
-        """A share of a module's heads.
+        """Makes a share of a module's heads.
 
         Raises:
             ValueError: The mesh has several dimensions, or the ranks do not divide the heads.
@@ -61,7 +59,7 @@ class HeadShare(NamedTuple):
         return self.mesh.get_local_rank() * self.own_heads
 
     def own(self, x: Tensor, axis: int) -> Tensor:
-        """This rank's part of an axis that has equal parts for all H heads."""
+        """Returns this rank's part of an axis that has equal parts for all H heads."""
         size = x.size(axis) // self.ranks
         return x.narrow(axis, self.mesh.get_local_rank() * size, size)
 
@@ -75,13 +73,13 @@ class HeadShare(NamedTuple):
         return spread.to_local(grad_placements=[Partial()])
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over ranks; the gradient of what follows is the same on every rank."""
+        """Sums over ranks; the gradient of what follows is the same on every rank."""
         from torch.distributed.tensor import DTensor, Partial
 
         return DTensor.from_local(x, self.mesh, [Partial()], run_check=False).full_tensor()
 
     def joined(self, x: Tensor, axis: int, *, for_own_heads: bool = False) -> Tensor:
-        """The parts of all ranks, one after the other.
+        """Joins the parts of all ranks, one after the other.
 
         Args:
             x: This rank's part.
@@ -94,7 +92,7 @@ class HeadShare(NamedTuple):
         return parts.full_tensor(grad_placements=[Partial() if for_own_heads else Replicate()])
 
     def agreed(self, drawn: Tensor) -> Tensor:
-        """Random numbers that every rank has drawn, as the first rank drew them."""
+        """Returns random numbers that every rank has drawn, as the first rank drew them."""
         torch.distributed.broadcast(drawn, group=self.mesh.get_group(), group_src=0)
         return drawn
 
@@ -112,14 +110,14 @@ class HeadShare(NamedTuple):
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a DTensor that is on this rank; a plain tensor is all of it."""
+    """Returns the part of a DTensor that is on this rank; a plain tensor is all of it."""
     sharded: Any = x
     return sharded.to_local() if _is_dtensor(x) else x
 
 
 @contextmanager
 def whole(parameter: Tensor) -> Iterator[Tensor]:
-    """A tensor to fill, without grad, with first values of a parameter of which ranks hold parts.
+    """Yields a tensor to fill with first values of a parameter of which ranks hold parts.
 
     A plain parameter is filled itself. For a DTensor it is a plain tensor of the whole shape; what
     the first rank writes there is scattered afterwards, so that all ranks must come here.

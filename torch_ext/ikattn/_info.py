@@ -11,8 +11,6 @@ import torch
 
 from ikattn import _library
 
-__all__ = ["info"]
-
 
 def cuda_kernels(build: dict[str, Any]) -> str:
     """Returns the library's kernels for GPUs, and whether Hopper's own are in use.
@@ -34,7 +32,7 @@ def cuda_kernels(build: dict[str, Any]) -> str:
 
 
 def families() -> list[dict[str, Any]]:
-    """The ledger of CUDA kernels, of csrc/support/proven.h, and which of them are on here.
+    """Reads the ledger of CUDA kernels, of csrc/support/proven.h, and which of them are on.
 
     Raises:
         RuntimeError: IKATTN_KERNELS names a family that there is not.
@@ -59,7 +57,7 @@ def kernel_families() -> str:
 
 
 def gpu() -> str:
-    """The GPU that torch uses, and whether the library has kernels for it."""
+    """Names the GPU that torch uses, and tells whether the library has kernels for it."""
     if not torch.cuda.is_available():
         return "none that torch can use"
     major, minor = torch.cuda.get_device_capability()

@@ -73,7 +73,7 @@ def version() -> str:
 
 
 def cmake_prefix_path() -> str:
-    """The directory to put on CMAKE_PREFIX_PATH so that find_package(ikattn) finds this package.
+    """Returns the directory for CMAKE_PREFIX_PATH in which find_package(ikattn) finds ikattn.
 
     LibTorch is found too where torch is installed beside ikattn, as pip does; otherwise add
     torch.utils.cmake_prefix_path. ``python -m ikattn cmake-prefix-path`` prints both.

@@ -22,7 +22,7 @@ _OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "size calculation")
 
 @contextmanager
 def memory_for(function: str, what: str) -> Iterator[None]:
-    """A context in which missing memory is told with ``function`` and ``what`` it was for.
+    """Opens a context in which missing memory is told with ``function`` and ``what`` it was for.
 
     Raises:
         torch.OutOfMemoryError: In place of what torch raises, on the CPU a RuntimeError. Other
@@ -59,7 +59,7 @@ def takes_memory_for(
 
 
 def free_memory(device: torch.device) -> int | None:
-    """The bytes that tensors may still take on a device; None where that is not known.
+    """Returns the bytes that tensors may still take on a device; None where that is not known.
 
     On the CPU what Linux calls available, and no more than the limit of a container (cgroup 2)
     leaves. On CUDA also what torch's allocator holds and no tensor uses.

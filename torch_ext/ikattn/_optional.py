@@ -11,11 +11,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["optional", "when_imported"]
-
 
 def optional(module: str, purpose: str, install: str) -> Any:
-    """The module of an optional library.
+    """Imports the module of an optional library.
 
     Args:
         module: Its name, for example "matplotlib.figure".

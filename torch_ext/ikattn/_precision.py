@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["widened", "without_autocast"]
-
 
 def widened(x: Tensor) -> Tensor:
-    """``x`` in the type that maps are computed in: float64 stays, all else is float32."""
+    """Returns ``x`` in the type that maps are computed in: float64 stays, all else is float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which sums are formed in the types that their terms have."""
+    """Opens a context in which sums are formed in the types that their terms have."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()  # a recording enters some ten a layer

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["PARTIAL", "whole_file"]
-
-PARTIAL = ".ikattn-*.part"  # what a process that was killed may leave beside its files
+PARTIAL = ".ikattn-*.part"  # files that a killed process may leave
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The operators as differentiable compositions of torch's own functions: plain, and O(L S).
 
-They are the oracle of the tests and what double backward and torch.func use. They also offer the
+``ikattn/ops/naive.py`` is the formula in 25 lines. The compositions here take every option; they
+are the oracle of the tests and what double backward and torch.func use. They also offer the
 published variant for comparison: ``magnitude_scale = 1 / (2 * d**0.25)`` and dropout on the norm
 matrix are what the authors' code computes where the paper says ``1 / (2 * sqrt(d))`` and nothing.
 """
@@ -9,15 +10,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ikattn.ops.dropout import draw_dropout_seed
-
-__all__ = [
-    "attention_from_features",
-    "implicit_kernel_attention",
-    "implicit_kernel_weights",
-    "spectral_features",
-]
+from ikattn.ops.options import AttentionOptions, changed
 
 
 def implicit_kernel_attention(
@@ -27,18 +22,10 @@ def implicit_kernel_attention(
     w1: Tensor,
     w2: Tensor | None = None,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     norm_dropout_p: float = 0.0,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """:func:`ikattn.implicit_kernel_attention` in torch's own functions.
+    """Computes :func:`ikattn.implicit_kernel_attention` in torch's own functions.
 
     Args:
         query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
@@ -58,24 +45,9 @@ def implicit_kernel_attention(
         >>> torch.allclose(slow, ikattn.implicit_kernel_attention(q, k, v, w1, w2), atol=1e-5)
         True
     """
-    if dropout_p > 0 and dropout_seed is None:
-        dropout_seed = draw_dropout_seed(query.device)
+    named = changed("implicit_kernel_attention", options, query)
     output, _ = torch.ops.ikattn.implicit_kernel_attention_reference(
-        query,
-        key,
-        value,
-        w1,
-        w2,
-        p=p,
-        key_bias=key_bias,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        enable_gqa=enable_gqa,
-        eps=eps,
-        magnitude_scale=magnitude_scale,
-        dropout_seed=dropout_seed,
-        norm_dropout_p=norm_dropout_p,
+        query, key, value, w1, w2, norm_dropout_p=norm_dropout_p, **named
     )
     return output  # type: ignore[no-any-return]
 
@@ -86,40 +58,18 @@ def implicit_kernel_weights(
     w1: Tensor,
     w2: Tensor | None = None,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     average_heads: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """:func:`ikattn.implicit_kernel_weights` in torch's own functions; arguments as there."""
-    if dropout_p > 0 and dropout_seed is None:
-        dropout_seed = draw_dropout_seed(query.device)
+    """Computes :func:`ikattn.implicit_kernel_weights` in torch's own functions."""
+    named = changed("implicit_kernel_weights", options, query)
     return torch.ops.ikattn.implicit_kernel_weights_reference(  # type: ignore[no-any-return]
-        query,
-        key,
-        w1,
-        w2,
-        p=p,
-        key_bias=key_bias,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        enable_gqa=enable_gqa,
-        eps=eps,
-        magnitude_scale=magnitude_scale,
-        dropout_seed=dropout_seed,
-        average_heads=average_heads,
+        query, key, w1, w2, average_heads=average_heads, **named
     )
 
 
 def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
-    """:func:`ikattn.spectral_features` in torch's own functions; arguments as there."""
+    """Computes :func:`ikattn.ops.spectral_features` in torch's own functions."""
     return torch.ops.ikattn.spectral_features_reference(x, w1, w2)  # type: ignore[no-any-return]
 
 
@@ -131,7 +81,7 @@ def attention_from_features(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    """:func:`ikattn.attention_from_features` in torch's own functions.
+    """Computes :func:`ikattn.ops.attention_from_features` in torch's own functions.
 
     Args:
         query_features, key_features, logits, value, eps: As there.
@@ -143,7 +93,7 @@ def attention_from_features(
         >>> import torch, ikattn
         >>> phi_q, phi_k, v = (torch.randn(1, 2, n, 8) for n in (1, 5, 5))
         >>> slow = ikattn.reference.attention_from_features(phi_q, phi_k, torch.zeros(5), v)
-        >>> fast = ikattn.attention_from_features(phi_q, phi_k, torch.zeros(5), v)
+        >>> fast = ikattn.ops.attention_from_features(phi_q, phi_k, torch.zeros(5), v)
         >>> torch.allclose(slow, fast, atol=1e-5)
         True
     """

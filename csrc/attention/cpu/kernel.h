@@ -17,16 +17,7 @@ struct AttentionKernels {
   void (*keep_mask)(const AttentionParams&, uint8_t* keep, const Executor&);
 };
 
-// Tables of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
-}
-namespace avx2 {
-extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
-}
-namespace avx512 {
-extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
-}
+IKATTN_DECLARE_KERNELS(AttentionKernels, attention_kernels)
 namespace avx512_vnni {
 extern IKATTN_EXPORTED const SixteenBitKernels sixteen_bit_kernels;
 }

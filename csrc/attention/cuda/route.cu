@@ -143,7 +143,7 @@ bool can_take_hopper(const AttentionParams& params) {
   return has_warpgroups() && why_not_hopper(params) == nullptr;
 }
 
-// Blocks of queries that the forward on tensor cores has.
+// Returns how many blocks of queries the forward on tensor cores has.
 int64_t blocks_of(const AttentionParams& params) {
   const int64_t heads = params.B * params.H;
   if (is_wide(params)) return heads * ceil_div(params.L, kStep) * ceil_div(params.d_v, 128);

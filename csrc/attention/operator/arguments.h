@@ -10,6 +10,7 @@
 
 #include "ikattn/attention.h"
 #include "support/checks.h"
+#include "support/dispatch.h"
 
 // AttentionOptions, spelled out for the dispatcher, whose functions take every option as an
 // argument. A new option is added to the struct and to these four lists, in the same order.
@@ -91,34 +92,32 @@ using DropoutKeepMaskSignature = at::Tensor(const at::Tensor& dropout_seed, c10:
                                             c10::SymInt H, c10::SymInt L, c10::SymInt S,
                                             double dropout_p);
 
-// Typed access to the operators through the dispatcher.
-std::tuple<at::Tensor, at::Tensor> call_attention(const at::Tensor& query, const at::Tensor& key,
-                                                  const at::Tensor& value, const at::Tensor& w1,
-                                                  const std::optional<at::Tensor>& w2,
-                                                  const AttentionOptions& options);
-AttentionGradients call_attention_backward(
-    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
-    const at::Tensor& output, const at::Tensor& log_normalizer, const AttentionOptions& options,
-    std::array<bool, kAttentionGradients> wanted);
-at::Tensor call_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
-                        const std::optional<at::Tensor>& w2, const AttentionOptions& options,
-                        bool average_heads);
-WeightsGradients call_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
-                                       const at::Tensor& key, const at::Tensor& w1,
-                                       const std::optional<at::Tensor>& w2,
-                                       const AttentionOptions& options, bool average_heads,
-                                       std::array<bool, kWeightsGradients> wanted);
-at::Tensor call_features(const at::Tensor& x, const at::Tensor& w1,
-                         const std::optional<at::Tensor>& w2, bool tokens_first = false);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> call_features_backward(
-    const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
-    const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted);
-at::Tensor call_from_features(const at::Tensor& query_features, const at::Tensor& key_features,
-                              const at::Tensor& logits, const at::Tensor& value, double eps);
-at::Tensor call_dropout_keep_mask(const at::Tensor& dropout_seed, const c10::SymInt& B,
-                                  const c10::SymInt& H, const c10::SymInt& L, const c10::SymInt& S,
-                                  double dropout_p);
+inline auto spelled_out(const AttentionOptions& options) {
+  return std::forward_as_tuple(IKATTN_OPTION_FIELDS(options));
+}
+
+// The operators as functions, which take AttentionOptions in the place of the options.
+inline constexpr Operator<"implicit_kernel_attention", AttentionSignature> call_attention;
+inline constexpr Operator<"implicit_kernel_attention_backward", AttentionBackwardSignature>
+    call_attention_backward;
+inline constexpr Operator<"implicit_kernel_weights", WeightsSignature> call_weights;
+inline constexpr Operator<"implicit_kernel_weights_backward", WeightsBackwardSignature>
+    call_weights_backward;
+inline constexpr Operator<"spectral_features", FeaturesSignature> call_features;
+inline constexpr Operator<"spectral_features_backward", FeaturesBackwardSignature>
+    call_features_backward;
+inline constexpr Operator<"attention_from_features", FromFeaturesSignature> call_from_features;
+inline constexpr Operator<"dropout_keep_mask", DropoutKeepMaskSignature> call_dropout_keep_mask;
+
+// Returns the options with a dropout seed, drawn on the device where one is needed and none is
+// given.
+template <typename Options>
+Options with_dropout_seed(Options options, const at::Device& device) {
+  if (options.dropout_p > 0 && !is_present(options.dropout_seed)) {
+    options.dropout_seed = draw_dropout_seed(device);
+  }
+  return options;
+}
 
 // Sizes of a checked call, letters as in ikattn/attention.h.
 struct AttentionSizes {

@@ -28,13 +28,13 @@ struct Autocast {
                                                       const std::optional<at::Tensor>& w2,
                                                       IKATTN_OPTION_PARAMETERS) {
     c10::impl::ExcludeDispatchKeyGuard guard(key());
-    return call_attention(lower(query), lower(key_), lower(value), w1, w2, {IKATTN_OPTION_VALUES});
+    return call_attention(lower(query), lower(key_), lower(value), w1, w2, IKATTN_OPTION_VALUES);
   }
   static at::Tensor weights(const at::Tensor& query, const at::Tensor& key_, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2, IKATTN_OPTION_PARAMETERS,
                             bool average_heads) {
     c10::impl::ExcludeDispatchKeyGuard guard(key());
-    return call_weights(lower(query), lower(key_), w1, w2, {IKATTN_OPTION_VALUES}, average_heads);
+    return call_weights(lower(query), lower(key_), w1, w2, IKATTN_OPTION_VALUES, average_heads);
   }
   static at::Tensor features(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2, bool tokens_first) {

@@ -5,13 +5,12 @@
 #include <limits>
 
 #include "attention/calls/offsets.h"
+#include "attention/operator/naive.h"
 #include "support/exact_arithmetic.h"
 #include "support/philox.h"
 
 namespace ikattn {
 namespace {
-
-constexpr double kTwoPi = 6.283185307179586476925;
 
 int64_t static_size(const at::Tensor& tensor, int64_t axis) {
   return tensor.sym_size(axis).guard_int(__FILE__, __LINE__);
@@ -62,11 +61,10 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
                        const std::optional<at::Tensor>& w2, int64_t H,
                        const AttentionOptions& options, double norm_dropout_p) {
   const at::ScalarType type = query.scalar_type();
-  const int64_t M = static_size(w1, -1);
   const at::Tensor phi_q = reference_features(query, w1, w2);
   const at::Tensor phi_k = reference_features(key, w1, w2);
-  const at::Tensor s = at::matmul(phi_q, phi_k.transpose(-2, -1)) / (4.0 * static_cast<double>(M));
-  at::Tensor logits = at::log(s * s + options.eps);
+  at::Tensor logits =
+      naive::logits(naive::scores(phi_q, phi_k, 2 * static_size(w1, -1)), options.eps);
   if (options.p) {
     const double scale = magnitude_scale_or_default(options.magnitude_scale, static_size(key, -1));
     at::Tensor magnitude = (scale * reference_squared_norm(key, *options.p)).unsqueeze(-2);
@@ -85,20 +83,6 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
     logits = logits + options.attn_mask->to(type);
   }
   return logits;
-}
-
-// Sets the weights of logits [.., S], which are -inf where hidden; a row that sees nothing gets
-// zeros.
-void normalise(const at::Tensor& logits, Logits& result) {
-  // A column of weight zero gives the maximum an element where S = 0.
-  const at::Tensor largest =
-      at::amax(at::constant_pad_nd(logits.detach(), {0, 1}, -INFINITY), {-1}, true);
-  const at::Tensor reference =
-      at::where(largest == -INFINITY, at::zeros({}, largest.options()), largest);
-  const at::Tensor w = at::exp(logits - reference);
-  const at::Tensor sum = w.sum(-1, true);
-  result.weights = w / at::where(sum == 0, at::ones({}, sum.options()), sum);
-  result.log_normalizer = (at::log(sum) + reference).squeeze(-1);
 }
 
 // Returns the weights of tensors in the arithmetic type, key with H heads.
@@ -120,7 +104,7 @@ Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1
   if (visible.defined()) {
     logits = at::where(visible, logits, at::scalar_tensor(-INFINITY, logits.options()));
   }
-  normalise(logits, result);
+  std::tie(result.weights, result.log_normalizer) = naive::weights(logits);
   return result;
 }
 
@@ -161,11 +145,9 @@ at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
                               const std::optional<at::Tensor>& w2) {
   const ExactArithmetic exact;
   const at::ScalarType type = compute_type(x.scalar_type());
-  const at::Tensor tokens = x.to(type);
-  const at::Tensor t1 = kTwoPi * at::matmul(tokens, w1.to(type));
-  if (!is_present(w2)) return 2 * at::cat({at::cos(t1), at::sin(t1)}, -1);
-  const at::Tensor t2 = kTwoPi * at::matmul(tokens, w2->to(type));
-  return at::cat({at::cos(t1) + at::cos(t2), at::sin(t1) + at::sin(t2)}, -1);
+  std::optional<at::Tensor> second;
+  if (is_present(w2)) second = w2->to(type);
+  return naive::features(x.to(type), w1.to(type), second);
 }
 
 std::tuple<at::Tensor, at::Tensor> reference_attention(
@@ -198,11 +180,10 @@ at::Tensor reference_from_features(const at::Tensor& query_features, const at::T
   const at::Tensor nothing = at::zeros({}, query_features.options());
   const at::Tensor keys = at::where(seen, to_heads(key_features, 1, H), nothing);
   const at::Tensor queries = at::where(visible.any(-1).unsqueeze(-1), query_features, nothing);
-  const at::Tensor s = at::matmul(queries, keys.transpose(-2, -1)) / (2.0 * F);
-  Logits result;
-  normalise(at::where(visible, at::log(s * s + eps) + bias, bias), result);
+  const at::Tensor logits_of_pairs = naive::logits(naive::scores(queries, keys, F), eps) + bias;
+  const at::Tensor weights = naive::weights(at::where(visible, logits_of_pairs, bias)).first;
   const at::Tensor values = to_heads(value.to(query_features.scalar_type()), 1, H);
-  return at::matmul(result.weights, at::where(seen, values, nothing)).to(value.scalar_type());
+  return at::matmul(weights, at::where(seen, values, nothing)).to(value.scalar_type());
 }
 
 at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,

@@ -1,8 +1,8 @@
-// Distances of what a layer makes from what comes of each token: |y_i - y_ij|, of vectors that are
-// sums over heads and are made, summed up and forgotten.
+// Distances between a layer's outputs and the contributions of each token, |y_i - y_ij|. The
+// vectors are sums over heads, which are computed, added up and not stored.
 //
-// A task takes a block of queries through the keys, whose heads' vectors stay in a near cache while
-// the rows pass, four at a time.
+// A task computes a block of queries with all keys, whose heads' vectors stay in a near cache while
+// four rows at a time use them.
 #pragma once
 
 #include "contributions/params.h"
@@ -23,7 +23,7 @@ inline T size_of_one(T x, bool is_squared) {
   return is_squared ? x * x : x < 0 ? -x : x;
 }
 
-// totals[r] = the sum of the elements' sizes of rows[r] - sum_h weights[h][r] heads[h], [D] each.
+// Computes totals[r], the sum over elements of |rows[r] - sum_h weights[h][r] heads[h]|, [D] each.
 template <typename T, bool kSquared>
 void sum_distances(int64_t H, int64_t D, const T* weights, const T* heads,
                    const T* const (&rows)[kDistanceRows], T (&totals)[kDistanceRows]) {

@@ -1,8 +1,8 @@
 // The triangular factor of a token's transformed vectors, by modified Gram-Schmidt.
 //
-// The factor, not the Gram matrix: |R a| has the accuracy of the direct sum, also where the heads
-// cancel, while a^T G a would lose all of it in float32. The R of modified Gram-Schmidt is as
-// accurate as Householder's, for vectors that depend on each other too (Bjorck 1967).
+// It takes the factor and not the Gram matrix: |R a| has the accuracy of the direct sum, also where
+// the heads cancel, while a^T G a would lose all digits in float32. The R of modified Gram-Schmidt
+// is as accurate as Householder's, for vectors that depend on each other too (Bjorck 1967).
 #pragma once
 
 #include "contributions/cpu/vectors.h"
@@ -22,7 +22,7 @@ inline T dot_product(int64_t size, const T* a, const T* b) {
   return sum_of_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// a . b[k] for kCount rows b + k * size.
+// Computes a . b[k] for kCount rows b + k * size.
 template <int kCount, typename T>
 inline void dot_products(int64_t size, const T* a, const T* b, T* result) {
   Vec<T> sums[kCount] = {};
@@ -34,7 +34,8 @@ inline void dot_products(int64_t size, const T* a, const T* b, T* result) {
   for (int k = 0; k < kCount; ++k) result[k] = sum_of_lanes<T>(sums[k]);
 }
 
-// b[k] -= factor[k] a for kCount rows, and their products with the next row, in one visit.
+// Subtracts factor[k] a from kCount rows b[k], and computes their products with the next row, in
+// one pass.
 template <int kCount, typename T>
 inline void subtract_multiples(int64_t size, const T* a, const T* next, const T* factor, T* b,
                                T* products) {
@@ -52,7 +53,7 @@ inline void subtract_multiples(int64_t size, const T* a, const T* next, const T*
   for (int k = 0; k < kCount; ++k) products[k] = sum_of_lanes<T>(sums[k]);
 }
 
-// b -= factor a; returns |b|^2.
+// Subtracts factor a from b; returns |b|^2.
 template <typename T>
 inline T subtract_multiple(int64_t size, const T* a, T factor, T* b) {
   const Vec<T> f = broadcast(factor);
@@ -69,9 +70,10 @@ inline T subtract_multiple(int64_t size, const T* a, T factor, T* b) {
   return sum_of_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// vectors [H][size], destroyed; R in the lane of its key: factors[p * 64], p running over the
-// triangle. products [H] is scratch. Each step takes the part along row h out of the rows after it
-// and, while they are in registers, multiplies them with the next row: one visit per step.
+// Computes R of vectors [H][size], which it overwrites, in the lane of its key: factors[p * 64], p
+// running over the triangle. products [H] is scratch. Each step removes the part along row h from
+// the rows after it and, while they are in registers, multiplies them with the next row: one pass
+// per step.
 template <typename T>
 void factorize(int64_t H, int64_t size, T* vectors, T* products, T* factors) {
   constexpr T kSmallest = sizeof(T) == 8 ? T(1e-300) : T(1e-37);
@@ -102,7 +104,7 @@ void factorize(int64_t H, int64_t size, T* vectors, T* products, T* factors) {
   }
 }
 
-// The linear part of a norm, in place on rows [H][size] of D elements.
+// Applies the linear part of a norm in place to rows [H][size] of D elements.
 template <typename T>
 void apply_norm(const NormLayer& norm, int64_t H, int64_t D, int64_t size, T* vectors) {
   const T* weight = static_cast<const T*>(norm.weight);
@@ -118,8 +120,8 @@ void apply_norm(const NormLayer& norm, int64_t H, int64_t D, int64_t size, T* ve
   }
 }
 
-// A power of two near the largest magnitude of a token's vectors where squares could leave the
-// range of T, else 1.
+// Returns a power of two near the largest magnitude of a token's vectors where squares could leave
+// the range of T, else 1.
 template <typename T>
 inline T scale_of(int64_t count, const T* vectors) {
   constexpr T kLarge = sizeof(T) == 8 ? T(0x1p400) : T(0x1p40);
@@ -134,7 +136,7 @@ inline T scale_of(int64_t count, const T* vectors) {
   return static_cast<T>(__builtin_ldexp(1.0, __builtin_ilogb(most)));
 }
 
-// What a thread works in.
+// The scratch of a thread.
 template <typename T>
 struct FactorScratch {
   T *vectors, *work, *products;  // [tokens][H][size], [H][size], [H]
@@ -147,7 +149,8 @@ struct FactorScratch {
         transform(workspace, d_v) {}
 };
 
-// The factors and value norms of token j of batch item b from its vectors [H][size], destroyed.
+// Computes the factors and value norms of token j of batch item b from its vectors [H][size], which
+// it overwrites.
 template <typename T>
 void factors_of_token(const FactorParams& params, int64_t b, int64_t j, T* vectors,
                       const FactorScratch<T>& scratch) {

@@ -8,8 +8,8 @@ namespace {
 
 const ContributionKernels& kernels() { return IKATTN_KERNELS(contribution_kernels); }
 
-// Whether norms of vectors that nobody else needs cost less through Gram matrices: in float32, by
-// multiply-adds of float32, of which those of float64 cost two.
+// Tells whether norms of vectors that are not needed otherwise cost less through Gram matrices. One
+// multiply-add in float64 costs two in float32.
 bool goes_through_grams(const FactorParams& params, const Keys& keys,
                         const ContributionSizes& sizes) {
   const bool alone = !params.factors[0] && !params.factors[1] && !params.factors[2];
@@ -18,7 +18,7 @@ bool goes_through_grams(const FactorParams& params, const Keys& keys,
          2 * static_cast<double>(sizes.d_v) * (tokens + D) < tokens * D;
 }
 
-// [d_v, H d_v]: W_h^T W_h of all heads.
+// Returns W_h^T W_h of all heads, [d_v, H d_v].
 at::Tensor grams_of(const at::Tensor& projection, const ContributionSizes& sizes) {
   const int64_t H = sizes.H, d_v = sizes.d_v;
   const at::Tensor heads = projection.view({sizes.D, H, d_v}).permute({1, 2, 0});
@@ -56,7 +56,7 @@ struct Cpu {
   }
 };
 
-// [B, L, S], of tensors of one type, float32 or float64.
+// Computes the distances [B, L, S] of tensors of one type, float32 or float64.
 at::Tensor alti_distances(const at::Tensor& weights, const at::Tensor& heads,
                           const at::Tensor& output, const at::Tensor& residual, int64_t diagonal,
                           bool is_squared) {

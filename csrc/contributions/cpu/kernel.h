@@ -1,14 +1,13 @@
-// The table through which glue.cpp reaches the kernels of one instruction set.
+// The table of kernels of one instruction set, which glue.cpp calls.
 #pragma once
 
 #include "contributions/params.h"
 #include "support/executor.h"
-#include "support/exported.h"
 
 namespace ikattn {
 
 struct ContributionKernels {
-  // Index 0: compute in float32; 1: in float64.
+  // Kernels that compute in float32 at index 0, in float64 at index 1.
   void (*factors[2])(const FactorsOfTokens&, const Executor&);
   void (*pair_norms[2])(const PairParams&, const Executor&);
   void (*pair_gradients)(const PairGradientParams&, const Executor&);
@@ -17,15 +16,6 @@ struct ContributionKernels {
   void (*distances[2])(const DistanceParams&, const Executor&);
 };
 
-// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern IKATTN_EXPORTED const ContributionKernels contribution_kernels;
-}
-namespace avx2 {
-extern IKATTN_EXPORTED const ContributionKernels contribution_kernels;
-}
-namespace avx512 {
-extern IKATTN_EXPORTED const ContributionKernels contribution_kernels;
-}
+IKATTN_DECLARE_KERNELS(ContributionKernels, contribution_kernels)
 
 }  // namespace ikattn

@@ -1,8 +1,8 @@
-// The way back from |R_j a_ij|: to the weights, and to the keys as sums of a_ij a_ij^T.
+// Gradients of |R_j a_ij|: of the weights, and of the keys as sums of a_ij a_ij^T.
 //
-// A task owns 64 keys and takes all rows through them, a few at a time, so that every sum has one
-// owner and one order. Three passes over the triangle per pair and variant, against one of the
-// norms; how many heads there are matters little here, so that no loop is unrolled.
+// A task computes 64 keys with all rows, a few at a time, so that every sum has one thread and one
+// order. It needs three passes over the triangle per pair and variant, where norms need one. The
+// number of heads matters little, so that no loop is unrolled.
 #pragma once
 
 #include "contributions/cpu/pairs.h"
@@ -10,7 +10,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Of one vector of keys; the arrays hold [heads][kRowGroup] rows of 64.
+// The state of one vector of keys; arrays have [heads][kRowGroup] rows of 64.
 struct PairGradientBlock {
   int64_t H;
   const double* weights;
@@ -20,7 +20,7 @@ struct PairGradientBlock {
   double* outer;             // [triangle(H)][64], added to; nullptr: not wanted
 };
 
-// directions [H][kRowGroup]: scratch, then R a / |R a|.
+// Computes directions [H][kRowGroup], R a / |R a|.
 inline void add_pair_gradients(const PairGradientBlock& block, int64_t c, Vec<double>* directions) {
   using T = double;
   constexpr T kSmallest = 2.3e-308;  // what still has an inverse
@@ -47,8 +47,8 @@ inline void add_pair_gradients(const PairGradientBlock& block, int64_t c, Vec<do
     }
   }
 
-  // g / n, and R a / n, of pairs that have a norm; scaled by the largest element, so that squares
-  // stay in range.
+  // Computes g / n and R a / n of pairs whose norm is not 0, scaled by the largest element, so that
+  // squares stay in range.
   Vec<T> slope[kRowGroup], gradient[kRowGroup];
   Bits<T> lives[kRowGroup];
 #pragma GCC unroll 4
@@ -81,7 +81,7 @@ inline void add_pair_gradients(const PairGradientBlock& block, int64_t c, Vec<do
     T* target = block.grad_weights + k * head_stride + c;
 #pragma GCC unroll 4
     for (int m = 0; m < kRowGroup; ++m, target += kFactorBlock) {
-      // What a key without weight holds may be NaN.
+      // A key without weight may hold NaN.
       store(target, load(target) + (lives[m] ? gradient[m] * sums[m] : Vec<T>{}));
     }
   }

@@ -1,10 +1,10 @@
-// Norms of the summed contributions of every pair: |R_j a_ij|, R_j triangular.
+// Norms of the summed contributions of every pair: |R_j a_ij|, with R_j triangular.
 //
-// A task takes a block of rows through the keys, 64 at a time: their factors stay in the
-// first-level cache while the rows pass, a few at a time, so that a factor loaded serves several
+// A task computes a block of rows with all keys, 64 at a time: their factors stay in the
+// first-level cache while a few rows at a time use them, so that a loaded factor serves several
 // pairs. Up to 16 heads, the H elements of R a of each row are accumulators in registers and the
-// loops over the triangle are unrolled; weights are then read where they lie, and asked for a block
-// ahead: rows of H matrices are more streams than a processor foresees.
+// loops over the triangle are unrolled; weights are then read without a copy, and prefetched a
+// block ahead, for rows of H matrices are more streams than the processor prefetches.
 #pragma once
 
 #include <type_traits>
@@ -44,8 +44,8 @@ inline bool is_padding(const Array& padding, int64_t b, int64_t token) {
                         padding.data)[b * padding.stride[0] + token * padding.stride[1]] != 0;
 }
 
-// Weights of `rows` queries from i on and the 64 keys from j0 on, as [H][kRowGroup][64]; zero where
-// query or key is padding or beyond the end.
+// Loads the weights of `rows` queries from i on and the 64 keys from j0 on, as [H][kRowGroup][64];
+// zero where query or key is padding or beyond the end.
 template <typename T>
 void load_weights(const PairParams& params, int64_t b, int64_t i, int64_t rows, int64_t j0,
                   int64_t count, T* weights) {
@@ -75,8 +75,8 @@ __attribute__((always_inline)) inline void each(std::integer_sequence<int, kInde
   (function(std::integral_constant<int, kIndex>()), ...);
 }
 
-// Weights of some rows and 64 keys, [H][rows][64] by strides. Those `ahead` elements further on
-// will be asked for next.
+// Weights of some rows and 64 keys, [H][rows][64] by strides. The weights `ahead` elements further
+// on are prefetched.
 template <typename T>
 struct WeightBlock {
   const T* data;
@@ -93,8 +93,8 @@ inline Vec<T> in_register(Vec<T> value) {
   return value;
 }
 
-// From the bits of a key's weights, or-ed: whether one is neither 0 nor -0. Where none is, the norm
-// is selected away, for what the key holds may be NaN.
+// Tells from the or-ed bits of a key's weights whether one is neither 0 nor -0. Where none is, the
+// norm is 0, for the key may hold NaN.
 template <typename T>
 inline Bits<T> is_weighed(Bits<T> bits) {
   return (bits & ~(Bits<T>)broadcast(T(-0.0))) != 0;
@@ -113,7 +113,8 @@ inline bool any_lane(Bits<T> mask) {
 #endif
 }
 
-// The norms of one vector of keys in float64: where squares overflow float32 the norm may not.
+// Computes the norms of one vector of keys in float64, for squares may overflow float32 where the
+// norm does not.
 template <typename T>
 __attribute__((noinline, cold)) void norms_in_double(int64_t H, const WeightBlock<T>& weights,
                                                      int64_t m, const T* factors, int64_t c,
@@ -150,13 +151,13 @@ inline void store_norms(int64_t H, const WeightBlock<T>& weights, int64_t m, con
 
 constexpr int kMostUnrolledHeads = 16;
 
-// Rows for which the accumulators and what else is live fit the registers.
+// Returns the number of rows whose accumulators and operands fit the registers.
 constexpr int rows_at_once(int H) {
   const int fitting = (kRegisters - 3) / (H + 2);
   return fitting < 1 ? 1 : fitting > kRowGroup ? kRowGroup : fitting;
 }
 
-// norms [kRows][64] of kRows rows and one block of keys.
+// Computes norms [kRows][64] of kRows rows and one block of keys.
 //   factors [triangle(kHeads)][64]
 template <typename T, int kHeads, int kRows>
 void unrolled_norms(const WeightBlock<T>& weights, const T* factors, T* norms) {
@@ -188,7 +189,7 @@ void unrolled_norms(const WeightBlock<T>& weights, const T* factors, T* norms) {
   }
 }
 
-// The same for any number of heads and kRowGroup rows.
+// Computes the norms for any number of heads and kRowGroup rows.
 template <typename T>
 void looped_norms(int64_t H, const WeightBlock<T>& weights, const T* factors, T* norms) {
   for (int64_t c = 0; c < kFactorBlock; c += kLanes<T>) {
@@ -215,11 +216,11 @@ void looped_norms(int64_t H, const WeightBlock<T>& weights, const T* factors, T*
   }
 }
 
-// What to call for H heads.
+// The functions for H heads.
 template <typename T>
 struct NormsOfHeads {
   int rows = kRowGroup;  // at once
-  // for `rows` rows, and for one; nullptr: looped_norms
+  // the functions for `rows` rows, and for one; nullptr: looped_norms
   void (*several)(const WeightBlock<T>&, const T*, T*) = nullptr;
   void (*single)(const WeightBlock<T>&, const T*, T*) = nullptr;
 };
@@ -236,7 +237,7 @@ NormsOfHeads<T> norms_of_heads(int64_t H) {
   return result;
 }
 
-// Whether 64 weights of each of these rows can be read where they lie.
+// Tells whether 64 weights of each of these rows can be read without a copy.
 template <typename T>
 bool lie_ready(const PairParams& params, int64_t b, int64_t i, int64_t rows, int64_t count) {
   constexpr ElementType kType = sizeof(T) == 8 ? ElementType::kFloat64 : ElementType::kFloat32;

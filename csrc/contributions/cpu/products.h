@@ -1,5 +1,5 @@
-// Products of matrices of any strides, cut into tiles that one thread takes through the whole
-// depth: an element is summed in the same order whatever the tiles and the threads are.
+// Products of matrices of any strides, in tiles of which one thread computes the whole depth: an
+// element is summed in the same order whatever the tiles and the threads are.
 #pragma once
 
 #include "contributions/params.h"
@@ -18,7 +18,7 @@ class ProductTile {
         right_(workspace.take<T>(kPanel * kPanel)),
         turned_(workspace.take<T>(kPanel * kPanel)) {}
 
-  // Rows [i, i + rows) and columns [j, j + columns) of product number [b0, b1].
+  // Computes rows [i, i + rows) and columns [j, j + columns) of product number [b0, b1].
   void operator()(const ProductParams& params, int64_t b0, int64_t b1, int64_t i, int64_t rows,
                   int64_t j, int64_t columns) const {
     const auto from = [&](const Array& array, int64_t row, int64_t column) {
@@ -46,7 +46,7 @@ class ProductTile {
   }
 
  private:
-  // A matrix of at most 64 x 64; one that lies by columns is turned.
+  // Loads a matrix of at most 64 x 64; one stored by columns is transposed.
   void load_square(const Array& array, int64_t offset, int64_t rows, int64_t columns,
                    T* square) const {
     const int64_t row_stride = array.stride[2], column_stride = array.stride[3];
@@ -62,11 +62,11 @@ class ProductTile {
   T *sums_, *left_, *right_, *turned_;  // [columns / 64][rows][64], [rows][64], [64][64] twice
 };
 
-// Of a c that is not empty.
+// Computes a product c that is not empty.
 template <typename T>
 void multiply(const ProductParams& params, const Executor& all) {
   const auto [outer, inner, rows, columns, depth] = params.sizes;
-  // Wide tiles where there are few rows; of few tiles, as many for every thread.
+  // Tiles are wide where there are few rows, and few tiles are divided evenly among threads.
   const int64_t high = min_of(kProductTileRows, round_up(rows, kPanel));
   const int64_t down = ceil_div(rows, high), strips = outer * inner * down;
   const int64_t widest = kProductTileRows / high * kProductTileColumns;

@@ -1,8 +1,8 @@
-// Norms |W_h v| of the transformed vectors where nobody needs the vectors themselves:
-// |W_h v|^2 = v^T G_h v with G_h = W_h^T W_h, d_v^2 multiply-adds in place of d_v D.
+// Norms |W_h v| of the transformed vectors where the vectors themselves are not needed: |W_h v|^2 =
+// v^T G_h v with G_h = W_h^T W_h, with d_v^2 multiply-adds instead of d_v D.
 //
-// In float64, from values and projection of at most float32: what the square loses, some 1e-8
-// |W_h| |v| of the norm, is less than the vectors would lose in float32.
+// They are computed in float64, from values and projection of at most float32: the error of the
+// square, some 1e-8 |W_h| |v| of the norm, is less than that of vectors in float32.
 #pragma once
 
 #include "contributions/cpu/vectors.h"
@@ -10,7 +10,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// The same by its definition. Infinities, of which the square of their sum makes NaN, get here.
+// Computes the norm by its definition, for infinities, whose Gram sum would be NaN.
 inline __attribute__((noinline, cold)) float norm_of_vector(const FactorsOfTokens& params,
                                                             int64_t h, const double* value) {
   const int64_t* stride = params.projection.stride;
@@ -26,7 +26,7 @@ inline __attribute__((noinline, cold)) float norm_of_vector(const FactorsOfToken
   return static_cast<float>(__builtin_sqrt(square));
 }
 
-// grams [d_v, H d_v], float64: G_h side by side.
+// Computes the value norms from grams [d_v, H d_v], float64: G_h side by side.
 inline void value_norms(const FactorsOfTokens& params, const Array& grams, const Executor& all) {
   const int64_t count = params.B * params.S, d_v = params.d_v;
   const int64_t groups = ceil_div(count, kPanel);

@@ -1,7 +1,7 @@
 // The transformed vectors f_h(x_j) = W_h v_jh of a few tokens, as products of panels.
 //
-// The rows of the projection, as they lie, are the left operand, the tokens' values, transposed,
-// the right one, and the product is transposed on its way out.
+// The rows of the projection, without a copy, are the left operand, and the transposed values of
+// the tokens the right one; the product is transposed when it is stored.
 #pragma once
 
 #include "contributions/params.h"
@@ -12,11 +12,11 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Rows of D elements, padded with zeros to whole panels.
+// Returns the length of a row of D elements, padded with zeros to whole panels.
 inline int64_t padded_size(int64_t D) { return round_up(D, kPanel); }
 
-// Tokens taken together: the more, the less often the projection is read, but their vectors should
-// stay near the second-level cache, and every thread should have some.
+// Returns the number of tokens that are computed together. More read the projection less often, but
+// their vectors should stay near the second-level cache, and every thread should have some.
 template <typename T>
 int64_t tokens_together(const FactorsOfTokens& params, int64_t threads) {
   const int64_t bytes_each =
@@ -34,8 +34,8 @@ class VectorProducts {
         rows_(workspace.take<T>(round_up(d_v, kPanel) * kPanel)),
         product_(workspace.take<T>(kPanel * kPanel)) {}
 
-  // vectors [count, in whole vectors][H][padded size], zero beyond D, of the tokens [first, first +
-  // count) of all batch items, at most 64.
+  // Computes vectors [count, in whole vectors][H][padded size], zero beyond D, of the tokens
+  // [first, first + count) of all batch items, at most 64.
   void operator()(const FactorsOfTokens& params, int64_t first, int64_t count, T* vectors) const {
     const int64_t size = padded_size(params.D);
     for (int64_t h = 0; h < params.H; ++h) {
@@ -53,7 +53,7 @@ class VectorProducts {
     }
   }
 
-  // The values [d_v][64] of head h, transposed, for the products after it.
+  // Loads the transposed values [d_v][64] of head h.
   void load_values(const FactorsOfTokens& params, int64_t h, int64_t first, int64_t count) const {
     const Array& value = params.value;
     const int64_t* stride = value.stride;
@@ -70,7 +70,7 @@ class VectorProducts {
     }
   }
 
-  // The product [64][count]: elements [c, c + 64) of the vectors of head h, as far as there are D;
+  // Computes the product [64][count]: elements [c, c + 64), at most D, of the vectors of head h;
   // projection is [D, H d_v].
   void multiply(const Array& projection, int64_t D, int64_t d_v, int64_t h, int64_t c,
                 int64_t count) const {

@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// In float64: squares may leave the range of float32.
+// Returns a norm in float64: squares may leave the range of float32.
 template <typename T>
 __device__ __forceinline__ double norm_of_warp(const T* a, int64_t D, int lane) {
   double sum = 0;
@@ -20,7 +20,7 @@ __device__ __forceinline__ double norm_of_warp(const T* a, int64_t D, int lane) 
   return sqrt(sum_of_lanes(sum));
 }
 
-// row = the linear part of a norm of row, by one warp.
+// Replaces row by the linear part of its norm; one warp calls it.
 template <typename T>
 __device__ __forceinline__ void apply_norm(const NormLayer& norm, T* row, int64_t D, int lane) {
   const T* weight = static_cast<const T*>(norm.weight);

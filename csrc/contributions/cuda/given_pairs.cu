@@ -63,7 +63,7 @@ bool is_in_pieces(const Array& weights) {
          stride[0] % kCount == 0 && stride[1] % kCount == 0 && stride[2] % kCount == 0;
 }
 
-// InitialSums to copy the weights of 16 queries; zeros in the place of pairs that are not there.
+// Begins to copy the weights of 16 queries; zeros in the place of pairs that are not there.
 template <typename W, typename Tile>
 __device__ __forceinline__ void copy_weights(const PairParams& params, const GivenPlace& at,
                                              int64_t i0, bool in_pieces,
@@ -135,7 +135,7 @@ struct GivenWeights {
       return c % 2 == 0 ? two.x : two.y;
     }
   }
-  // The largest of a pair's weights without their signs, as bits, of which those of NaN are the
+  // Returns the largest of a pair's weights without their signs, as bits, of which NaN's are the
   // largest.
   __device__ __forceinline__ uint32_t largest(int r, int c) const {
     uint32_t bits = 0;
@@ -168,8 +168,8 @@ __device__ __forceinline__ void left_operands(const GivenWeights<W, kHeadTiles>&
   }
 }
 
-// |R_j a_ij|^2 over scales, of a warp's key c and the queries g and g + 8. What is small times
-// small is below what float32 holds.
+// Computes |R_j a_ij|^2 over scales, of a warp's key c and the queries g and g + 8. Products of two
+// small parts are below float32's digits.
 template <typename W, int kHeadTiles>
 __device__ __forceinline__ void square_sums(const GivenWeights<W, kHeadTiles>& weights,
                                             const uint32_t* fragments, int c,
@@ -235,7 +235,7 @@ __device__ __forceinline__ void store_norms(const PairParams& params, const Give
   }
 }
 
-// The norms of 16 queries and a warp's keys, of all variants.
+// Computes the norms of 16 queries and a warp's keys, of all variants.
 template <typename W, int kHeadTiles>
 __device__ __forceinline__ void make_norms(const PairParams& params, const GivenPlace& at,
                                            int64_t i0, Shared<const unsigned char> stage) {
@@ -249,7 +249,7 @@ __device__ __forceinline__ void make_norms(const PairParams& params, const Given
                                                          : variant == 1 ? params.fragments[1]
                                                                         : params.fragments[2]);
     const float* units = units_of(fragments, params.B * params.S, params.H);
-    float own[2] = {};  // of the lane's key, first + t
+    float own[2] = {};  // sums of the lane's key, first + t
 #pragma unroll
     for (int c = 0; c < kWarpKeys; ++c) {
       const uint32_t largest[2] = {weights.largest(0, c), weights.largest(1, c)};

@@ -7,8 +7,8 @@
 
 namespace ikattn::cuda {
 
-// The fragments of a variant: those of all keys as factor_fragments() makes them of two parts,
-// [keys, 2, tiles, 32, 2], and behind them the units, [keys].
+// Returns the units of a variant's fragments: factor_fragments() makes them of two parts for all
+// keys, [keys, 2, tiles, 32, 2], and behind them the units, [keys].
 template <typename Word>
 IKATTN_HOST_DEVICE inline auto units_of(Word* fragments, int64_t keys, int64_t H) {
   using Float = std::conditional_t<std::is_const_v<Word>, const float, float>;

@@ -20,7 +20,7 @@ constexpr int kTokens = 32, kOfWarp = kTokens / kWarps;
 constexpr int kColumns = 16;    // dimensions that are made at a time
 constexpr int kHeadGroup = 16;  // heads whose products with as many a block makes
 
-// Where vectors lie in shared memory: [slot of a head][token], columns by eights in another order
+// Layout of vectors in shared memory: [slot of a head][token], columns by eights in another order
 // in every 32 elements. Neither lanes that store tokens nor those that load heads meet in a bank.
 constexpr int kHeadPitch = kTokens * kColumns + 16;
 __device__ __forceinline__ int place_of(int slot, int token, int column) {
@@ -46,7 +46,7 @@ struct GramBlock {
     k0 = h0 + pair * kHeadGroup;
   }
   __device__ __forceinline__ bool is_diagonal() const { return h0 == k0; }
-  // Heads from h0 on, and behind the first group those from k0 on.
+  // Returns how many heads there are: from h0 on, and behind the first group from k0 on.
   __device__ __forceinline__ int heads() const {
     const int last = min(kHeadGroup, static_cast<int>(params.H) - k0);
     return is_diagonal() ? last : kHeadGroup + last;
@@ -54,7 +54,7 @@ struct GramBlock {
   __device__ __forceinline__ int head(int slot) const {
     return slot < kHeadGroup ? h0 + slot : k0 + slot - kHeadGroup;
   }
-  // Beyond the last token there is nothing to read.
+  // Returns how many tokens there are to read.
   __device__ __forceinline__ int tokens() const {
     return min(kTokens, static_cast<int>(params.tokens) - first);
   }
@@ -65,13 +65,13 @@ struct GramBlock {
     return static_cast<const float*>(params.value.data) + b * stride[0] + g * stride[1] +
            j * stride[2];
   }
-  // nullptr: there is no such dimension
+  // Returns a row of the projection; nullptr: there is no such dimension
   __device__ __forceinline__ const float* projection(int h, int c) const {
     return c < params.D ? params.projection + (int64_t{c} * params.H + h) * params.width : nullptr;
   }
 };
 
-// Four elements of a row from r on.
+// Loads four elements of a row from r on.
 __device__ __forceinline__ float4 load_four(const float* row, int r) {
   return row != nullptr ? load_vector<float4>(row + r) : make_float4(0, 0, 0, 0);
 }
@@ -174,7 +174,7 @@ struct HeadVectors {
     const int lane = unknown_to_compiler(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      float halves[2][2];  // of the inverse scales of the dimensions 2t and 2t + 1
+      float halves[2][2];  // halves of the inverse scales of the dimensions 2t and 2t + 1
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         RowScale own;
@@ -298,7 +298,7 @@ struct TokenGram {
   }
 };
 
-// Where a block's vectors lie, and when. Of one group of heads there is room for two steps: each
+// Place of a block's vectors, by step. For one group of heads there is room for two steps: each
 // warp makes vectors of the next before or behind the products of this one. Of two there is one.
 template <bool kIsOneGroup>
 struct Steps {
@@ -369,8 +369,8 @@ __global__ void __launch_bounds__(kThreads, 1) token_gram_kernel(TokenGramParams
   }
 }
 
-// Blocks of several parts read values once for all of them. As many as take no longer, where a
-// multiprocessor has one block at a time.
+// Returns how many parts a block has: it reads values once for all of them. They are as many as
+// take no longer, where a multiprocessor has one block at a time.
 //   blocks: of one part
 int64_t parts_of_block(int64_t blocks, int64_t parts) {
   const int64_t room = std::max<int64_t>(1, multiprocessors());

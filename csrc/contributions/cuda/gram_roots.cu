@@ -20,7 +20,8 @@ __device__ __forceinline__ void number_entries(int H, Shared<uint16_t> places) {
   }
 }
 
-// gram becomes its root R, and goes to `factors`, every kFactorBlock-th; by one warp.
+// Replaces gram by its root R, and stores it in `factors`, every kFactorBlock-th; one warp calls
+// it.
 //   sizes [H]: the diagonal of gram
 //   places [triangle(H)]: of number_entries()
 __device__ __forceinline__ void make_root(int H, Shared<double> gram, Shared<const double> sizes,

@@ -21,7 +21,7 @@ struct TokenGramParams {
   double* parts = nullptr;        // scratch [gram_parts(D), B, tokens, triangle(H)]
   int64_t parts_of_block = 1;     // parts that a block makes; set behind the entry point
   float* factors = nullptr;       // [B, blocks, triangle(H), 64]; nullptr: not wanted
-  uint32_t* fragments = nullptr;  // the same as PairParams have it; nullptr: not wanted
+  uint32_t* fragments = nullptr;  // fragments as PairParams has them; nullptr: not wanted
   float* value_norms = nullptr;   // [B, H, S]; nullptr: not wanted
 };
 
@@ -39,7 +39,7 @@ IKATTN_HOST_DEVICE constexpr int64_t gram_parts(int64_t D) {
 // Each queues its work and returns nullptr, or why it could not. Index 0: compute in float32; 1: in
 // float64.
 struct ContributionKernels {
-  // Where takes_gram_matrices().
+  // Kernels of calls for which takes_gram_matrices() is true.
   const char* (*gram_factors)(const TokenGramParams&, Stream);
   // scratch: as large as params.vectors
   const char* (*factors[2])(const FactorsOfVectors&, void* scratch, Stream);
@@ -57,7 +57,7 @@ inline bool takes_gram_matrices(int64_t H, bool in_float64) {
   return !in_float64 && H <= 64 && is_on(Family::kGivenMaps);
 }
 
-// Words of the fragments of one variant.
+// Returns the words of the fragments of one variant.
 int64_t factor_fragment_words(int64_t B, int64_t H, int64_t S);
 int64_t pair_gradient_scratch(const PairGradientParams& params);
 

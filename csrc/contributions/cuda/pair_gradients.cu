@@ -5,7 +5,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// At most 16 shares, of 64 rows or more.
+// Returns the rows of a share: there are at most 16 shares, of 64 rows or more.
 int64_t rows_of_share(const PairGradientParams& params) {
   const int64_t rows = (params.rows + 15) / 16;
   return rows < 64 ? 64 : (rows + 3) / 4 * 4;
@@ -14,7 +14,7 @@ int64_t shares_of(const PairGradientParams& params) {
   const int64_t each = rows_of_share(params);
   return (params.rows + each - 1) / each;
 }
-// Elements of the factors of one variant.
+// Returns the elements of the factors of one variant.
 __host__ __device__ int64_t factor_elements(const PairGradientParams& params) {
   const int64_t blocks = (params.S + kFactorBlock - 1) / kFactorBlock;
   return params.B * blocks * triangle(params.H) * kFactorBlock;
@@ -23,7 +23,7 @@ __host__ __device__ int64_t factor_elements(const PairGradientParams& params) {
 // Key of a lane, and the rows of its warp's share.
 struct Lane {
   int64_t b, j, share, first, end;
-  int64_t place;  // of the key, in factors and outer products
+  int64_t place;  // index of the key, in factors and outer products
   bool exists;
 };
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ const double* factors_of(const PairGradientParams& pa
   return static_cast<const double*>(params.factors[variant]) + lane.place;
 }
 
-// R a of some queries by rows of the triangle, and the largest element of each.
+// Computes R a of some queries by rows of the triangle, and the largest element of each.
 template <int kRows>
 __device__ __forceinline__ void multiply_factor(const double* factors, int64_t H,
                                                 Shared<const double> own,
@@ -74,15 +74,15 @@ __device__ __forceinline__ void multiply_factor(const double* factors, int64_t H
   }
 }
 
-// R a becomes R a / n of pairs that have a norm; their gradient g, and g / n. Scaled by the largest
-// element, so that squares stay in range.
+// Replaces R a by R a / n in pairs that have a norm; makes their gradient g, and g / n. Scaled by
+// the largest element, so that squares stay in range.
 template <int kRows>
 __device__ __forceinline__ void make_directions(const PairGradientParams& params, int variant,
                                                 const Lane& lane, int64_t i0,
                                                 const double (&largest)[kRows],
                                                 Shared<double> directions, bool (&lives)[kRows],
                                                 double (&gradient)[kRows], double (&slope)[kRows]) {
-  constexpr double kSmallest = 2.3e-308;  // what still has an inverse
+  constexpr double kSmallest = 2.3e-308;  // the smallest number that has an inverse
   const int64_t* stride = params.norms[variant].stride;
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void make_directions(const PairGradientParams& params
   }
 }
 
-// Gradients of the weights: g R^T (R a / n), by columns of the triangle.
+// Adds gradients of the weights: g R^T (R a / n), by columns of the triangle.
 template <int kRows>
 __device__ __forceinline__ void add_weight_gradients(const PairGradientParams& params, int variant,
                                                      const Lane& lane, int64_t i0,
@@ -142,7 +142,7 @@ __device__ __forceinline__ void add_weight_gradients(const PairGradientParams& p
   }
 }
 
-// The outer products a a^T, times g / n, added to the share's; the first ones are written.
+// Adds the outer products a a^T, times g / n, to the share's; writes the first ones.
 template <int kRows>
 __device__ __forceinline__ void add_outer(int64_t H, Shared<const double> own,
                                           const double (&slope)[kRows], bool is_first,

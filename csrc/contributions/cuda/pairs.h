@@ -24,8 +24,8 @@ __device__ __forceinline__ bool is_padding(const Array& padding, int64_t b, int6
              padding.data)[b * padding.stride[0] + token * padding.stride[1]] != 0;
 }
 
-// A thread's weights of key j and the queries [i0, i0 + kRows), zero where either is padding or
-// beyond the end: own[(h * kRows + m) * 32], and whether query m has one that is not zero.
+// Loads a thread's weights of key j and the queries [i0, i0 + kRows), zero where either is padding
+// or beyond the end: own[(h * kRows + m) * 32], and whether query m has one that is not zero.
 template <int kRows, typename T>
 __device__ __forceinline__ void load_own_weights(const PairParams& params, int64_t b, int64_t i0,
                                                  int64_t end, int64_t j, bool key_visible,
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_own_weights(const PairParams& params, int64
   }
 }
 
-// The factors of a key, every kFactorBlock-th.
+// Returns the factors of a key, every kFactorBlock-th.
 template <typename T>
 __device__ __forceinline__ const T* factors_of(const PairParams& params, const void* of_variant,
                                                int64_t b, int64_t j) {
@@ -57,8 +57,8 @@ __device__ __forceinline__ const T* factors_of(const PairParams& params, const v
          (b * blocks + j / kFactorBlock) * triangle(params.H) * kFactorBlock + j % kFactorBlock;
 }
 
-// The norm of one pair in float64, its weights and factors read again: where the squares overflow
-// float32 the norm may not.
+// Computes the norm of one pair in float64, reading its weights and factors again: where the
+// squares overflow float32 the norm may not.
 template <typename T>
 __device__ __forceinline__ T norm_in_double(const PairParams& params, int64_t b, int64_t i,
                                             int64_t j, const void* of_variant) {

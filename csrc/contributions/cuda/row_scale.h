@@ -7,7 +7,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// The number without its sign as bits, which are ordered as numbers are, those of NaN the last.
+// Returns the number without its sign as bits, which are ordered as numbers are, NaN's last.
 __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7fffffffu;
 }
@@ -52,8 +52,9 @@ struct RowScale {
   __device__ __forceinline__ float inverse() const {
     return __uint_as_float((254u - exponent()) << 23);
   }
-  // The inverse is the product of both halves, which differ by a factor of two at most. So where
-  // it meets another row's inverse, what is between stays within float32 if the product does.
+  // Returns one of two halves whose product is the inverse; they differ by a factor of two at most.
+  // Multiplied by another row's inverse, all numbers between stay within float32 if the product
+  // does.
   __device__ __forceinline__ float half_of_inverse(uint32_t half) const {
     return __uint_as_float((381u - exponent() + half) / 2 << 23);
   }

@@ -1,5 +1,4 @@
-// Gradients: by target for queries, with what every edge gives its source, then by source for keys
-// and values.
+// Gradients by target for queries and edges, then by source for keys and values.
 #pragma once
 
 #include "edge_attention/cpu/rows.h"
@@ -8,11 +7,11 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Edges of a target whose products, weights and gradients are held at once.
+// The number of edges of a target whose products, weights and gradients are in memory at once.
 constexpr int64_t kGradientEdges = 32;
 
-// The gradient of a head's weights, by weight: sum_e weight_e grad_e. Without gradients of the
-// weights themselves it is the product of the output and its gradient.
+// Computes the weighted sum of the gradients of a head's weights, sum_e weight_e grad_e. Without
+// gradients of the weights themselves it is the product of the output and its gradient.
 template <typename T>
 inline void take_means(const EdgeQueryGradientParams<T>& p, int64_t i, double* mean) {
   for (int64_t h = 0; h < p.H; ++h) {
@@ -21,7 +20,7 @@ inline void take_means(const EdgeQueryGradientParams<T>& p, int64_t i, double* m
   }
 }
 
-// What gradients of the weights add to the means, for edges [begin, end) of target i.
+// Adds the gradients of the weights to the means, for edges [begin, end) of target i.
 template <typename T>
 inline void add_to_means(const EdgeQueryGradientParams<T>& p, int64_t i, int64_t begin, int64_t end,
                          const EdgeScratch<T>& scratch, double* mean) {
@@ -39,7 +38,8 @@ inline void add_to_means(const EdgeQueryGradientParams<T>& p, int64_t i, int64_t
   }
 }
 
-// Of edges [begin, end) of target i: fills of_edges, adds to the gradient of the query's features.
+// Fills of_edges for edges [begin, end) of target i, and adds to the gradient of the query's
+// features.
 template <typename T>
 inline void query_gradients_of(const EdgeQueryGradientParams<T>& p, int64_t i, int64_t begin,
                                int64_t end, const double* mean, const EdgeScratch<T>& scratch,
@@ -131,7 +131,8 @@ void edge_query_gradients(const EdgeQueryGradientParams<T>& p, const Executor& e
   lay_out(Workspace(executor.allocate(executor.owner, bytes)), run);
 }
 
-// Sums over edges out of one source: [H] gradients of its logits, [H, F] and [H, d_v].
+// Sums over the edges of one source: gradients of its logits [H], features [H, F] and value [H,
+// d_v].
 template <typename T>
 inline void key_gradients_of(const EdgeKeyGradientParams<T>& p, int64_t begin, int64_t end,
                              const Partial<T>& partial) {

@@ -1,4 +1,4 @@
-// Attention over edges: every target's edges in turn.
+// Attention over edges, target by target.
 #pragma once
 
 #include "edge_attention/cpu/rows.h"
@@ -7,7 +7,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// What edges of one target add up to, head by head. Weights are relative to the largest logit.
+// Sums over edges of one target, head by head. Weights are relative to the largest logit.
 template <typename T>
 struct WeightedSum {
   double *largest, *sum;  // [H]

@@ -20,7 +20,7 @@ const auto& kernels() {
   }
 }
 
-// Multiply-adds of one pass over the edges.
+// Returns the multiply-adds of one pass over the edges.
 template <typename Params>
 double work_of(const Params& params) {
   return static_cast<double>(params.E) * static_cast<double>(params.H) *
@@ -40,7 +40,7 @@ struct Cpu {
     const int64_t *end = read<int64_t>(rowptr), *source = read<int64_t>(col);
     int64_t* ends = write<int64_t>(result.colptr);
     int64_t *edges = write<int64_t>(result.edges), *targets = write<int64_t>(result.targets);
-    // ends[j + 1] goes from the number of edges of j to where they begin, and so to where they end.
+    // ends[j + 1] changes from the number of edges of j to their begin, and then to their end.
     for (int64_t e = 0; e < E; ++e) ++ends[source[e] + 1];
     int64_t begin = 0;
     for (int64_t j = 0; j < N_k; ++j) begin += std::exchange(ends[j + 1], begin);

@@ -1,9 +1,8 @@
-// The table through which glue.cpp reaches the kernels of one instruction set.
+// The table of kernels of one instruction set, which glue.cpp calls.
 #pragma once
 
 #include "edge_attention/params.h"
 #include "support/executor.h"
-#include "support/exported.h"
 
 namespace ikattn {
 
@@ -19,15 +18,6 @@ struct EdgeAttentionKernels {
   EdgeAttentionKernelsOf<double> of_double;
 };
 
-// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern IKATTN_EXPORTED const EdgeAttentionKernels edge_attention_kernels;
-}
-namespace avx2 {
-extern IKATTN_EXPORTED const EdgeAttentionKernels edge_attention_kernels;
-}
-namespace avx512 {
-extern IKATTN_EXPORTED const EdgeAttentionKernels edge_attention_kernels;
-}
+IKATTN_DECLARE_KERNELS(EdgeAttentionKernels, edge_attention_kernels)
 
 }  // namespace ikattn

@@ -1,5 +1,5 @@
-// Sums over the edges of every node, in parallel. A row is a node and its edges: those into it, or
-// those out of it. How rows are cut does not depend on the threads, so that neither do the bits.
+// Sums over the edges of every node, in parallel. A row is a node with its incoming or outgoing
+// edges. Rows are cut independently of the threads, and so are the bits.
 #pragma once
 
 #include "support/cpu/schedule.h"
@@ -7,13 +7,13 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Rows in groups of about this many edges are a task of one thread. A row of more is cut into
-// pieces of this many, whose partial sums are added in their order.
+// The number of edges of a task. Short rows are grouped into tasks of about as many; a longer row
+// is cut into pieces of as many, whose partial sums are added in order.
 constexpr int64_t kPieceEdges = 1024;
 
 inline int64_t pieces_of(int64_t edges) { return ceil_div(edges, kPieceEdges); }
 
-// What the edges of a row, or of a piece of it, add up to.
+// The sums over the edges of a row, or of a piece of it.
 template <typename T>
 struct Partial {
   double* numbers;
@@ -31,7 +31,7 @@ struct Rows {
   int64_t edges(int64_t row) const { return ends[row + 1] - ends[row]; }
   bool is_long(int64_t row) const { return edges(row) > kPieceEdges; }
 
-  // Of all long rows together.
+  // Returns the number of pieces of all long rows.
   int64_t pieces() const {
     int64_t sum = 0;
     for (int64_t row = 0; row < count; ++row) {
@@ -40,7 +40,7 @@ struct Rows {
     return sum;
   }
 
-  // The first row at which rows and edges before it are at least `bound`.
+  // Returns the first row with at least `bound` rows and edges before it.
   int64_t at(int64_t bound) const {
     int64_t low = 0, high = count;
     while (low < high) {
@@ -104,8 +104,8 @@ class Partials {
   int64_t *row_of_, *first_of_;
 };
 
-// For every row: sum(row, begin, end, partial, thread) of its edges, whole or piece by piece, then
-// finish(row, first slot, slots), where the pieces' sums are.
+// Calls sum(row, begin, end, partial, thread) for the edges of every row, whole or piece by piece,
+// then finish(row, first slot, slots) with the slots of its pieces.
 template <typename T, typename Sum, typename Finish>
 inline void for_rows(const Rows& rows, const Partials<T>& partials, const Executor& executor,
                      const Sum& sum, const Finish& finish) {

@@ -10,7 +10,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// So many edges ahead nodes are asked for: what memory takes to answer.
+// The number of edges ahead for which nodes are prefetched, by the latency of memory.
 constexpr int64_t kAhead = 4;
 
 // Rows are short, often 8 numbers: vectors of eight on every instruction set.
@@ -33,7 +33,7 @@ inline void load_eight(Eight<T>& to, const T* source) {
   __builtin_memcpy(&to, source, sizeof(to));
 }
 
-// What is left of a row after its eights: apart, so that the loop over eights stays short.
+// Computes the rest of a row after its eights, apart so that the loop over eights stays short.
 template <typename T>
 [[gnu::noinline]] T dot_of_rest(const T* a, const T* b, int64_t count) {
   T sum = 0;
@@ -73,7 +73,7 @@ inline T dot(const T* a, const T* b, int64_t count) {
   return k == count ? sum : sum + dot_of_rest(a + k, b + k, count - k);
 }
 
-// y += factor x
+// Adds factor x to y.
 template <typename T>
 inline void add_multiple(T* y, T factor, const T* x, int64_t count) {
   if (count == 1) *y += factor * *x;
@@ -92,9 +92,9 @@ inline void add_multiple(T* y, T factor, const T* x, int64_t count) {
   if (k < count) add_rest(y + k, factor, x + k, count - k);
 }
 
-// Asks for the cache lines of a node that is read soon, to come as far as the second cache. The
-// first has room for some 20 misses at once, a node's lines alone: what asks for more waits.
-// Inlined always: GCC takes a call of what only prefetches for one without effect, and drops it.
+// Prefetches the cache lines of a node that is read soon into the second-level cache. The first
+// level has room for some 20 misses at once, the lines of one node; more would wait. Always
+// inlined, for GCC drops a call of a function that only prefetches.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch(const T* values, int64_t count) {
   constexpr int64_t kLine = 64 / sizeof(T);
@@ -111,10 +111,10 @@ template <typename T>
   prefetch(p.key_logits + j * H, H);
 }
 
-// Numbers of at most so many edges, head by head within an edge, for every thread.
+// The scratch of a thread for some edges, head by head within an edge.
 template <typename T>
 struct EdgeScratch {
-  // [edges, H]: s, 0 where the edge is hidden; of exponential scores the LeakyReLU's slope there
+  // [edges, H]: s, 0 where the edge is hidden; for exponential scores the LeakyReLU's slope
   T* products;
   T* logits;  // [edges, H]: what is added to the logarithm of the score; then the weights
 };
@@ -179,7 +179,8 @@ inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_
   return hides;
 }
 
-// Logits to weights: score * exp(logit - shift[h]). A shift of -inf: no edge of the head is seen.
+// Computes weights score * exp(logit - shift[h]) in place of logits. A shift of -inf: the head sees
+// no edge.
 template <typename T>
 inline void take_weights(const EdgeParams<T>& p, int64_t edges, const double* shift,
                          const EdgeScratch<T>& scratch) {

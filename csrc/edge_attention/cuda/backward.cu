@@ -52,7 +52,7 @@ struct QueryGradients {
     double of_head =
         static_cast<double>(warp_dot(p.output + row, p.grad_output + row, p.d_v, lane));
     if (mean != nullptr) of_head += mean[i * H + h];
-    // 1. What every edge gives.
+    // 1. Gradients of every edge.
     const double normalizer = p.log_normalizer[i * H + h];
     const EdgeLane at(lane, kWidth);
     visit_products<kWidth>(p, i, h, begin, end, at, [&](int64_t first, const T(&products)[kTurns]) {
@@ -79,7 +79,8 @@ struct QueryGradients {
     });
   }
 
-  // s: the product of its features; gradient: that of its weight, but for grad_weights.
+  // Stores an edge's gradients. s: the product of its features; gradient: of its weight, but for
+  // grad_weights.
   __device__ __forceinline__ void store_edge(int64_t e, int64_t h, T s, T gradient,
                                              double normalizer, T of_head) const {
     const int64_t at = e * H + h;
@@ -90,7 +91,7 @@ struct QueryGradients {
     if (p.exponential) grad_logit *= slope_at(p, bias + s);
     const T slope = p.exponential ? T(1) : s / ((s * s + p.eps) * static_cast<T>(p.F));
     T grad_product = grad_logit * slope;
-    if (bias == -INFINITY) grad_logit = grad_product = 0;  // what is hidden may be NaN
+    if (bias == -INFINITY) grad_logit = grad_product = 0;  // hidden keys may hold NaN
     T* of_edge = p.of_edges + 3 * e * H + h;
     of_edge[0] = grad_logit;
     of_edge[H] = grad_product;
@@ -140,8 +141,7 @@ struct KeyGradients {
   }
   __device__ __forceinline__ Values<T> values_at(T* memory) const { return {memory, memory + p.F}; }
 
-  // The sum over the edges of what they give, which is number `which` of three, times rows of
-  // targets.
+  // Adds up, over the edges, their number `which` of three times rows of targets.
   __device__ __forceinline__ void spread(const Piece& piece, int which, const T* of_targets,
                                          int64_t width, T* to, int lane) const {
     const int64_t h = piece.h;

@@ -18,7 +18,7 @@ struct Forward {
   }
   __device__ __forceinline__ Values<T> values_at(T* memory) const { return {memory, nullptr}; }
 
-  // numbers: the largest logit, and the sum of weights relative to it.
+  // Sets numbers: the largest logit, and the sum of weights relative to it.
   __device__ __forceinline__ void sum(const Piece& piece, double (&numbers)[2],
                                       const Values<T>& values, int lane) const {
     const auto [i, h, begin, end] = piece;

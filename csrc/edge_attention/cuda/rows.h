@@ -18,7 +18,7 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kRowWarps = 4;
-constexpr int kRowBlocks = 7;  // of a multiprocessor, at least
+constexpr int kRowBlocks = 7;  // blocks of a multiprocessor, at least
 // A row of more edges is cut at the multiples of this, in the order of all edges.
 constexpr int64_t kPieceEdges = 1024;
 
@@ -38,7 +38,7 @@ struct Piece {
 
 // Between two cuts lie at most two long rows: that of the first edge, and that of the last.
 struct Pieces {
-  int64_t first;  // of the cuts within or before the row
+  int64_t first;  // index of the cut within or before the row
   int64_t count;
 };
 
@@ -55,7 +55,8 @@ struct Parts {
   int64_t H, h, width, begin;
   Pieces pieces;
 
-  // Piece k lies between cuts first + k and the next; the row has the first edge there, or not.
+  // Returns the place of piece k, between cuts first + k and the next; the row has the first edge
+  // there, or not.
   __device__ __forceinline__ int64_t place(int64_t k) const {
     const int64_t cut = pieces.first + k;
     const int64_t which = begin <= cut * kPieceEdges ? 0 : 1;
@@ -67,7 +68,7 @@ struct Parts {
 
 inline int64_t cuts(int64_t E) { return (E + kPieceEdges - 1) / kPieceEdges; }
 
-// The warp's number, the same in all its lanes.
+// Returns the warp's number, the same in all its lanes.
 __device__ __forceinline__ int64_t warp_number() {
   return static_cast<int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32;
 }
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kRowWarps * 32, kRowBlocks) short_rows_kernel(
   op.finish(row, h, numbers, lane);
 }
 
-// The row that edge e belongs to.
+// Returns the row that edge e belongs to.
 __device__ __forceinline__ int64_t row_of(const Rows& rows, int64_t e) {
   int64_t low = 0, high = rows.count;  // ends[low] <= e < ends[high]
   while (high - low > 1) {

@@ -50,8 +50,8 @@ inline bool has_fours(const T* data, int64_t width) {
   return width % 4 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// products[turn] = a . rows[turn] of `count` columns, in every lane of the edge; rows that are null
-// are not read.
+// Computes products[turn] = a . rows[turn] of `count` columns, in every lane of the edge; rows that
+// are null are not read.
 template <int kWidth, typename T>
 __device__ __forceinline__ void edge_products(T (&products)[kTurns], const T* a,
                                               const T* const (&rows)[kTurns], int64_t count,
@@ -79,8 +79,8 @@ struct ScaledRow {
   T factor;
 };
 
-// to = the sum of row_of(k) over begin <= k < end, of `count` columns. All lanes of the warp call
-// it.
+// Computes `to`, the sum of row_of(k) over begin <= k < end, of `count` columns. All lanes of the
+// warp call it.
 template <int kWidth, typename T, typename RowOf>
 __device__ __forceinline__ void add_rows(int64_t begin, int64_t end, int64_t count, T* to, int lane,
                                          const RowOf& row_of) {
@@ -124,7 +124,7 @@ inline bool reads_fours(const EdgeParams<T>& p) {
          has_fours(p.value, p.d_v);
 }
 
-// a.b of rows in global memory, in every lane.
+// Returns a.b of rows in global memory, in every lane.
 template <typename T>
 __device__ __forceinline__ T warp_dot(const T* a, const T* b, int64_t count, int lane) {
   T sum = 0;
@@ -179,12 +179,12 @@ __device__ __forceinline__ void visit_products(const EdgeParams<T>& p, int64_t i
   }
 }
 
-// The slope of the LeakyReLU at a sum of a product and its bias.
+// Returns the slope of the LeakyReLU at a sum of a product and its bias.
 template <typename T>
 __device__ __forceinline__ T slope_at(const EdgeParams<T>& p, T sum) {
   return sum > 0 ? T(1) : p.negative_slope;
 }
-// The logit of an exponential score that is not hidden.
+// Returns the logit of an exponential score that is not hidden.
 template <typename T>
 __device__ __forceinline__ T logit_of(const EdgeParams<T>& p, T sum) {
   return sum * slope_at(p, sum);
@@ -193,7 +193,8 @@ __device__ __forceinline__ T logit_of(const EdgeParams<T>& p, T sum) {
 __device__ __forceinline__ float exponential_of(float x) { return expf(x); }
 __device__ __forceinline__ double exponential_of(double x) { return exp(x); }
 
-// score * exp(bias - shift); 0 where the edge is hidden. A shift of -inf: none of them is seen.
+// Returns score * exp(bias - shift); 0 where the edge is hidden. A shift of -inf: none of them is
+// seen.
 template <typename T>
 __device__ __forceinline__ T weight_of(const EdgeParams<T>& p, T product, T bias, double shift) {
   if (bias == -INFINITY) return 0;

@@ -1,8 +1,8 @@
 // Implicit-kernel attention: the public C++ functions.
 //
-// The same operators that Python reaches as torch.ops.ikattn.*, gradients included, with no Python
-// in the process. Definitions and symbols: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel
-// Attention", AAAI 2021 (arXiv 2006.06147).
+// They call the operators torch.ops.ikattn.* of Python, gradients included, without Python in the
+// process. Definitions and symbols: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention",
+// AAAI 2021 (arXiv 2006.06147).
 //
 //   B batch, H query heads, G key/value heads (G divides H), L queries, S keys,
 //   d head size of query and key, d_v head size of value, M frequencies, F = 2 M features
@@ -22,7 +22,7 @@
 
 namespace ikattn {
 
-// Everything about a call that is not one of its five main tensors.
+// The options of a call beside its five main tensors.
 struct AttentionOptions {
   // Order of the norm in a key's magnitude, any real >= 1; nullopt: no magnitude, g_j = 0.
   std::optional<double> p = 2.0;
@@ -42,9 +42,9 @@ struct AttentionOptions {
   // Factor of |k|_p^2; nullopt: 1 / (2 sqrt d), the paper's.
   std::optional<double> magnitude_scale = std::nullopt;
   // int64 [2] on query's device: seed and offset of the dropout mask, the same mask on every
-  // device. [7]: that of a part of a larger call, whose mask it takes: then batch item and head
-  // that the part begins with, heads of the larger call, and query and key, multiples of 16.
-  // nullopt: drawn from the default generator of that device when dropout_p > 0.
+  // device. [7] for a part of a larger call, with its mask: then the first batch item and head of
+  // the part, the heads of the larger call, and the first query and key, multiples of 16. nullopt:
+  // drawn from the default generator of that device when dropout_p > 0.
   std::optional<at::Tensor> dropout_seed = std::nullopt;
 };
 
@@ -57,8 +57,8 @@ at::Tensor implicit_kernel_attention(const at::Tensor& query, const at::Tensor& 
                                      const std::optional<at::Tensor>& w2 = std::nullopt,
                                      const AttentionOptions& options = {});
 
-// The attention weights themselves, after dropout: [B, H, L, S], or their mean over heads,
-// [B, L, S], which never holds the former.
+// The attention weights after dropout: [B, H, L, S], or their mean over heads, [B, L, S], without a
+// tensor of the former size.
 at::Tensor implicit_kernel_weights(const at::Tensor& query, const at::Tensor& key,
                                    const at::Tensor& w1,
                                    const std::optional<at::Tensor>& w2 = std::nullopt,
@@ -69,8 +69,8 @@ at::Tensor implicit_kernel_weights(const at::Tensor& query, const at::Tensor& ke
 at::Tensor spectral_features(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2 = std::nullopt);
 
-// Attention from features that were made before, as for decoding, where every key meets many
-// queries that come one by one.
+// Attention from features that were computed before, as for decoding, where queries arrive one by
+// one.
 //   query_features [B, H, L, F]   key_features [B, K, S, F]   of spectral_features, float32 or
 //   float64; value [B, G, S, d_v] of any floating type; K and G divide H
 //   logits, of the features' type, broadcastable to [B, H, L, S]: what is added to
@@ -80,7 +80,7 @@ at::Tensor attention_from_features(const at::Tensor& query_features, const at::T
                                    const at::Tensor& logits, const at::Tensor& value,
                                    double eps = 1e-5);
 
-// Two int64 numbers on the device, from its default generator: a fresh dropout seed and offset.
+// Draws a dropout seed and offset, two int64 numbers on the device, from its default generator.
 at::Tensor draw_dropout_seed(const at::Device& device);
 
 }  // namespace ikattn

@@ -1,4 +1,4 @@
-// Norm-aware contributions: how much of each token a layer of attention really moves.
+// Norm-aware contributions: the amount of each token that a layer of attention really moves.
 //
 // G. Kobayashi, T. Kuribayashi, S. Yokoi, K. Inui, "Attention is Not Only a Weight", EMNLP 2020,
 // and "Incorporating Residual and Normalization Layers into Analysis of Masked Language Models",
@@ -8,7 +8,7 @@
 //   d_v head size of value, D model size
 //
 //   f_h(x_j) = W_O^h v_j^h, with W_O the weight of the out-projection and v the value, its bias
-//   included; y_ij = sum_h a_ij^h f_h(x_j) is what query i takes from token j.
+//   included; y_ij = sum_h a_ij^h f_h(x_j) is the contribution of token j to query i.
 //
 // No tensor ever has both L x S and D: time O(B L S H^2 + B S H d_v D), memory the maps themselves
 // and O(B S H^2).
@@ -70,17 +70,17 @@ ContributionMaps contributions(const at::Tensor& attn_weights, const at::Tensor&
                                const at::Tensor& out_proj_weight,
                                const ContributionOptions& options = {});
 
-// How weights come from query and key, where they are never held.
+// The source of weights from query and key, which are never in memory as a whole.
 struct AttentionSource {
   // The implicit kernel's frequencies; absent: dot attention, softmax(scale q.k + ...).
   std::optional<at::Tensor> w1 = std::nullopt, w2 = std::nullopt;
   std::optional<double> scale = std::nullopt;  // of dot attention; nullopt: 1 / sqrt(d)
-  // As in implicit_kernel_attention. Dot attention reads key_bias, attn_mask, is_causal and
-  // enable_gqa. Dropout must be 0.
+  // The options of implicit_kernel_attention. Dot attention reads key_bias, attn_mask, is_causal
+  // and enable_gqa. Dropout must be 0.
   AttentionOptions options;
 };
 
-// The same maps from query [B, H, L, d] and key [B, G, S, d]: [B, H, L, S] never exists.
+// Computes the maps from query [B, H, L, d] and key [B, G, S, d], without a tensor [B, H, L, S].
 ContributionMaps streamed_contributions(const at::Tensor& query, const at::Tensor& key,
                                         const at::Tensor& value, const at::Tensor& out_proj_weight,
                                         const AttentionSource& source = {},

@@ -7,8 +7,8 @@
 //
 // with s and g as in ikattn/attention.h, and Z_i the sum over the edges that come into i. All
 // functions return the output [N_q, H, d_v], zero for a target without edges, and the weights after
-// dropout, [E, H]. They throw c10::Error on wrong arguments; rowptr and col are looked at on the
-// CPU only.
+// dropout, [E, H]. They throw c10::Error on wrong arguments; rowptr and col are checked on the CPU
+// only.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -51,8 +51,8 @@ std::tuple<at::Tensor, at::Tensor> implicit_kernel_edge_attention(
     const at::Tensor& rowptr, const at::Tensor& col, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2 = std::nullopt, const EdgeAttentionOptions& options = {});
 
-// The same with the RBF kernel for (s^2 + eps): exp(-|q_i - k_j|^2 / (2 sqrt d) + g_j), of which
-// p = 2 makes softmax attention, exp(q_i.k_j / sqrt d). options.eps is not used.
+// Computes attention with the RBF kernel instead of (s^2 + eps): exp(-|q_i - k_j|^2 / (2 sqrt d) +
+// g_j), which for p = 2 is softmax attention, exp(q_i.k_j / sqrt d). options.eps is not used.
 std::tuple<at::Tensor, at::Tensor> softmax_edge_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& rowptr, const at::Tensor& col, const EdgeAttentionOptions& options = {});

@@ -33,7 +33,7 @@ struct KeyMoments {
 KeyMoments key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                        const at::Tensor& value);
 
-// The same with the keys of `keys` before them, whose tensors are written to. No gradients.
+// Adds more keys to `keys`, whose tensors are overwritten. No gradients.
 void add_key_moments(const KeyMoments& keys, const at::Tensor& key_features,
                      const at::Tensor& logits, const at::Tensor& value);
 

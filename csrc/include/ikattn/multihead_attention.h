@@ -31,7 +31,7 @@ enum class Kernel {
   kImplicit  // learned through its spectral density
 };
 
-// Those of torch::nn::MultiheadAttentionOptions, then those of Python's constructor.
+// The options of torch::nn::MultiheadAttentionOptions, then those of Python's constructor.
 struct MultiheadAttentionOptions {
   MultiheadAttentionOptions(int64_t embed_dim, int64_t num_heads);
 

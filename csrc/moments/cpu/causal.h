@@ -1,11 +1,11 @@
-// Causal attention of tokens to themselves and to keys before them, of which there are moments, in
-// chunks of 128 tokens. With m the moments of all keys before a chunk and e_j = exp(logit_j - r_i),
-// r_i the largest logit that query i sees:
+// Causal attention of tokens to themselves, and through moments to keys before them, in chunks of
+// 128 tokens. With m the moments of all keys before a chunk and e_j = exp(logit_j - r_i), r_i the
+// largest logit that query i sees:
 //
 //   n_i = exp(reference - r_i) (a psi(q_i) . m + eps times the constant entry)
 //         + sum_j (s_ij^2 + eps) e_j [v_j, 1]   over the keys j <= i of the chunk
 //
-// Then the chunk's keys are added to m. One thread goes through a head of the moments.
+// Then the chunk's keys are added to m. One thread computes a head of the moments.
 #pragma once
 
 #include "moments/cpu/from_moments.h"
@@ -13,8 +13,8 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Keys of a chunk as pairs read them, relative to a base; those that count for nothing are zeros
-// with the logit -inf, those that are not finite zeros with the logit NaN.
+// The keys of a chunk as pairs read them, relative to a base. Hidden keys are zeros with the logit
+// -inf, keys that are not finite zeros with the logit NaN.
 template <typename T>
 struct ChunkKeys {
   T* phi = nullptr;               // [feature panels][128][64]   over 2 F
@@ -36,7 +36,7 @@ struct ChunkKeys {
     exact = workspace.take<double>(kCausalChunk);
   }
 
-  // The logits of the 64 keys at k0 relative to another base.
+  // Returns the logits of the 64 keys at k0 relative to another base.
   void logits_from(double other, int64_t k0, T* out) const {
     for (int64_t c = 0; c < kPanel; ++c) {
       const T own = logits[k0 + c];
@@ -45,7 +45,7 @@ struct ChunkKeys {
   }
 };
 
-// A rise of logits above the base of a chunk that float32 rounds by half a millionth.
+// The rise of logits above the base of a chunk that float32 rounds by half a millionth.
 constexpr double kLargestRise = 8;
 
 template <typename T>
@@ -61,7 +61,7 @@ struct CausalScratch {
   double* bases = nullptr;  // [128]   what the maxima of rows are relative to
   T* row_logits = nullptr;  // [64]    of keys, for one query
   bool poisoned = false;    // a key before the chunk is not finite
-  // Backward:
+  // Used by the backward:
   T* grad_out = nullptr;             // [value panels][64][64]
   T* dp = nullptr;                   // [64][64]
   T* grad_query = nullptr;           // [feature panels][64][64]
@@ -73,7 +73,7 @@ struct CausalScratch {
   double* exact_log_sums = nullptr;  // [64]   relative to nothing
 };
 
-// Its memory, a scratch for each thread.
+// The memory of a call, a scratch for each thread.
 template <typename T>
 struct CausalPlan {
   const CausalParams& params;
@@ -132,14 +132,13 @@ struct CausalPlan {
   int64_t heads() const { return params.queries.H / params.queries.K; }  // that share moments
 };
 
-// What moments relative to one reference are multiplied with to be relative to a larger one; those
-// of no key are nothing.
+// Returns the factor that makes moments relative to a larger reference; 0 for moments without keys.
 template <typename T>
 T rescaling(double from, double to) {
   return from == -infinity<double>() ? T(0) : static_cast<T>(__builtin_exp(from - to));
 }
 
-// The largest finite logits before each chunk, and of all.
+// Computes the largest finite logits before each chunk, and of all.
 template <typename T>
 void find_references(const CausalPlan<T>& plan, const MomentsHead& head, double* out) {
   const Array &reference = plan.params.queries.reference, &logits = plan.params.keys.logits;
@@ -157,8 +156,8 @@ void find_references(const CausalPlan<T>& plan, const MomentsHead& head, double*
   }
 }
 
-// What logits of a chunk are relative to: the largest before it, or its first one. Not the largest
-// of its own, for later keys must not change how a row is rounded.
+// Returns the base of a chunk's logits: the largest before it, or its first one. Its largest would
+// let later keys change the rounding of a row.
 inline double base_of(const double* logits, int64_t count, double reference) {
   if (reference != -infinity<double>()) return reference;
   for (int64_t t = 0; t < count; ++t) {
@@ -167,7 +166,7 @@ inline double base_of(const double* logits, int64_t count, double reference) {
   return 0;
 }
 
-// reference: that of the keys before.
+// Loads the keys of a chunk; reference is that of the keys before.
 template <typename T>
 void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t chunk,
                      double reference, ChunkKeys<T>& out) {
@@ -217,8 +216,8 @@ void load_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t
   }
 }
 
-// What the keys before a chunk leave to queries of it: to own.out [value panels][count][64] and to
-// the state of the rows.
+// Computes the sums over the keys before a chunk for its queries, in own.out [value
+// panels][count][64] and the state of the rows.
 template <typename T>
 void read_running(const CausalPlan<T>& plan, const QueryRows& at, double reference,
                   CausalScratch<T>& scratch) {
@@ -251,7 +250,8 @@ void read_running(const CausalPlan<T>& plan, const QueryRows& at, double referen
   }
 }
 
-// Scores of 64 queries, whose features are in the scratch, with the block of keys at k0.
+// Computes the scores of 64 queries, whose features are in the scratch, with the block of keys at
+// k0.
 template <typename T>
 void score_block(const CausalPlan<T>& plan, int64_t rows, int64_t k0,
                  const CausalScratch<T>& scratch) {
@@ -290,8 +290,8 @@ void find_bases(const CausalPlan<T>& plan, int64_t count, CausalScratch<T>& scra
   }
 }
 
-// general_weights of a block of rows and one of keys; those of rows that logits rise among, each
-// relative to its own base.
+// Computes general_weights of a block of rows and a block of keys; rows among which logits rise are
+// each relative to a separate base.
 template <typename T>
 bool chunk_weights(const CausalPlan<T>& plan, int64_t count, int64_t r0, int64_t k0,
                    CausalScratch<T>& scratch) {
@@ -315,7 +315,7 @@ bool chunk_weights(const CausalPlan<T>& plan, int64_t count, int64_t r0, int64_t
   return rose;
 }
 
-// Adds the pairs of a chunk to what is there of its rows.
+// Adds the pairs of a chunk to the sums of its rows.
 template <typename T>
 void add_chunk_pairs(const CausalPlan<T>& plan, const QueryRows& at, CausalScratch<T>& scratch) {
   const int64_t d_v = plan.table.d_v;
@@ -359,7 +359,8 @@ void finish_chunk_rows(const CausalPlan<T>& plan, const QueryRows& at,
                plan.table.d_v, scratch.own.out, at.count);
 }
 
-// Panels and constant entry of a table times a factor; none is left of what the factor 0 meets.
+// Multiplies panels and constant entry of a table by a factor; 0 clears them, even if they hold
+// NaN.
 template <typename T>
 void rescale_table(const Table& table, T factor, const Moments<T>& held,
                    ConstantEntry<T>& constant) {
@@ -376,7 +377,7 @@ void rescale_table(const Table& table, T factor, const Moments<T>& held,
   constant.total = factor == T(0) ? T(0) : constant.total * factor;
 }
 
-// The keys of a chunk to the running moments, which are relative to a reference.
+// Adds the keys of a chunk to the running moments, which are relative to a reference.
 template <typename T>
 void add_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t chunk,
                     double before, double reference, const Moments<T>& panels,
@@ -392,7 +393,7 @@ void add_chunk_keys(const CausalPlan<T>& plan, const MomentsHead& head, int64_t 
   add_moments(table.products, {0, table.products.panels()}, count, products, panels);
 }
 
-// The moments of the keys before to the scratch.
+// Loads the moments of the keys before into the scratch.
 template <typename T>
 void load_running(const CausalPlan<T>& plan, const MomentsHead& head, CausalScratch<T>& scratch) {
   const Array& moments = plan.params.queries.moments;
@@ -425,7 +426,7 @@ void attend_causally(const CausalPlan<T>& plan, const MomentsHead& head,
                    scratch);
     scratch.poisoned |= scratch.keys.poisoned;
   }
-  // whatever later keys outweigh
+  // independent of later keys
   if (scratch.poisoned) {
     rescale_table(plan.table, not_a_number<T>(), running.panels, running.constant);
   }

@@ -1,10 +1,10 @@
-// The way back of causal.h, twice through the chunks. With g_i = dO_i, delta_i = g_i . out_i,
+// The backward of causal.h, in two passes over the chunks. With g_i = dO_i, delta_i = g_i . out_i,
 // P_ij = exp(logit_j - log Z_i) and D the gradient of the moments of all keys up to a chunk:
 //
 //   first to last:  dphi_i from the moments of the keys before; pairs of the chunk, each with
 //                   x = g_i . v_j - delta_i:  ds = 2 s P x,  dlogit_j = sum_i (s^2 + eps) P x,
 //                   dv_j = sum_i (s^2 + eps) P g_i
-//   last to first:  dphi_j, dv_j and dlogit_j from D, then D grows by the queries of the chunk
+//   last to first:  dphi_j, dv_j and dlogit_j from D; then the queries of the chunk are added to D
 #pragma once
 
 #include "moments/cpu/causal.h"
@@ -12,8 +12,9 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// dO, delta and log Z, relative to the base, of up to 64 queries whose features are in the scratch.
-// A row that is not finite becomes zeros with log Z = NaN, one that sees no key has log Z = inf.
+// Loads dO, delta and log Z, relative to the base, of up to 64 queries whose features are in the
+// scratch. A row that is not finite becomes zeros with log Z = NaN; a row that sees no key has log
+// Z = inf.
 template <typename T>
 void load_row_sums(const CausalPlan<T>& plan, const QueryRows& at, CausalScratch<T>& scratch) {
   const FromMomentsParams& params = plan.params.queries;
@@ -33,7 +34,7 @@ void load_row_sums(const CausalPlan<T>& plan, const QueryRows& at, CausalScratch
                         row_is_finite(scratch.phi, kPanel, r, plan.features);
     scratch.deltas[r] = counts ? delta : T(0);
     scratch.exact_log_sums[r] = log_sum;
-    // where logits rise nobody reads it of a row that counts
+    // unused for visible rows where logits rise
     const double rise = scratch.keys.rises ? 0 : log_sum - scratch.keys.base;
     scratch.log_sums[r] = counts      ? static_cast<T>(rise)
                           : sees_none ? infinity<T>()
@@ -44,8 +45,8 @@ void load_row_sums(const CausalPlan<T>& plan, const QueryRows& at, CausalScratch
   }
 }
 
-// From scores in the tile and dP in dp to weights in dp and ds in the tile; dlogit of the keys
-// grows. bias: null where every row sees every key.
+// Computes weights in dp and ds in the tile, from scores in the tile and dP in dp; adds to dlogit
+// of the keys. bias is null where every row sees every key.
 template <typename T>
 void chunk_pair_gradients(int64_t rows, T eps, const T* logits, const T* bias, const T* log_sums,
                           const T* deltas, T* tile, T* dp, T* grad_logits) {
@@ -64,8 +65,8 @@ void chunk_pair_gradients(int64_t rows, T eps, const T* logits, const T* bias, c
   }
 }
 
-// All pairs of up to 64 queries, from row r0 of a chunk, with its keys: to grad_query and, added,
-// grad_key, grad_value and grad_logits.
+// Computes all pairs of up to 64 queries, from row r0 of a chunk, with its keys: writes grad_query,
+// and adds to grad_key, grad_value and grad_logits.
 template <typename T>
 void add_pair_gradients(const CausalPlan<T>& plan, int64_t rows, int64_t r0,
                         CausalScratch<T>& scratch) {
@@ -110,7 +111,7 @@ void add_pair_gradients(const CausalPlan<T>& plan, int64_t rows, int64_t r0,
   }
 }
 
-// dphi of up to 64 queries: what the pairs left in grad_query, and what the keys before leave.
+// Computes dphi of up to 64 queries: adds the keys before to grad_query, which has the pairs.
 template <typename T>
 void store_query_gradients(const CausalPlan<T>& plan, const QueryRows& at, double reference,
                            const Moments<T>& of_keys, CausalScratch<T>& scratch) {
@@ -137,7 +138,7 @@ void store_query_gradients(const CausalPlan<T>& plan, const QueryRows& at, doubl
   }
 }
 
-// What the pairs of a chunk gave its keys, to memory.
+// Stores the gradients of a chunk's keys from its pairs.
 template <typename T>
 void store_chunk_gradients(const CausalPlan<T>& plan, const MomentsHead& head, int64_t chunk,
                            const CausalScratch<T>& scratch) {
@@ -188,7 +189,7 @@ void pass_forward(const CausalPlan<T>& plan, const MomentsHead& head, CausalScra
   }
 }
 
-// What the running gradient of moments makes of the block of keys at j0, added to what is there.
+// Adds the gradients of the block of keys at j0 from the running gradient of moments.
 template <typename T>
 void add_key_gradients(const CausalPlan<T>& plan, const MomentsHead& head, int64_t j0, int64_t rows,
                        double reference, CausalScratch<T>& scratch) {
@@ -243,7 +244,8 @@ void add_key_gradients(const CausalPlan<T>& plan, const MomentsHead& head, int64
   }
 }
 
-// The queries of a chunk to the running gradient of moments, which becomes that of the keys before.
+// Adds the queries of a chunk to the running gradient of moments, which becomes that of the keys
+// before.
 template <typename T>
 void add_chunk_queries(const CausalPlan<T>& plan, const MomentsHead& head, int64_t chunk,
                        double before, double reference, CausalScratch<T>& scratch) {
@@ -272,7 +274,7 @@ void add_chunk_queries(const CausalPlan<T>& plan, const MomentsHead& head, int64
   }
 }
 
-// A table of gradients in units of the scale of scores, in which queries add to them.
+// Returns a table of gradients in units of the scale of scores, in which queries add to it.
 template <typename T>
 void multiply_panels(const Table& table, T factor, const Moments<T>& panels) {
   const int64_t count = table.products.panels(), size = table.value_panels() * kPanel * kPanel;

@@ -1,11 +1,11 @@
-// Attention of queries to the keys that moments are of, and the way back. With a = 1 / (2 F)^2 and
-// a table m whose entries are counted:
+// Attention of queries to the keys in moments, and its backward. With a = 1 / (2 F)^2 and a table m
+// whose entries are multiplied by their counts:
 //
 //   n_i = a psi(q_i) . m + eps times the constant entry, values and a number Z'_i
 //   out_i = values / Z'_i,   log Z_i = log Z'_i + reference
 //
-// In the backward out_i and Z_i may be those of more keys, of which these are a part. With
-// g_i = dO_i exp(reference - log Z_i) and delta_i = g_i . out_i
+// In the backward out_i and Z_i may belong to more keys, of which these are a part. With g_i = dO_i
+// exp(reference - log Z_i) and delta_i = g_i . out_i
 //
 //   dm = sum_i [a psi(q_i), eps] [g_i, -delta_i],   dphi_i = gradient of a psi(q_i) . (m [g_i,
 //   -delta_i])
@@ -28,7 +28,7 @@ struct QueryRows {
   }
 };
 
-// Rows of one head, from the blocks of all query heads that share the moments.
+// The rows of one head, from the blocks of all query heads that share the moments.
 inline QueryRows query_rows(const FromMomentsParams& params, const MomentsHead& head, int64_t index,
                             int64_t rows) {
   const int64_t blocks = ceil_div(params.L, rows), heads = params.H / params.K;
@@ -51,8 +51,8 @@ void load_query_features(const FromMomentsParams& params, const Table& table, co
   }
 }
 
-// psi(q_i) . m of some queries, whose x is in the scratch, to own.out and own.lane_sums, where one
-// block reads the table: panel by panel, as they lie.
+// Computes psi(q_i) . m of some queries, whose x is in the scratch, into own.out and own.lane_sums.
+// Used where one block reads the table, which it does panel by panel, without a copy.
 template <typename T>
 void read_table(const FromMomentsParams& params, const Table& table, const MomentsHead& head,
                 int64_t rows, MomentsScratch<T>& own) {
@@ -67,7 +67,7 @@ void read_table(const FromMomentsParams& params, const Table& table, const Momen
   own.constant.load_from(table, params.moments, offset);
 }
 
-// Output and log Z of some queries, from what is in the scratch.
+// Stores output and log Z of some queries from the scratch.
 template <typename T>
 void finish_rows(const FromMomentsParams& params, const Table& table, const QueryRows& at,
                  double reference, const ConstantEntry<T>& constant, const MomentsScratch<T>& own) {
@@ -126,7 +126,7 @@ void attention_from_moments(const FromMomentsParams& params, const Executor& exe
                    }});
 }
 
-// x, g_i and -delta_i of some queries, at most 64; those that see no key count for nothing.
+// Loads x, g_i and -delta_i of at most 64 queries; zero for queries that see no key.
 template <typename T>
 void load_row_gradients(const FromMomentsParams& params, const Table& table, const QueryRows& at,
                         double reference, T* x, T* values, int64_t value_rows, T* factors,
@@ -154,7 +154,7 @@ void load_row_gradients(const FromMomentsParams& params, const Table& table, con
   }
 }
 
-// dm of a group of panels, over the queries of all heads that share the moments.
+// Computes dm of a group of panels, over the queries of all heads that share the moments.
 template <typename T>
 void sum_moment_gradients(const FromMomentsParams& params, const MomentsPlan<T>& plan, int64_t unit,
                           int64_t group, MomentsScratch<T>& own) {

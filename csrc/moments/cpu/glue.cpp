@@ -13,7 +13,7 @@ namespace {
 
 const MomentsKernels& kernels() { return IKATTN_KERNELS(moments_kernels); }
 
-// Multiply-adds of one pass of some tokens.
+// Returns the multiply-adds of one pass of some tokens.
 double work_of(int64_t tokens, int64_t F, int64_t d_v) {
   return static_cast<double>(tokens) * static_cast<double>(F * (F + 1) / 2) *
          static_cast<double>(d_v + 1);
@@ -144,7 +144,7 @@ TwoTensors from_moments_backward_cpu(const at::Tensor& grad_output,
   return {grad_features, grad_moments};
 }
 
-// Of pairs and of both sums, over the tokens of a causal call.
+// Returns the multiply-adds of pairs and of both sums, over the tokens of a causal call.
 double causal_work(const CausalSizes& sizes) {
   return 2 * work_of(sizes.queries.B * sizes.queries.H * sizes.queries.L, sizes.queries.F,
                      sizes.queries.d_v);
@@ -197,7 +197,7 @@ FiveTensors causal_backward_cpu(const at::Tensor& grad_output,
     array = array_of(result);
     return result;
   };
-  // All in the arithmetic type, for keys are added to twice.
+  // Gradients of keys are in the arithmetic type, for they are sums of two parts.
   const auto [of_query, of_key, of_logits, of_value,
               of_moments] = with_memory_for(function, "the gradients", [&] {
     return FiveTensors{gradient(wanted[0], query_features.sizes(), params.queries.grad_features),

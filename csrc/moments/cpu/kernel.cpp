@@ -1,4 +1,5 @@
-// Compiled once per instruction set, with IKATTN_ISA naming it. Includes no torch header.
+// The kernels of one instruction set, which IKATTN_ISA names; compiled once for each. No torch
+// header.
 #include "moments/cpu/kernel.h"
 
 #include "moments/cpu/causal.h"

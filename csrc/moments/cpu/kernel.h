@@ -1,14 +1,13 @@
-// The table through which glue.cpp reaches the kernels of one instruction set.
+// The table of kernels of one instruction set, which glue.cpp calls.
 #pragma once
 
 #include "moments/params.h"
 #include "support/executor.h"
-#include "support/exported.h"
 
 namespace ikattn {
 
 struct MomentsKernels {
-  // Index 0: compute in float32; 1: in float64.
+  // Kernels that compute in float32 at index 0, in float64 at index 1.
   void (*key_moments[2])(const KeyMomentsParams&, const Executor&);
   void (*key_moments_backward[2])(const KeyMomentsParams&, const Executor&);
   void (*from_moments[2])(const FromMomentsParams&, const Executor&);
@@ -17,15 +16,6 @@ struct MomentsKernels {
   void (*causal_backward[2])(const CausalParams&, const Executor&);
 };
 
-// Those of instruction sets that were not built (cmake/ikattnKernel.cmake) are defined nowhere.
-namespace baseline {
-extern IKATTN_EXPORTED const MomentsKernels moments_kernels;
-}
-namespace avx2 {
-extern IKATTN_EXPORTED const MomentsKernels moments_kernels;
-}
-namespace avx512 {
-extern IKATTN_EXPORTED const MomentsKernels moments_kernels;
-}
+IKATTN_DECLARE_KERNELS(MomentsKernels, moments_kernels)
 
 }  // namespace ikattn

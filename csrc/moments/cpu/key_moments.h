@@ -1,5 +1,5 @@
-// Moments of keys: sums over keys of psi(k_j) e_j [v_j, 1], e_j = exp(logit_j - reference), and the
-// way back from their gradient. Each sum is made by one thread, in the order of keys.
+// Moments of keys, sums over keys of psi(k_j) e_j [v_j, 1] with e_j = exp(logit_j - reference), and
+// their backward. One thread computes each sum, in the order of keys.
 #pragma once
 
 #include "moments/cpu/tables.h"
@@ -12,7 +12,7 @@ inline MomentsHead head_of(const KeyMomentsParams& params, int64_t unit) {
   return {unit / params.K, unit % params.K};
 }
 
-// The largest finite logit of a head, of keys before too; -inf where there is none.
+// Returns the largest finite logit of a head, earlier keys included; -inf where there is none.
 inline double largest_finite_logit(const KeyMomentsParams& params, const MomentsHead& head) {
   double logits[kPanel];
   double largest = params.grows
@@ -28,8 +28,8 @@ inline double largest_finite_logit(const KeyMomentsParams& params, const Moments
   return largest;
 }
 
-// e_j of keys [first, first + count) to weights; tells whether any counts. A hidden key has 0, and
-// a visible one 0 only where its weight vanishes beside the largest.
+// Computes e_j of keys [first, first + count) in weights; returns whether any is not 0. It is 0 for
+// hidden keys, and for visible ones whose weight underflows beside the largest.
 template <typename T>
 bool load_weights(const KeyMomentsParams& params, const MomentsHead& head, double reference,
                   int64_t first, int64_t count, T* weights) {
@@ -45,8 +45,8 @@ bool load_weights(const KeyMomentsParams& params, const MomentsHead& head, doubl
   return any;
 }
 
-// x, e_j v_j and e_j of keys [first, first + count) to the scratch, or tells that none counts. What
-// weighs nothing may hold anything.
+// Loads x, e_j v_j and e_j of keys [first, first + count) into the scratch; returns false where all
+// e_j are 0. Keys without weight may hold anything, NaN included.
 template <typename T>
 bool load_keys(const KeyMomentsParams& params, const Table& table, const MomentsHead& head,
                double reference, int64_t first, int64_t count, const ProductScratch<T>& own) {
@@ -118,11 +118,11 @@ void key_moments(const KeyMomentsParams& params, const Executor& executor) {
                    }});
 }
 
-// With D the gradient of a table:
+// The backward, with D the gradient of a table:
 //   dphi_j = gradient of psi(k_j) . (D [e_j v_j, e_j]),   t_j = D^T psi(k_j), values and a number
 //   dv_j = e_j t_j,   dlogit_j = e_j v_j . t_j + e_j times the number
 //
-// t_j of a block of keys, whose x is in the scratch: to own.out and own.lane_sums.
+// Computes t_j of a block of keys, whose x is in the scratch, in own.out and own.lane_sums.
 template <typename T>
 void read_gradients(const Table& table, const HeldTable<T>& gradient, int64_t rows,
                     const MomentsScratch<T>& own) {
@@ -150,7 +150,7 @@ T dot_of_rows(const Table& table, const T* a, int64_t a_rows, const T* b, int64_
   return sum;
 }
 
-// dv and dlogit of a block of keys, whose e_j v_j and e_j are in the scratch.
+// Computes dv and dlogit of a block of keys, whose e_j v_j and e_j are in the scratch.
 template <typename T>
 void store_key_gradients(const KeyMomentsParams& params, const MomentsPlan<T>& plan,
                          const MomentsHead& head, int64_t j0, int64_t rows, T of_constant,
@@ -183,7 +183,7 @@ void store_feature_gradients(const ProductLayout& layout, const Array& array, in
   }
 }
 
-// All gradients of the block of keys at j0.
+// Computes all gradients of the block of keys at j0.
 template <typename T>
 void key_block_gradients(const KeyMomentsParams& params, const MomentsPlan<T>& plan,
                          const Place& at, int64_t j0, const MomentsScratch<T>& own) {

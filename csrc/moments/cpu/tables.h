@@ -1,5 +1,5 @@
-// Moments as callers hold them, a table [E, d_v + 1] of a head, beside the panels that the sums of
-// attention in linear time make and read (attention/cpu/linear/moments.h).
+// Conversion between moments as callers have them, a table [E, d_v + 1] of a head, and the panels
+// of linear time (attention/cpu/linear/moments.h).
 //
 // Entry e = r F + b of a table is of psi_e(x) = x_b x_{(b + r) mod F}, r = 0 .. M, where shift M
 // has b < M only; then comes the entry of the constant 1. A query counts entries from F on twice.
@@ -11,7 +11,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// What entries are multiplied with on their way between a table and panels: powers of two.
+// The factors of entries, powers of two, between a table and panels.
 enum class Counted {
   kAsTheyAre,  // table to panels: for what is summed with c_e psi_e, once each
   kByQuery,    // table to panels: times the count of a query
@@ -21,7 +21,7 @@ enum class Counted {
   kToQueries,  // likewise from kOfQueries
 };
 
-// Whether panels get shift M in full: sums of one half of it alone would not be stored whole.
+// Tells whether panels get shift M in full, for sums of one half of it are not a whole table.
 constexpr bool fills_last_shift(Counted counted) {
   return counted == Counted::kToKeys || counted == Counted::kToQueries;
 }
@@ -30,10 +30,10 @@ struct Table {
   ProductLayout products;
   int64_t d_v = 0;
 
-  // Entries but the constant one, which is number products_of_two().
+  // Returns the number of entries before the constant one.
   int64_t products_of_two() const { return products.features() * products.M + products.M; }
   int64_t value_panels() const { return ceil_div(d_v, kPanel); }
-  // Entries of a panel that the table has.
+  // Returns the number of entries of a panel that the table has.
   int64_t rows(int64_t panel) const {
     return max_of(0, min_of(kPanel, products_of_two() - panel * kPanel));
   }
@@ -59,7 +59,7 @@ struct Table {
   }
 };
 
-// Multiplies entries of a panel, which is number `panel` and one of `held`.
+// Multiplies the entries of panel number `panel`, one of `held`.
 template <typename T>
 void multiply_entries(const Table& table, Counted counted, int64_t panel, const Moments<T>& held) {
   const int64_t rows =
@@ -75,8 +75,7 @@ void multiply_entries(const Table& table, Counted counted, int64_t panel, const 
   }
 }
 
-// The half of shift M that a table does not have, as far as it is in a panel: the products of the
-// other half.
+// Fills the half of shift M that a table does not have from the products of the other half.
 template <typename T>
 void load_last_half(const Table& table, const Array& array, int64_t offset, int64_t panel,
                     const Moments<T>& held) {
@@ -88,7 +87,7 @@ void load_last_half(const Table& table, const Array& array, int64_t offset, int6
   }
 }
 
-// Panels of the table at array.data + offset, and their transposes where those are held.
+// Loads panels of the table at array.data + offset, and their transposes where they are allocated.
 template <typename T>
 void load_table(const Table& table, const Array& array, int64_t offset, const Panels& panels,
                 Counted counted, const Moments<T>& held) {
@@ -108,7 +107,7 @@ void load_table(const Table& table, const Array& array, int64_t offset, const Pa
   if (held.by_value) held.transpose(panels);
 }
 
-// What a table holds before it is stored to, times a factor, stays in it; null: nothing does.
+// The previous content of a table, which stays in it times a factor; null: it is overwritten.
 template <typename T>
 struct Earlier {
   T factor = 0;
@@ -142,7 +141,7 @@ void store_table(const Table& table, const Array& array, int64_t offset, const P
   }
 }
 
-// The entry of the constant 1: a sum of values, in whole vectors, and one of weights.
+// The entry of the constant 1: a sum of values, in whole vectors, and a sum of weights.
 template <typename T>
 struct ConstantEntry {
   T* values = nullptr;  // [value panels][64]
@@ -190,7 +189,7 @@ struct ConstantEntry {
   }
 };
 
-// A row of features as sums of products read it: the first M once more, then zeros.
+// Fills a row of features as sums of products read it: the first M again, then zeros.
 template <typename T>
 void load_features(const ProductLayout& layout, const Array& array, int64_t offset, T* row) {
   const int64_t size = layout.row_size<T>(), features = layout.features();
@@ -199,7 +198,7 @@ void load_features(const ProductLayout& layout, const Array& array, int64_t offs
   __builtin_memset(row + features + layout.M, 0, (size - features - layout.M) * sizeof(T));
 }
 
-// Multiplies a row of all panels, or clears it where the factor is 0, whatever it holds.
+// Multiplies a row of all panels, or clears it where the factor is 0, even if it holds NaN.
 template <typename T>
 void multiply_row(const Table& table, T factor, T* panels, int64_t panel_rows, int64_t row) {
   if (factor == T(0)) {
@@ -214,13 +213,13 @@ void multiply_row(const Table& table, T factor, T* panels, int64_t panel_rows, i
   }
 }
 
-// A head of the moments, and where its table lies.
+// A head of the moments, and the position of its table.
 struct MomentsHead {
   int64_t b, head;
   int64_t offset(const Array& array) const { return b * array.stride[0] + head * array.stride[1]; }
 };
 
-// What a thread needs.
+// The scratch of a thread.
 template <typename T>
 struct MomentsScratch {
   ProductScratch<T> products;
@@ -238,7 +237,7 @@ struct MomentsScratch {
   }
 };
 
-// A table that is read, as panels.
+// The panels of a table that is read.
 template <typename T>
 struct HeldTable {
   Moments<T> panels;
@@ -250,8 +249,8 @@ struct HeldTable {
   }
 };
 
-// How a call is shared out, and its memory: a slot for each head that is worked on, where `slots`
-// are wanted, and a scratch for each thread.
+// The division of a call among threads, and its memory: a slot for each head in progress, where
+// `slots` are wanted, and a scratch for each thread.
 template <typename T>
 struct MomentsPlan {
   const Executor& executor;
@@ -287,7 +286,7 @@ struct MomentsPlan {
   Schedule schedule() const { return {0, units, whole}; }
 };
 
-// The stage that brings a table of each head to its slot.
+// Returns the stage that loads a table of each head into its slot.
 template <typename T, typename HeadOf>
 auto load_tables(const MomentsPlan<T>& plan, const Array& array, Counted counted,
                  const HeadOf& head_of, bool is_wanted = true) {

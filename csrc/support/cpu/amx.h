@@ -14,14 +14,14 @@ constexpr bool kHasAmx = true;
 constexpr int64_t kAmxSide = 16;
 constexpr int64_t kAmxLanes = kAmxSide * kAmxSide;  // lanes
 
-// What LDTILECFG reads: palette 1, eight tiles of 16 rows of 64 bytes.
+// The operand of LDTILECFG: palette 1, eight tiles of 16 rows of 64 bytes.
 struct alignas(64) AmxShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// A thread has tiles as long as this lives. Others who use them configure them for themselves.
+// A guard while which a thread has tiles. Other users of tiles configure them anew.
 class AmxTiles {
  public:
   AmxTiles() {
@@ -33,7 +33,7 @@ class AmxTiles {
   AmxTiles& operator=(const AmxTiles&) = delete;
 };
 
-// In place of GCC's intrinsics, which do not tell the compiler that a tile is loaded from memory.
+// These replace GCC's intrinsics, which do not tell the compiler that a tile is loaded from memory.
 template <int kTile, typename T>
 inline void load_amx(const T* source, int64_t lanes_per_row) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(source), "r"(lanes_per_row * 4)
@@ -53,13 +53,13 @@ inline void multiply_amx() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
-// One term of a sum of products, as panel_gemm takes it.
+// One term of a sum of products, with the arguments of panel_gemm.
 struct AmxTerm {
   const int32_t* a;
   const int32_t* b;
 };
 
-// function(integral constant) for 0 .. kCount - 1
+// Calls function(integral constant) for 0 .. kCount - 1.
 template <int kCount, typename Function>
 inline void for_constants(const Function& function) {
   [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
@@ -67,7 +67,7 @@ inline void for_constants(const Function& function) {
   }(std::make_integer_sequence<int, kCount>());
 }
 
-// One tile of A(r, k), r < rows, k < lanes, and zeros.
+// Copies one tile of A(r, k), r < rows, k < lanes, filled up with zeros.
 template <Left kLeft>
 inline void copy_amx_left(int64_t rows, int64_t lanes, const int32_t* a, int32_t* tile) {
   if constexpr (kLeft == Left::kRows) {
@@ -85,8 +85,8 @@ inline void copy_amx_left(int64_t rows, int64_t lanes, const int32_t* a, int32_t
   }
 }
 
-// Up to two by two tiles of c, as panel_gemm; left: copies [terms][lanes / 16][2] of tiles of A, or
-// null where they can be loaded from where they are.
+// Computes up to two by two tiles of c, like panel_gemm. left has copies [terms][lanes / 16][2] of
+// tiles of A, or is null where they can be loaded without a copy.
 template <int kRowTiles, int kColumnTiles, int kTerms>
 inline void amx_block(int64_t rows, int64_t depth, const AmxTerm (&terms)[kTerms],
                       const int32_t* left, float* c, bool accumulate,
@@ -143,7 +143,7 @@ inline void amx_block(int64_t rows, int64_t depth, const AmxTerm (&terms)[kTerms
   });
 }
 
-// panel_gemm of a sum of products of the same sizes: c (+)= factors sum_terms A b.
+// Computes panel_gemm of a sum of products of the same sizes: c (+)= factors sum_terms A b.
 template <Left kLeft, int kTerms>
 inline void amx_gemm(int64_t rows, int64_t columns, int64_t depth, const AmxTerm (&terms)[kTerms],
                      float* c, bool accumulate, const Factors<float>& factors) {

@@ -1,4 +1,4 @@
-// Strided rows of any storage type in and out of contiguous rows of the compute type T.
+// Conversion between strided rows of any storage type and contiguous rows of the compute type T.
 #pragma once
 
 #include "support/array.h"
@@ -44,7 +44,7 @@ inline void store_converted(void* data, int64_t offset, int64_t stride, int64_t 
   }
 }
 
-// out[i] = array.data[offset + i * stride]
+// Loads out[i] = array.data[offset + i * stride].
 template <typename T>
 inline void load_row(const Array& array, int64_t offset, int64_t stride, int64_t count, T* out) {
   switch (array.type) {
@@ -138,7 +138,7 @@ inline void copy_row(const T* source, T* target) {
 template <typename T>
 constexpr ElementType kTypeOf = sizeof(T) == 4 ? ElementType::kFloat32 : ElementType::kFloat64;
 
-// The count % (2 kCount) numbers from `source` on.
+// Converts the count % (2 kCount) numbers from `source` on.
 template <int64_t kCount, typename T>
 inline void copy_rest(const T* source, int64_t count, T* target) {
   const int64_t copied = count & kCount;
@@ -146,8 +146,8 @@ inline void copy_rest(const T* source, int64_t count, T* target) {
   if constexpr (kCount > 1) copy_rest<kCount / 2>(source + copied, count, target + copied);
 }
 
-// Part of one, zero from `count` on. No loop here may become a call of memcpy or memset, which
-// costs more than the row.
+// Copies a part of a row, zero from `count` on. No loop here may become a call of memcpy or memset,
+// which costs more than the row.
 template <typename T>
 inline void copy_part_of_row(const T* source, int64_t count, T* target) {
   constexpr int64_t kVectors = kPanel / kLanes<T>;
@@ -161,8 +161,8 @@ inline void copy_part_of_row(const T* source, int64_t count, T* target) {
   copy_rest<kLanes<T> / 2>(source + at, count, target + at);
 }
 
-// A matrix [rows, columns] at array.data + offset, as panels [columns / 64][panel_rows][64], zero
-// beyond its columns up to the panel's end.
+// Loads a matrix [rows, columns] at array.data + offset as panels [columns / 64][panel_rows][64],
+// zero beyond its columns up to the panel's end.
 template <typename T>
 inline void load_panels(const Array& array, int64_t offset, int64_t row_stride,
                         int64_t column_stride, int64_t rows, int64_t columns, T* out,
@@ -217,7 +217,7 @@ inline bool row_is_finite(const T* panels, int64_t panel_rows, int64_t row, int6
   return true;
 }
 
-// All rows of a block: quicker than one by one.
+// Stores all rows of a block, faster than one by one.
 template <typename T>
 inline bool rows_are_finite(const T* panels, int64_t panel_rows, int64_t rows, int64_t columns) {
   Vec<T> probes{};

@@ -14,8 +14,8 @@ namespace {
 // counts pairs.
 enum class Left { kRows, kColumns };
 
-// How numbers are multiplied and summed: of type T, in rows two to a vector (row_pairs.h), or two
-// of 16 bits to a lane (sixteen_bits.h).
+// The arithmetic of numbers of type T, of rows two to a vector (row_pairs.h), or of 16 bits two to
+// a lane (sixteen_bits.h).
 struct OneToALane {
   static constexpr bool kHasFactors = false;
   static constexpr int64_t kPerLane = 1;    // numbers
@@ -35,7 +35,7 @@ using Storage = typename Numbers<N>::Storage;
 template <typename N>
 using Result = typename Numbers<N>::Result;
 
-// What sums are multiplied with, by row and by column of c; null: 1. Of numbers that have factors.
+// The factors of sums, by row and by column of c; null: 1.
 template <typename T>
 struct Factors {
   const T* rows = nullptr;     // [rows]
@@ -44,9 +44,8 @@ struct Factors {
 
 // c[r][0 .. kVectors) (+)= factors sum_k A(r, k) b[k][0 .. kVectors), one register tile of kRows
 // rows. Each element (or pair) of A is broadcast into a register once and used for every column
-// vector: loads, not multiply-adds, are what is scarce. A product is summed by itself before it is
-// added to c: of n numbers that c grows by in products of 64, the rounding errors are those of 64 +
-// n / 64.
+// vector: loads, not multiply-adds, are what is scarce. A product is summed apart before it is
+// added to c, so that the rounding error of n terms in products of 64 is that of 64 + n / 64.
 template <typename N, int kRows, int kVectors, Left kLeft>
 inline void register_tile(int64_t depth, const Storage<N>* a, const Storage<N>* b, Result<N>* c,
                           bool accumulate, const Factors<Result<N>>& factors) {
@@ -83,8 +82,8 @@ inline void register_tile(int64_t depth, const Storage<N>* a, const Storage<N>* 
   }
 }
 
-// All rows of a strip of kVectors column vectors. Rows are split evenly, so that there is no ragged
-// tile.
+// Computes all rows of a strip of kVectors column vectors. Rows are split evenly, so that there is
+// no ragged tile.
 template <typename N, int kVectors, Left kLeft>
 inline void strip_gemm(int64_t rows, int64_t depth, const Storage<N>* a, const Storage<N>* b,
                        Result<N>* c, bool accumulate, const Factors<Result<N>>& factors) {
@@ -118,8 +117,8 @@ inline void strip_gemm(int64_t rows, int64_t depth, const Storage<N>* a, const S
   }
 }
 
-// One panel of the product: c[rows][columns] (+)= A[rows][depth] b[depth][columns], columns <= 64,
-// computed in whole vectors: what lies in c beyond `columns` up to the next vector is overwritten.
+// Computes one panel of the product: c[rows][columns] (+)= A[rows][depth] b[depth][columns],
+// columns <= 64, in whole vectors: c is overwritten beyond `columns` up to the next vector.
 template <typename N, Left kLeft>
 inline void panel_gemm(int64_t rows, int64_t columns, int64_t depth, const Storage<N>* a,
                        const Storage<N>* b, Result<N>* c, bool accumulate,
@@ -139,8 +138,7 @@ inline void panel_gemm(int64_t rows, int64_t columns, int64_t depth, const Stora
   if (vectors == 1) strip_gemm<N, 1, kLeft>(rows, depth, a, b, c, accumulate, factors);
 }
 
-// target[c][r] = source[r][c] for rows x columns of a 64 x 64 block, both rounded up to whole
-// vectors.
+// Transposes rows x columns of a 64 x 64 block, both rounded up to whole vectors.
 template <typename T>
 inline void transpose_panel(int64_t rows, int64_t columns, const T* source, T* target) {
   for (int64_t r = 0; r < rows; r += kLanes<T>) {

@@ -1,6 +1,6 @@
 // Products of at most half a vector of columns, whose other half would be wasted: rows 2i and 2i +
-// 1 of the right operand share a vector, the numbers of a column side by side, and meet two numbers
-// of the left operand at once.
+// 1 of the right operand share a vector, the numbers of a column side by side, and are multiplied
+// by two numbers of the left operand at once.
 #pragma once
 
 #include "support/cpu/panel_gemm.h"
@@ -44,12 +44,13 @@ inline void pair_rows(int64_t rows, const float* source, float* target,
                                          (kLane / 2 + (kLane % 2 ? sizeof...(kLane) : 0))...));
   }
 }
-// The right operand, a vector at row 2i of target, of an even number of rows of source [rows][64].
+// Packs the right operand, a vector at row 2i of target, from an even number of rows of source
+// [rows][64].
 inline void pair_rows(int64_t rows, const float* source, float* target) {
   pair_rows(rows, source, target, std::make_integer_sequence<int, kLanes<float>>());
 }
 
-// c[rows][half a vector] += a[rows][2 pairs] b; the other half of each vector stays.
+// Adds a[rows][2 pairs] b to c[rows][half a vector]; the other half of each vector does not change.
 inline void multiply_row_pairs(int64_t rows, int64_t pairs, const float* a, const float* b,
                                float* c) {
   strip_gemm<RowPairs, 1, Left::kRows>(rows, pairs, a, b, c, true, {});

@@ -1,4 +1,4 @@
-// Small pieces every CPU driver needs: tasks from lambdas, one workspace cut into arrays.
+// Tasks from lambdas, and a workspace divided into arrays, for every CPU driver.
 #pragma once
 
 #include <sched.h>
@@ -18,7 +18,7 @@ inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// function(index, thread) for every index in [0, count).
+// Calls function(index, thread) for every index in [0, count).
 template <typename Function>
 inline void parallel(const Executor& executor, int64_t count, const Function& function) {
   if (count <= 0) return;
@@ -47,9 +47,9 @@ struct Stage {
 template <typename Function>
 Stage(int64_t, Function) -> Stage<Function>;
 
-// Units [first, first + count) and how they are shared out. Whole: a thread takes a unit through
-// all its stages, near its caches and without waiting for others; a slot per thread. Not whole:
-// every stage is spread over the threads by itself; a slot per unit.
+// Units [first, first + count), and their division among threads. Whole: a thread computes all
+// stages of a unit, near its caches and without waiting for others; a slot per thread. Not whole:
+// every stage is divided among the threads; a slot per unit.
 struct Schedule {
   int64_t first, count;
   bool whole;
@@ -62,8 +62,8 @@ struct Schedule {
   }
 };
 
-// All stages of all units, each stage of a unit after the one before. Tasks of one stage of a unit
-// start in ascending order of index.
+// Runs all stages of all units, each stage of a unit after the one before. Tasks of one stage of a
+// unit start in ascending order of index.
 template <typename... Stages>
 inline void run_stages(const Executor& executor, const Schedule& schedule,
                        const Stages&... stages) {
@@ -86,7 +86,7 @@ inline void run_stages(const Executor& executor, const Schedule& schedule,
    ...);
 }
 
-// For tasks that add to the same memory in the order 0, 1, ...: wait_for_turn() returns when those
+// Order tasks that add to the same memory as 0, 1, ...: wait_for_turn() returns when the tasks
 // before `turn` have called end_turn().
 inline void wait_for_turn(const int* counter, int64_t turn) {
   for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != static_cast<int>(turn);
@@ -98,30 +98,29 @@ inline void end_turn(int* counter, int64_t turn) {
   __atomic_store_n(counter, static_cast<int>(turn) + 1, __ATOMIC_RELEASE);
 }
 
-// The same executor, without threads where `elements` to touch are too few to wake them.
+// Returns the executor, without threads where `elements` are too few to wake them.
 inline Executor for_elements(const Executor& executor, int64_t elements) {
   Executor result = executor;
   if (elements < 65536) result.threads = 1;
   return result;
 }
 
-// Cuts arrays from one allocation. The same code runs twice: with a null base to add up the size,
-// then to hand out the pointers.
+// Divides one allocation into arrays. The same code runs twice: with a null base to add up the
+// size, then to return the pointers.
 class Workspace {
  public:
   explicit Workspace(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
   template <typename T>
   T* take(int64_t count) {
-    // Bases a power of two apart fall into the same cache sets; an odd number of lines keeps them
-    // apart.
+    // Bases a power of two apart share cache sets, which an odd number of lines avoids.
     constexpr int64_t kLine = 64;
     int64_t lines = ceil_div(count * static_cast<int64_t>(sizeof(T)), kLine);
     if (lines > 64) lines += 5 + (lines & 1);
     T* result = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
     used_ += lines * kLine;
 #if defined(__SANITIZE_ADDRESS__)
-    // To AddressSanitizer all arrays are one: a line between them shows who leaves his own.
+    // A poisoned line between arrays shows AddressSanitizer accesses beyond one.
     used_ += kLine;
     if (base_) __asan_poison_memory_region(base_ + used_ - kLine, kLine);
 #endif

@@ -11,7 +11,7 @@
 namespace ikattn::IKATTN_ISA {
 namespace {
 
-// Which of them the processor multiplies at that rate.
+// Whether the processor multiplies each kind at that rate.
 #if defined(__AVX512VNNI__)
 constexpr bool kHasInt16 = true;
 #else
@@ -78,7 +78,7 @@ inline void panel_gemm<BFloat16x2, Left::kColumns>(int64_t rows, int64_t columns
 
 constexpr int32_t kBFloat16Ones = 0x3f803f80;
 
-// The nearest bfloat16 of every lane, in its lower half.
+// Returns the nearest bfloat16 of every lane, in its lower half.
 inline Vec<int32_t> bfloat16_bits(Vec<float> x) {
 #if defined(__AVX512BF16__)
   // "maskz": GCC 12 warns of the other form's undefined operand.
@@ -119,9 +119,9 @@ inline Vec<int32_t> stacked_int16(Vec<float> low, Vec<float> high, float scale) 
          ((Vec<int32_t>)(low * scale + kShift) & 0xffff);
 }
 
-// Rows that follow each other in one lane: out [(rows + 1) / 2][64], of source [rows][64] times
-// factor[row], less weight[row] centre (null: 1; no centre: 0), which is rounded less where rows
-// are about multiples of `centre` [columns]. An odd last row has a zero beside it.
+// Packs consecutive rows in one lane: out [(rows + 1) / 2][64] from source [rows][64] times
+// factor[row], less weight[row] centre (null: 1; no centre: 0), which makes rounding errors smaller
+// where rows are about multiples of `centre` [columns]. An odd last row is paired with zeros.
 inline void stack_rows(int64_t rows, int64_t columns, const float* source, const float* factor,
                        int32_t* out, const float* centre = nullptr, const float* weight = nullptr) {
   const auto numbers = [&](int64_t r, int64_t c) {
@@ -138,7 +138,7 @@ inline void stack_rows(int64_t rows, int64_t columns, const float* source, const
   }
 }
 
-// Rows of panels of `panel_rows` rows, as bfloat16 would hold them; what is finite stays so.
+// Rounds rows of panels of `panel_rows` rows to bfloat16; finite numbers stay finite.
 template <typename T>
 inline void round_to_bfloat16(int64_t rows, int64_t columns, int64_t panel_rows, T* panels) {
   if constexpr (sizeof(T) == 4) {
@@ -155,7 +155,7 @@ inline void round_to_bfloat16(int64_t rows, int64_t columns, int64_t panel_rows,
   }
 }
 
-// What rounding to bfloat16 leaves of the rows [rows][64].
+// Replaces the rows [rows][64] by their rounding errors in bfloat16.
 inline void subtract_bfloat16(int64_t rows, int64_t columns, float* tile) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = r * kPanel; c < r * kPanel + columns; c += kLanes<float>) {
@@ -165,8 +165,8 @@ inline void subtract_bfloat16(int64_t rows, int64_t columns, float* tile) {
   }
 }
 
-// Columns that follow each other in one lane: out [rows][64] of source, panels of `source_rows`
-// rows. columns <= 128.
+// Packs consecutive columns in one lane: out [rows][64] from source, panels of `source_rows` rows.
+// columns <= 128.
 inline void join_columns(int64_t rows, int64_t columns, const float* source, int64_t source_rows,
                          int32_t* out) {
   constexpr int64_t kStep = 2 * kLanes<float>;
@@ -179,7 +179,7 @@ inline void join_columns(int64_t rows, int64_t columns, const float* source, int
   }
 }
 
-// sums [rows][lanes] += the bfloat16 of the first `columns` columns of packed [rows][64].
+// Adds the bfloat16 of the first `columns` columns of packed [rows][64] to sums [rows][lanes].
 inline void add_row_sums(int64_t rows, int64_t columns, const int32_t* packed, float* sums) {
   constexpr int kLanesOfRow = kLanes<float>;
   const Vec<int32_t> ones = broadcast(kBFloat16Ones);
@@ -193,7 +193,7 @@ inline void add_row_sums(int64_t rows, int64_t columns, const int32_t* packed, f
       Numbers<BFloat16x2>::multiply_add(load(row + c), ones, sum);
     }
     if (lanes > whole) {
-      // What lies beyond may be anything, infinite too.
+      // Lanes beyond `rest` may hold anything, infinity included.
       const Vec<int32_t> last = rest == 0 ? Vec<int32_t>{} : load(row + whole);
       Numbers<BFloat16x2>::multiply_add(last, rest, sum);
     }

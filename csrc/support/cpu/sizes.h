@@ -1,5 +1,5 @@
-// Sizes of the tiles and blocks of the CPU kernels, by instruction set. What each was chosen by is
-// in docs/internals/cpu_kernels.md, "Sizes"; `python benchmarks/tile_sizes.py` measures it again.
+// Sizes of the tiles and blocks of the CPU kernels, by instruction set. The reasons are in
+// docs/internals/cpu_kernels.md, "Sizes".
 //
 // Another size may change last bits; the number of threads never does.
 #pragma once
@@ -48,7 +48,7 @@ constexpr int64_t kProductRows = 192;   // query rows that read the moments toge
 constexpr int64_t kProductPanels = 16;  // of entries, whose moments stay in cache for all tokens
 static_assert(kForwardRows <= kProductRows);
 
-// --- Attention from kept features (from_features.h)
+// --- Attention from existing features (from_features.h)
 
 constexpr int64_t kRowsTogether = 8;     // queries that read a key together
 constexpr int64_t kKeysTogether = 1024;  // of a task, summed by themselves

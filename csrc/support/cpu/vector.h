@@ -63,7 +63,7 @@ inline Vec<T> broadcast(T value) {
   return value - Vec<T>{};
 }
 
-// Zero from lane `count` on.
+// Returns the lanes before `count`, and zeros.
 template <typename T>
 inline Vec<T> first_lanes(Vec<T> value, int64_t count) {
   Bits<T> lane;
@@ -71,13 +71,13 @@ inline Vec<T> first_lanes(Vec<T> value, int64_t count) {
   return lane < static_cast<decltype(+lane[0])>(count) ? value : Vec<T>{};
 }
 
-// Lanes i and i ^ kDistance change places.
+// Exchanges lanes i and i ^ kDistance.
 template <typename T, int kDistance, int... kLane>
 inline Vec<T> exchange_lanes(Vec<T> value, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(value, value, (kLane ^ kDistance)...);
 }
 
-// combine(combine(..), ..) of all lanes, in halves: a chain would wait for every addition.
+// Returns combine() of all lanes, in halves, for a chain would wait for every addition.
 template <typename T, int kDistance = kLanes<T> / 2, typename Combine>
 inline T over_lanes(Vec<T> value, Combine combine) {
   if constexpr (kDistance == 0) {
@@ -103,7 +103,7 @@ inline T max_of_lanes(Vec<T> value) {
 constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 #endif
 
-// Nearest integer, ties to even, exact for every finite input.
+// Returns the nearest integer, ties to even, exact for every finite input.
 inline Vec<float> round_nearest(Vec<float> x) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_maskz_roundscale_ps(static_cast<__mmask16>(-1), (__m512)x, kNearest);
@@ -137,7 +137,8 @@ inline void exchange_pair(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, kLane
   a = low;
 }
 
-// One stage of the transposition of a kLanes x kLanes block: rows i and i + kHalf exchange halves.
+// Does one stage of the transposition of a kLanes x kLanes block: rows i and i + kHalf exchange
+// halves.
 template <typename T, int kHalf>
 inline void exchange_halves(Vec<T> (&rows)[kLanes<T>]) {
 #pragma GCC unroll 16
@@ -147,7 +148,7 @@ inline void exchange_halves(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-// target[c][r] = source[r][c] for a kLanes x kLanes block.
+// Transposes a kLanes x kLanes block.
 template <typename T>
 inline void transpose_block(const T* source, int64_t source_stride, T* target,
                             int64_t target_stride) {

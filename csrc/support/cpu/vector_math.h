@@ -90,8 +90,8 @@ inline Vec<T> horner(const T (&coefficients)[kTerms], Vec<T> x) {
   return result;
 }
 
-// Sine and cosine of an angle given in cycles. The reduction t - rint(t) is exact, so that the
-// error is that of t itself; forming 2 pi t first would cost a factor of 15.
+// Computes sine and cosine of an angle in cycles. The reduction t - rint(t) is exact, so that the
+// error is that of t itself; computing 2 pi t first would cost a factor of 15.
 template <typename T>
 inline void sincos_cycles(Vec<T> cycles, Vec<T>& sine, Vec<T>& cosine) {
   using P = Polynomials<T>;
@@ -112,7 +112,7 @@ inline void sincos_cycles(Vec<T> cycles, Vec<T>& sine, Vec<T>& cosine) {
   cosine = (Vec<T>)((Bits<T>)(swap ? s : c) ^ cosine_sign);
 }
 
-// The cosine alone: half cycles are enough, so there is nothing to swap.
+// Computes the cosine alone: half cycles are enough, and nothing is exchanged.
 template <typename T>
 inline Vec<T> cos_cycles(Vec<T> cycles) {
   using P = Polynomials<T>;
@@ -123,7 +123,8 @@ inline Vec<T> cos_cycles(Vec<T> cycles) {
   return (Vec<T>)((Bits<T>)horner(P::kWideCos, r * r) ^ sign);
 }
 
-// e^x for x below the overflow threshold, zero below the smallest normal number, NaN for NaN.
+// Returns e^x for x below the overflow threshold, zero below the smallest normal number, NaN for
+// NaN.
 template <typename T>
 inline Vec<T> exp_bounded(Vec<T> x) {
   using P = Polynomials<T>;

@@ -48,7 +48,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// InitialSums to copy bytes, addresses and count multiples of 16.
+// Begins to copy bytes, addresses and count multiples of 16.
 __device__ __forceinline__ void begin_bytes(uint32_t to, const void* from, uint32_t bytes,
                                             uint32_t barrier) {
   asm volatile(
@@ -65,7 +65,7 @@ struct RowMap {
   int batch_step, head_step;  // 0 where all have the same rows
 };
 
-// InitialSums to copy a box, rows of 128 bytes whose 16-byte chunks are swizzled by the row (`to`
+// Begins to copy a box, rows of 128 bytes whose 16-byte chunks are swizzled by the row (`to`
 // is a multiple of 1024); zeros for what lies beyond the array. column: a multiple of 64.
 __device__ __forceinline__ void begin_box(uint32_t to, const RowMap& map, int batch, int head,
                                           int row, int column, uint32_t barrier) {
@@ -94,9 +94,9 @@ inline auto tensor_map_encoder() {
 
 }  // namespace detail
 
-// Boxes of `box_rows` rows. sizes and strides: of batches, heads, rows, columns, in elements, the
-// last stride 1, others and the address multiples of 8 elements, rows apart from each other.
-// Returns nullptr, or what is wrong.
+// Makes a map of boxes of `box_rows` rows. sizes and strides: of batches, heads, rows, columns, in
+// elements, the last stride 1, others and the address multiples of 8 elements, rows apart from each
+// other. Returns nullptr, or what is wrong.
 inline const char* map_rows(RowMap& map, const void* data, const int64_t (&sizes)[4],
                             const int64_t (&strides)[4], int box_rows) {
   const auto encode = detail::tensor_map_encoder();

@@ -9,7 +9,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// One element of any storage type.
+// Loads one element of any storage type.
 template <typename T>
 __device__ __forceinline__ T load_element(const Array& array, int64_t offset) {
   switch (array.type) {
@@ -67,7 +67,7 @@ class RowPairs {
                    ((rows.stride[0] | rows.stride[1] | rows.stride[2]) & 1) == 0 &&
                    reinterpret_cast<uintptr_t>(rows.data) % pair_bytes == 0;
   }
-  // kWidth columns from the even column `first` on, of those below `columns`, of the row at
+  // Stores kWidth columns from the even column `first` on, as far as below `columns`, of the row at
   // `offset`; pair(n): of the n-th eight columns.
   template <int kWidth, typename Pair>
   __device__ __forceinline__ void store(int64_t offset, int64_t first, int64_t columns,

@@ -1,4 +1,4 @@
-// How the drivers of a call ask for memory on the device.
+// Interface by which the drivers of a call ask for memory on the device.
 #pragma once
 
 #include "support/cuda/launch.h"

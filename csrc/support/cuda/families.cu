@@ -25,15 +25,15 @@ std::string build_key() {
          std::to_string(file.st_mtim.tv_nsec);
 }
 
-// $XDG_CACHE_HOME/ikattn/proven, or ~/.cache/ikattn/proven.
+// Returns $XDG_CACHE_HOME/ikattn/proven, or ~/.cache/ikattn/proven.
 std::string proofs_file() {
   std::string cache = environment("XDG_CACHE_HOME");
   if (cache.empty()) cache = environment("HOME") + "/.cache";
   return cache + "/ikattn/proven";
 }
 
-// The days of the families that a machine has proven, by name. A line of the file is a machine's
-// key, the family's name and the day, apart by tabs.
+// Reads the days of the families that a machine has proven, by name. A line of the file is a
+// machine's key, the family's name and the day, apart by tabs.
 std::map<std::string, std::string> proofs_of(const std::string& key) {
   std::map<std::string, std::string> days;
   std::ifstream file(proofs_file());
@@ -47,7 +47,7 @@ std::map<std::string, std::string> proofs_of(const std::string& key) {
 }
 
 std::mutex proofs_mutex;
-std::map<int, std::map<std::string, std::string>> proofs;  // by device, each read once
+std::map<int, std::map<std::string, std::string>> proofs;  // [device], each read once
 
 }  // namespace
 

@@ -12,14 +12,14 @@ namespace ikattn::cuda {
 // has.
 IKATTN_EXPORTED bool is_on(Family family);
 
-// The day on which this machine proved a family, by `python -m ikattn selftest --enable`; "": it
-// has not.
+// Returns the day on which this machine proved a family, by `python -m ikattn selftest --enable`;
+// "": it has not.
 IKATTN_EXPORTED std::string proven_here(Family family);
 
 // Reads the file of this machine's proofs again when it is asked for next.
 IKATTN_EXPORTED void forget_proofs();
 
-// "H200 at c2071f5" or "this machine, on 2026-11-28"; "": nobody has proven it.
+// Returns "H200 at c2071f5" or "this machine, on 2026-11-28"; "": nobody has proven it.
 IKATTN_EXPORTED std::string proven_by(Family family);
 
 // Names the library's build, the GPU and its driver, for which a proof of this machine holds.

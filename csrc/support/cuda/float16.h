@@ -70,7 +70,7 @@ __host__ __device__ __forceinline__ BFloat16 to_bfloat16(float x) {
 
 #endif
 
-// Round to nearest, ties to even.
+// Rounds to nearest, ties to even.
 template <typename T>
 __host__ __device__ __forceinline__ T from_float(float x);
 template <>
@@ -86,7 +86,8 @@ __host__ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
   return to_bfloat16(x);
 }
 
-// Between any two of double, float, Half and BFloat16, through float where one is 16 bits wide.
+// Converts between any two of double, float, Half and BFloat16, through float where one is 16 bits
+// wide.
 template <typename To, typename From>
 __host__ __device__ __forceinline__ To convert(From x) {
   if constexpr (sizeof(From) == 8 && sizeof(To) == 8) {

@@ -58,7 +58,7 @@ class Call {
     return memory_.back().mutable_data_ptr();
   }
 
-  // `error` is what a launch returned.
+  // Raises an error where `error`, the result of a launch, is one.
   void check(const char* error) const {
     TORCH_CHECK(error == nullptr, function_,
                 ": the CUDA kernels could not be launched: ", why_not_on_this_gpu(error));

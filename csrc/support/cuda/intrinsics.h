@@ -32,18 +32,19 @@
 
 namespace ikattn {
 
-// Bytes from the start of the block's shared memory: sums of these stay one 32-bit addition.
+// Returns the bytes from the start of the block's shared memory: their sums stay one 32-bit
+// addition.
 __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// x; but a loop computes anew what depends on it.
+// Returns x; but a loop computes anew all that depends on it.
 __device__ __forceinline__ unsigned unknown_to_compiler(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// d += a b for a 16x16 and a 16x8 tile of T, Half or BFloat16.
+// Adds a b to d for a 16x16 and a 16x8 tile of T, Half or BFloat16.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1);
@@ -64,7 +65,8 @@ __device__ __forceinline__ void mma_m16n8k16<BFloat16>(float (&d)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d += a b for a 16x8 and an 8x8 tile; registers hold floats, of which the low 13 bits are ignored.
+// Adds a b to d for a 16x8 and an 8x8 tile; registers hold floats, of which the low 13 bits are
+// ignored.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
@@ -73,16 +75,16 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d += a b for an 8x4 and a 4x8 tile: a is (g, t), b (t, g), d (g, 2t..2t+1). So what one lane
-// holds of rows is a, and is b of the transposed.
+// Adds a b to d for an 8x4 and a 4x8 tile: a is (g, t), b (t, g), d (g, 2t..2t+1). A lane's part of
+// rows is thus a, and b of the transposed.
 __device__ __forceinline__ void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
   asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
       : "+d"(d[0]), "+d"(d[1])
       : "d"(a), "d"(b));
 }
 
-// Four 8x8 matrices of 16-bit elements. Lane l names the address (multiple of 16) of row l % 8 of
-// matrix l / 8. Register i of a lane: matrix i, row g, columns 2t and 2t+1.
+// Loads four 8x8 matrices of 16-bit elements. Lane l names the address (multiple of 16) of row l %
+// 8 of matrix l / 8. Register i of a lane: matrix i, row g, columns 2t and 2t+1.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&registers)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
@@ -96,7 +98,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&registers)[4], uint
                : "r"(row_address));
 }
 
-// InitialSums to copy `bytes` (0..16) from `source`, a multiple of 16, and zeros up to 16 bytes, to
+// Begins to copy `bytes` (0..16) from `source`, a multiple of 16, and zeros up to 16 bytes, to
 // shared memory. With 0 bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(uint32_t shared_address, const void* source,
                                             int bytes = 16) {
@@ -106,7 +108,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared_address, const void*
                : "memory");
 }
 
-// The copies this thread has begun since the last commit become one group.
+// Makes one group of the copies that this thread has begun since the last commit.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 
 // Waits until at most kPending of this thread's latest groups are under way.
@@ -115,7 +117,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
 }
 
-// Rounded to nearest, `low` in the low half.
+// Packs two numbers, rounded to nearest, `low` in the low half.
 __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -141,7 +143,7 @@ __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t x, uint32_t y) {
   return product;
 }
 
-// Two units in the last place; results below the normal range are zero.
+// Compute with an error of two units in the last place; results below the normal range are zero.
 __device__ __forceinline__ float fast_exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -165,13 +167,13 @@ __device__ __forceinline__ float tf32_rounded(float x) {
   return __uint_as_float(bits);
 }
 
-// Sine and cosine: an absolute error of 2^-21, and of 2^-23 of the angle.
+// Computes sine and cosine: an absolute error of 2^-21, and of 2^-23 of the angle.
 __device__ __forceinline__ void fast_sincos(float angle, float* sine, float* cosine) {
   __sincosf(angle, sine, cosine);
 }
 
-// Sine and cosine of 2 pi cycles, at most half a cycle: absolute error about 5e-7, for __sincosf is
-// that good near zero only.
+// Computes sine and cosine of 2 pi cycles, at most half a cycle: absolute error about 5e-7, for
+// __sincosf is that good near zero only.
 __device__ __forceinline__ void fast_sincos_of_fraction(float fraction, float* sine,
                                                         float* cosine) {
   fast_sincos(6.2831853f * fraction, sine, cosine);
@@ -212,7 +214,7 @@ __device__ __forceinline__ void fast_sincos_cycles(float cycles, float* sine, fl
   fast_sincos_of_fraction(remainder_in_cycles(cycles), sine, cosine);
 }
 
-// The leading part of x that TF32 holds exactly; x minus it is the next part.
+// Returns the leading part of x that TF32 holds exactly; x minus it is the next part.
 __device__ __forceinline__ float tf32_part(float x) {
   return __uint_as_float(__float_as_uint(x) & 0xffffe000u);
 }

@@ -1,4 +1,5 @@
-// How kernels are written and launched: one source for nvcc and for the tests without a GPU.
+// Rules by which kernels are written and launched: one source for nvcc and for the tests without a
+// GPU.
 //
 // A .cu file is CUDA C++ that includes this header, support/cuda/intrinsics.h and plain structs; no
 // torch header, no cuda_*.h. nvcc compiles it for a GPU. With IKATTN_INTERPRETER defined, g++
@@ -28,11 +29,11 @@
 // It has no `->`, no `keys[i].x` and no `auto x = keys[i]`: name the value's type,
 // `float x = keys[i]`.
 //
-// What orders accesses to shared memory: __syncthreads for the block, __syncwarp within a warp.
-// Shuffles, votes and mma do not: CUDA promises no memory ordering for them. Two threads that
-// write the same value to the same place race, too: use __syncthreads_or or atomicOr for flags.
-// All threads of a block pass every __syncthreads, all 32 lanes every warp operation: return early
-// only where the whole block does.
+// Order of accesses to shared memory: __syncthreads for the block, __syncwarp within a warp.
+// Shuffles, votes and mma do not: CUDA promises no memory ordering for them. Two threads that write
+// the same value to the same place race, too: use __syncthreads_or or atomicOr for flags. All
+// threads of a block pass every __syncthreads, all 32 lanes every warp operation: return early only
+// where the whole block does.
 #pragma once
 
 #if defined(IKATTN_INTERPRETER)
@@ -62,8 +63,8 @@ using Stream = cudaStream_t;
 template <typename T>
 using Shared = T*;
 
-// Aligned to 1024 bytes, what a TMA box with 128-byte swizzle needs. A kernel that has static
-// arrays, too, pays for it with up to 1 KiB.
+// Returns dynamic shared memory, aligned to 1024 bytes, as a TMA box with 128-byte swizzle needs. A
+// kernel that has static arrays, too, pays for it with up to 1 KiB.
 template <typename T>
 __device__ __forceinline__ Shared<T> dynamic_shared(uint32_t offset_bytes = 0) {
   extern __shared__ __align__(1024) unsigned char ikattn_dynamic_shared[];
@@ -96,7 +97,7 @@ inline int multiprocessors() {
   return count;
 }
 
-// Bytes of shared memory that a block of the current device may have.
+// Returns how many bytes of shared memory a block of the current device may have.
 inline int64_t most_shared_memory() {
   int device = 0, bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -108,7 +109,7 @@ inline int64_t most_shared_memory() {
   return bytes;
 }
 
-// The current device; 0 where it cannot be told.
+// Returns the current device; 0 where nobody tells.
 inline int current_device() {
   int device = 0;
   if (cudaGetDevice(&device) == cudaSuccess) return device;
@@ -116,7 +117,7 @@ inline int current_device() {
   return 0;
 }
 
-// The name of the current device and the version of its driver, apart by a tab.
+// Returns the name of the current device and the version of its driver, apart by a tab.
 inline std::string gpu_and_driver() {
   cudaDeviceProp properties;
   int driver = 0;
@@ -145,7 +146,8 @@ inline bool has_warpgroups() {
 #endif
 }
 
-// nullptr, or why the current device does not run `kernel`: it has no code for its architecture.
+// Returns nullptr, or why the current device does not run `kernel`: it has no code for its
+// architecture.
 template <typename... Parameters>
 inline const char* why_not_here(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes;
@@ -161,7 +163,7 @@ inline const char* why_not_here(void (*kernel)(Parameters...)) {
 // asked once.
 inline cudaError_t allow_dynamic_shared(const void* kernel, int bytes) {
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, int> allowed;  // by kernel and device
+  static std::map<std::pair<const void*, int>, int> allowed;  // [kernel, device]
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;

@@ -6,7 +6,7 @@
 
 namespace ikattn {
 
-// d (+)= a b, begun, of 16 or 32 columns: a is [64][16], b [16][2 kCount] lies [column][inner].
+// Begins d (+)= a b of 16 or 32 columns: a is [64][16], b [16][2 kCount] lies [column][inner].
 template <typename T, int kCount>
 __device__ __forceinline__ void wgmma_narrow(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b,
                                              bool accumulate) {

@@ -6,7 +6,7 @@
 
 namespace ikattn {
 
-// d (+)= a^T b, begun: a [16][64] and b [16][64] lie [inner][row] and [inner][column]. The next 16
+// Begins d (+)= a^T b: a [16][64] and b [16][64] lie [inner][row] and [inner][column]. The next 16
 // of the inner axis are 2048 bytes on.
 template <typename T>
 __device__ __forceinline__ void wgmma_transposed(float (&d)[32], uint64_t a, uint64_t b,

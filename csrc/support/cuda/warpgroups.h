@@ -49,7 +49,7 @@ __device__ __forceinline__ void take_registers() {
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-// The products begun since the last commit become one group.
+// Makes one group of the products begun since the last commit.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -93,9 +93,9 @@ __device__ __forceinline__ void fence_async() {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d (+)= a b, begun; accumulate false: what d holds does not count. a is [64][16]. By columns: b
-// [16][128, 64 or 8] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies
-// in shared memory, too, it lies [row][inner].
+// Begins d (+)= a b; accumulate false: d is overwritten. a is [64][16]. By columns: b [16][128, 64
+// or 8] lies [column][inner]. By rows: b [16][64] lies [inner][column]. Where a lies in shared
+// memory, too, it lies [row][inner].
 template <typename T>
 __device__ __forceinline__ void wgmma_by_columns(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
                                                  bool accumulate);
@@ -203,7 +203,7 @@ __device__ __forceinline__ void wgmma_int8(int32_t (&d)[32], uint64_t a, uint64_
 
 namespace ikattn {
 
-// How wgmma finds an operand in shared memory: rows of 128 bytes, eight of them an atom of 1024
+// Describes an operand in shared memory to wgmma: rows of 128 bytes, eight of them an atom of 1024
 // bytes that begins at a multiple of 1024, in which the 16-byte chunk is swizzled by the row. Its
 // first row begins at `address`: 32 bytes on for the next 16 of the inner axis where it lies
 // [column][inner] or [row][inner], 2048 where it lies [inner][column].

@@ -53,7 +53,6 @@ TEST(BulkCopies, AreBoxesOfRows) {
       }
     }
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(BulkCopies, AreWatched) {
@@ -77,7 +76,6 @@ TEST(BulkCopies, MustHaveCome) {
   interpreter::set_order(interpreter::Order::kReversed);
   EXPECT_NE(copied(CopyMisuse::kNoWait).error.find("the phase that it ends is not over"),
             std::string::npos);
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(BulkCopies, MustNotComeWhileOthersRead) {

@@ -8,14 +8,14 @@ namespace ikattn::sample {
 
 enum class CopyMisuse {
   kNone,
-  kNoBarrierFence,  // of the barriers, once made
+  kNoBarrierFence,  // omits the fence behind the barriers' initialisation
   kNoWait,          // reads what may not be there
   kEarlyRelease,    // lets go of what it reads later
   kNoWarpSync,      // lets go of what other lanes still read
   kNoRoom,          // copies to where somebody reads
   kTooFewBytes,     // announces less than it copies
   kTooManyBytes,
-  kUnfencedWrite,  // of a thread, before a copy to the same place
+  kUnfencedWrite,  // omits a thread's fence, before a copy to the same place
   kUnfencedRead,   // likewise
   kUnread,         // begins a copy that nobody waits for
 };

@@ -1,9 +1,11 @@
 #include "kernels/attention_cases.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <numeric>
 #include <random>
-#include <stdexcept>
+#include <sstream>
 
 #include "attention/calls/linear_time.h"
 #include "support/cuda/float16.h"
@@ -11,15 +13,86 @@
 
 namespace ikattn {
 
-std::vector<Case> cases_of_tier(std::span<const Case> all,
-                                std::initializer_list<std::string_view> standing_for_all) {
-  if (runs_everything()) return {all.begin(), all.end()};
-  std::vector<Case> chosen;
-  for (const std::string_view name : standing_for_all) {
-    const auto found = std::ranges::find(all, name, &Case::name);
-    if (found == all.end()) throw std::invalid_argument("no case " + std::string(name));
-    chosen.push_back(*found);
+namespace {
+
+// Resets what tests have set of the interpreter.
+struct Reset : ::testing::EmptyTestEventListener {
+  void OnTestEnd(const ::testing::TestInfo&) override {
+    interpreter::set_order(interpreter::Order::kForward);
+    interpreter::set_multiprocessors(1);
+    interpreter::set_warpgroups(false);
   }
+};
+const bool resets = (::testing::UnitTest::GetInstance()->listeners().Append(new Reset), true);
+
+}  // namespace
+
+std::vector<Case> cases_of(const char* table) {
+  static const std::map<std::string, int64_t Case::*> sizes = {
+      {"B", &Case::B},
+      {"H", &Case::H},
+      {"G", &Case::G},
+      {"L", &Case::L},
+      {"S", &Case::S},
+      {"d", &Case::d},
+      {"d_v", &Case::d_v},
+      {"M", &Case::M},
+      {"w_heads", &Case::frequency_heads},
+      {"w_batches", &Case::frequency_batches}};
+  static const std::map<std::string, double Case::*> numbers = {{"p", &Case::p},
+                                                                {"eps", &Case::eps},
+                                                                {"dropout", &Case::dropout},
+                                                                {"magnitude", &Case::magnitude}};
+  static const std::map<std::string, bool Case::*> switches = {{"stationary", &Case::stationary},
+                                                               {"causal", &Case::causal},
+                                                               {"bias", &Case::bias},
+                                                               {"key_mask", &Case::key_mask},
+                                                               {"half_sides", &Case::half_sides},
+                                                               {"lowest", &Case::lowest}};
+  static const std::map<std::string, Masking> masks = {{"bool", Masking::kBool},
+                                                       {"float", Masking::kFloat},
+                                                       {"per_key", Masking::kFloatPerKey},
+                                                       {"per_row", Masking::kFloatPerRow},
+                                                       {"per_head", Masking::kFloatPerHead},
+                                                       {"per_pair", Masking::kFloatPerPair}};
+  std::vector<Case> cases;
+  std::istringstream lines(table);
+  for (std::string line, word; std::getline(lines, line);) {
+    std::istringstream words(line);
+    Case c;
+    if (!(words >> c.name) || c.name[0] == '#') continue;
+    c.stands_for_all = c.name == "*";
+    if (c.stands_for_all) words >> c.name;
+    while (words >> word) {
+      const std::string key = word.substr(0, word.find('=')),
+                        value = word.substr(word.find('=') + 1);
+      if (word == "one_head") {
+        c = one_head(c);
+      } else if (word == "one_key_head") {
+        c.H = 2, c.B = c.G = c.frequency_heads = 1;
+      } else if (word == "grouped") {
+        c.H = 4, c.G = 2;
+      } else if (key == "mask") {
+        c.masking = masks.at(value);
+      } else if (sizes.contains(key)) {
+        c.*sizes.at(key) = std::stoll(value);
+      } else if (numbers.contains(key)) {
+        c.*numbers.at(key) = std::stod(value);
+      } else {
+        c.*switches.at(word) = true;
+      }
+    }
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+Case case_of(const char* line) { return cases_of(line).at(0); }
+
+std::vector<Case> cases_of_tier(const std::vector<Case>& all) {
+  std::vector<Case> chosen;
+  std::ranges::copy_if(all, std::back_inserter(chosen),
+                       [](const Case& c) { return c.stands_for_all || runs_everything(); });
   return chosen;
 }
 
@@ -253,7 +326,8 @@ template <typename Run>
 Results weights_gradients(Call& call, const Case& c, ElementType type, const Run& run) {
   Results r = room(call.memory, c, type);
   const Tensor incoming = make(call.memory, type, {c.B, c.H, c.L, c.S});
-  const Tensor rounded = make(call.memory, c.type, {1});  // the same numbers in every type
+  const Tensor rounded =
+      make(call.memory, c.type, {1});  // rounds to the same numbers in every type
   for (int64_t i = 0; i < incoming.count; ++i) {
     write(rounded.array, 0, std::sin(0.7 * static_cast<double>(i)));
     write(incoming.array, i, read(rounded.array, 0));
@@ -315,6 +389,18 @@ Results device_gradients(Call& call, const Case& c, const Results& forward) {
   return r;
 }
 
+Results device_forward(Call& call, const Case& c) {
+  AttentionParams params;
+  call.set(params);
+  Results results;
+  results.output = make(call.memory, c.type, {c.B, c.H, c.L, c.d_v});
+  results.log_normalizer = make(call.memory, ElementType::kFloat64, {c.B, c.H, c.L});
+  params.output = results.output.array;
+  params.log_normalizer = results.log_normalizer.array;
+  EXPECT_STREQ(cuda::attention_kernels.forward[0](params, device_executor(call.memory)), nullptr);
+  return results;
+}
+
 Results device_results(Call& call, const Case& c) {
   Results r = room(call.memory, c, c.type);
   const int wide = c.type == ElementType::kFloat64 ? 1 : 0;
@@ -355,11 +441,16 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance,
   EXPECT_LE(error, tolerance * largest) << what;
 }
 
+void compare_token_gradients(const Results& got, const Results& expected, double gradient,
+                             double smallest) {
+  expect_close(got.grad_query, expected.grad_query, gradient, "grad_query", smallest);
+  expect_close(got.grad_key, expected.grad_key, gradient, "grad_key", smallest);
+  expect_close(got.grad_value, expected.grad_value, gradient, "grad_value", smallest);
+}
+
 void compare_gradients(const Results& got, const Results& expected, const Case& c,
                        double gradient) {
-  expect_close(got.grad_query, expected.grad_query, gradient, "grad_query");
-  expect_close(got.grad_key, expected.grad_key, gradient, "grad_key");
-  expect_close(got.grad_value, expected.grad_value, gradient, "grad_value");
+  compare_token_gradients(got, expected, gradient);
   expect_close(got.grad_w1, expected.grad_w1, gradient, "grad_w1");
   if (!c.stationary) expect_close(got.grad_w2, expected.grad_w2, gradient, "grad_w2");
   if (c.bias) expect_close(got.grad_bias, expected.grad_bias, gradient, "grad_key_bias");
@@ -378,6 +469,28 @@ void compare(const Results& got, const Results& expected, const Case& c, double 
   expect_close(got.weights, expected.weights, output, "weights");
   expect_close(got.average, expected.average, output, "average weights");
   compare_gradients(got, expected, c, gradient);
+}
+
+int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns, int64_t first,
+                         int64_t end) {
+  int64_t count = 0;
+  for (int64_t row = first; row < (end ? end : one.count / columns); ++row) {
+    bool differs = false;
+    for (int64_t i = row * columns; i < (row + 1) * columns; ++i) {
+      const double x = read(one.array, i), y = read(other.array, i);
+      differs = differs || !(x == y || (std::isnan(x) && std::isnan(y)));
+    }
+    count += differs;
+  }
+  return count;
+}
+
+double largest_difference(const Tensor& one, const Tensor& other, int64_t first) {
+  double largest = 0;
+  for (int64_t i = first; i < one.count; ++i) {
+    largest = std::fmax(largest, std::fabs(read(one.array, i) - read(other.array, i)));
+  }
+  return largest;
 }
 
 void expect_the_same_in_every_order(Call& call, const Case& c) {

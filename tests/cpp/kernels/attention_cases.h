@@ -7,10 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <initializer_list>
-#include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "attention/cpu/kernel.h"
@@ -45,11 +42,12 @@ struct Case {
   bool half_sides = false;  // masks, biases and frequencies of 16 bits
   bool tf32 = false;  // float32 may go to the tensor cores; its numbers are then those of float16
   bool batch_invariant = false;
-  bool lowest = false;  // what is hidden by finite numbers: all by the bias, rows by the mask
+  bool lowest = false;  // finite numbers hide: the bias all keys, the mask rows
   Masking masking = Masking::kNone;
   double p = 2, eps = 1e-5, dropout = 0;
   double magnitude = 1;  // the magnitude scale, times its default
   LinearTime linear_time = LinearTime::kAuto;
+  bool stands_for_all = false;
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
   ElementType type = ElementType::kFloat32;
 
@@ -67,9 +65,15 @@ struct SplitSetting : Families {
   explicit SplitSetting(bool allows) : Families(allows ? "+split" : "-split") {}
 };
 
-// All cases where everything runs, otherwise those named, which stand for the others.
-std::vector<Case> cases_of_tier(std::span<const Case> all,
-                                std::initializer_list<std::string_view> standing_for_all);
+// Reads a table of cases, one a line: a name, and what differs from the defaults, as "L=20",
+// "causal", "mask=bool", "one_head", "one_key_head" for two query heads, or "grouped" for four
+// query heads on two key heads. A star before the name marks a case that stands for the others, "#"
+// a comment.
+std::vector<Case> cases_of(const char* table);
+// Reads one line of such a table.
+Case case_of(const char* line);
+// Returns all cases where everything runs, otherwise the marked ones.
+std::vector<Case> cases_of_tier(const std::vector<Case>& all);
 // A number that cases differ in.
 size_t turn_of(const Case& c);
 
@@ -93,6 +97,12 @@ Tensor make(Memory& memory, ElementType type, std::vector<int64_t> sizes,
 
 // Rounds as TF32 does, and the tensor cores with value and grad_output of float32.
 void round_to_11_bits(const Tensor& tensor);
+
+// A test of Hopper's own kernels. The interpreter is reset after every test.
+class OnHopper : public ::testing::Test {
+ protected:
+  OnHopper() { interpreter::set_warpgroups(true); }
+};
 
 // The arguments of a case, and room for results, gradients, twice.
 class Call {
@@ -161,6 +171,9 @@ Results truth_of(Call& call, const Case& c);
 Results device_results(Call& call, const Case& c);
 Results device_gradients(Call& call, const Case& c, const Results& forward);
 
+// Output and log Z alone.
+Results device_forward(Call& call, const Case& c);
+
 // The gradients of a call of weights, for some numbers that come in, but of the value.
 Results truth_of_weights_gradients(Call& call, const Case& c);
 Results device_weights_gradients(Call& call, const Case& c);
@@ -169,9 +182,18 @@ Results device_weights_gradients(Call& call, const Case& c);
 // `smallest`: of the elements that are added up, where their sum may vanish.
 void expect_close(const Tensor& got, const Tensor& expected, double tolerance,
                   const std::string& what, double smallest = 1e-3);
+void compare_token_gradients(const Results& got, const Results& expected, double gradient,
+                             double smallest = 1e-3);
 void compare_gradients(const Results& got, const Results& expected, const Case& c, double gradient);
 void compare(const Results& got, const Results& expected, const Case& c, double output,
              double gradient);
+
+// Counts how many rows differ, of those from the first-th to the end-th (0: the last) of `columns`
+// numbers each.
+int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns, int64_t first = 0,
+                         int64_t end = 0);
+// Returns the largest difference from the first-th number on.
+double largest_difference(const Tensor& one, const Tensor& other, int64_t first = 0);
 
 // Blocks, warps and lanes in any order give the same bits: nothing adds up by chance.
 void expect_the_same_in_every_order(Call& call, const Case& c);

@@ -6,89 +6,46 @@
 namespace ikattn {
 namespace {
 
-const Case kCases[] = {
-    {.name = "plain"},
-    {.name = "causal", .L = 9, .S = 9, .causal = true},
-    {.name = "bias", .bias = true},
-    {.name = "key_mask", .L = 20, .S = 35, .bias = true, .key_mask = true},
-    {.name = "bool_mask", .masking = Masking::kBool},
-    {.name = "float_mask", .masking = Masking::kFloat},
-    {.name = "float_mask_per_key", .masking = Masking::kFloatPerKey},
-    {.name = "float_mask_per_row", .masking = Masking::kFloatPerRow},
-    {.name = "float_mask_per_head", .masking = Masking::kFloatPerHead},
-    {.name = "causal_and_float_mask", .L = 7, .causal = true, .masking = Masking::kFloat},
-    {.name = "causal_and_more_queries", .L = 70, .S = 9, .causal = true},
-    {.name = "causal_and_more_keys", .L = 9, .S = 70, .causal = true},
-    {.name = "bool_mask_and_dropout", .L = 20, .S = 35, .masking = Masking::kBool, .dropout = 0.4},
-    {.name = "stationary", .stationary = true},
-    {.name = "small_magnitudes", .magnitude = 0.3},
-    {.name = "negative_magnitudes", .magnitude = -1},
-    {.name = "no_magnitude", .p = 0},
-    {.name = "p_1", .p = 1},
-    {.name = "p_3", .p = 3},
-    {.name = "p_1_5", .p = 1.5},
-    {.name = "small_eps", .eps = 1e-9},
-    {.name = "large_eps", .eps = 2},
-    {.name = "mask_of_all_pairs", .masking = Masking::kFloatPerPair},
-    {.name = "grouped", .H = 4, .G = 2},
-    {.name = "grouped_own_frequencies", .H = 4, .G = 2, .frequency_heads = 4, .bias = true},
-    {.name = "frequencies_per_sample", .frequency_batches = 2},
-    {.name = "grouped_frequencies_per_sample", .H = 4, .G = 2, .frequency_batches = 2},
-    {.name = "dropout", .L = 20, .S = 35, .dropout = 0.4},
-    {.name = "dropout_and_causal", .L = 40, .S = 40, .causal = true, .dropout = 0.2},
-    {.name = "one_of_everything",
-     .B = 1,
-     .H = 1,
-     .G = 1,
-     .L = 1,
-     .S = 1,
-     .d = 1,
-     .d_v = 1,
-     .M = 1,
-     .frequency_heads = 1},
-    {.name = "no_keys", .S = 0},
-    {.name = "no_queries", .L = 0},
-    {.name = "no_columns", .d_v = 0},
-    {.name = "tile", .B = 1, .H = 1, .G = 1, .L = 64, .S = 64, .M = 16, .frequency_heads = 1},
-    {.name = "tile_minus_1",
-     .B = 1,
-     .H = 1,
-     .G = 1,
-     .L = 63,
-     .S = 63,
-     .M = 15,
-     .frequency_heads = 1},
-    {.name = "tile_plus_1",
-     .B = 1,
-     .H = 1,
-     .G = 1,
-     .L = 65,
-     .S = 65,
-     .M = 17,
-     .frequency_heads = 1},
-    {.name = "slices",
-     .B = 1,
-     .H = 1,
-     .G = 1,
-     .L = 3,
-     .S = 70,
-     .d = 18,
-     .d_v = 67,
-     .M = 35,
-     .frequency_heads = 1},
-    {.name = "tiles_with_everything",
-     .B = 1,
-     .H = 2,
-     .G = 1,
-     .L = 130,
-     .S = 130,
-     .d_v = 5,
-     .frequency_heads = 1,
-     .causal = true,
-     .bias = true,
-     .masking = Masking::kFloatPerKey,
-     .dropout = 0.1},
-};
+const std::vector<Case> kCases = cases_of(R"(
+plain
+causal L=9 S=9 causal
+bias bias
+key_mask L=20 S=35 bias key_mask
+bool_mask mask=bool
+float_mask mask=float
+float_mask_per_key mask=per_key
+float_mask_per_row mask=per_row
+float_mask_per_head mask=per_head
+causal_and_float_mask L=7 causal mask=float
+causal_and_more_queries L=70 S=9 causal
+causal_and_more_keys L=9 S=70 causal
+bool_mask_and_dropout L=20 S=35 mask=bool dropout=0.4
+stationary stationary
+small_magnitudes magnitude=0.3
+negative_magnitudes magnitude=-1
+no_magnitude p=0
+p_1 p=1
+p_3 p=3
+p_1_5 p=1.5
+small_eps eps=1e-9
+large_eps eps=2
+mask_of_all_pairs mask=per_pair
+grouped grouped
+grouped_own_frequencies grouped w_heads=4 bias
+frequencies_per_sample w_batches=2
+grouped_frequencies_per_sample grouped w_batches=2
+dropout L=20 S=35 dropout=0.4
+dropout_and_causal L=40 S=40 causal dropout=0.2
+one_of_everything one_head L=1 S=1 d=1 d_v=1 M=1
+no_keys S=0
+no_queries L=0
+no_columns d_v=0
+tile one_head L=64 S=64 M=16
+tile_minus_1 one_head L=63 S=63 M=15
+tile_plus_1 one_head L=65 S=65 M=17
+slices one_head L=3 S=70 d=18 d_v=67 M=35
+tiles_with_everything one_key_head L=130 S=130 d_v=5 causal bias mask=per_key dropout=0.1
+)");
 
 class AttentionKernelsOnDevice : public ::testing::TestWithParam<Case> {};
 

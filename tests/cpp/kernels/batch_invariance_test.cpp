@@ -11,7 +11,7 @@ namespace {
 struct Part {
   int64_t first = 0, L = 0, S = 0;
   bool causal = false;
-  bool lower_right = false;  // by a mask: the queries are those of the last keys
+  bool lower_right = false;  // a mask makes the queries those of the last keys
 };
 
 uint8_t* lower_right_mask(Memory& memory, const Part& part) {
@@ -65,7 +65,7 @@ std::vector<double> rows_of(const std::vector<double>& output, const Case& c, co
 class BatchInvariance : public ::testing::Test {
  protected:
   void SetUp() override {
-    interpreter::set_multiprocessors(2);  // of few queries blocks would share the keys
+    interpreter::set_multiprocessors(2);  // else blocks of few queries would share the keys
     interpreter::set_warpgroups(true);
   }
   void TearDown() override {

@@ -19,33 +19,11 @@ Case causal(Case c) {
   return c;
 }
 
-// Counts how many rows differ, of those from the first-th to the end-th of `columns` numbers each.
-int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns, int64_t first,
-                         int64_t end) {
-  int64_t count = 0;
-  for (int64_t row = first; row < end; ++row) {
-    bool differs = false;
-    for (int64_t i = row * columns; i < (row + 1) * columns; ++i) {
-      const double x = read(one.array, i), y = read(other.array, i);
-      differs = differs || !(x == y || (std::isnan(x) && std::isnan(y)));
-    }
-    count += differs;
-  }
-  return count;
-}
-
 // Returns the largest magnitude from the first-th number on.
 double largest_of(const Tensor& tensor, int64_t first) {
   double largest = 0;
   for (int64_t i = first; i < tensor.count; ++i) {
     largest = std::fmax(largest, std::fabs(read(tensor.array, i)));
-  }
-  return largest;
-}
-double largest_difference(const Tensor& one, const Tensor& other, int64_t first) {
-  double largest = 0;
-  for (int64_t i = first; i < one.count; ++i) {
-    largest = std::fmax(largest, std::fabs(read(one.array, i) - read(other.array, i)));
   }
   return largest;
 }
@@ -62,7 +40,7 @@ void expect_gradients_near(const Results& got, const Results& pairs, const Resul
                   bound * largest_of(expected, first));
   };
   compare_from(&Results::grad_query, 0);
-  compare_from(&Results::grad_query, ((c.B * c.H - 1) * c.L + 256) * c.d);  // of the last head
+  compare_from(&Results::grad_query, ((c.B * c.H - 1) * c.L + 256) * c.d);  // rows of the last head
   compare_from(&Results::grad_key, 0);
   compare_from(&Results::grad_value, 0);
   compare_from(&Results::grad_w1, 0);
@@ -70,50 +48,26 @@ void expect_gradients_near(const Results& got, const Results& pairs, const Resul
   if (c.bias) compare_from(&Results::grad_bias, 0);
 }
 
-const Case kCases[] = {
-    one_head(
-        causal({.name = "three_chunks", .L = 530, .S = 530, .d_v = 8, .M = 16, .magnitude = 0.1})),
-    one_head(
-        causal({.name = "fewer_keys", .L = 700, .S = 300, .d_v = 8, .M = 16, .magnitude = 0.1})),
-    one_head(causal(
-        {.name = "keys_of_one_chunk", .L = 800, .S = 200, .d_v = 8, .M = 16, .magnitude = 0.1})),
-    one_head(causal({.name = "more_keys", .L = 300, .S = 520, .d_v = 7, .M = 9})),
-    one_head(
-        causal({.name = "eight_feature_chunks", .L = 270, .S = 270, .d = 8, .d_v = 16, .M = 64})),
-    causal({.name = "grouped",
-            .B = 1,
-            .H = 2,
-            .G = 1,
-            .L = 537,
-            .S = 537,
-            .d_v = 12,
-            .M = 16,
-            .frequency_heads = 1,
-            .bias = true,
-            .magnitude = 0.1}),
-    causal({.name = "batch",
-            .H = 1,
-            .G = 1,
-            .L = 270,
-            .S = 270,
-            .d_v = 8,
-            .M = 16,
-            .frequency_heads = 1,
-            .magnitude = 0.1}),
-    one_head(
-        causal({.name = "stationary", .L = 270, .S = 270, .d_v = 8, .M = 16, .stationary = true})),
-    one_head(causal({.name = "no_magnitude", .L = 270, .S = 270, .d_v = 8, .M = 16, .p = 0})),
-    one_head(causal({.name = "larger_eps", .L = 270, .S = 270, .d_v = 8, .M = 16, .eps = 1e-1})),
-    // chunks of 768 tokens, no multiple of 512
-    one_head(
-        causal({.name = "longer_chunks", .L = 1700, .S = 1700, .d_v = 8, .M = 16, .eps = 1e-1})),
-};
+const std::vector<Case> kCases = cases_of(R"(
+  three_chunks one_head L=530 S=530 d_v=8 M=16 magnitude=0.1 causal
+  fewer_keys one_head L=700 S=300 d_v=8 M=16 magnitude=0.1 causal
+  keys_of_one_chunk one_head L=800 S=200 d_v=8 M=16 magnitude=0.1 causal
+  more_keys one_head L=300 S=520 d_v=7 M=9 causal
+* eight_feature_chunks one_head L=270 S=270 d=8 d_v=16 M=64 causal
+* grouped one_key_head L=537 S=537 d_v=12 M=16 bias magnitude=0.1 causal
+  batch H=1 G=1 L=270 S=270 d_v=8 M=16 w_heads=1 magnitude=0.1 causal
+  stationary one_head L=270 S=270 d_v=8 M=16 stationary causal
+  no_magnitude one_head L=270 S=270 d_v=8 M=16 p=0 causal
+  larger_eps one_head L=270 S=270 d_v=8 M=16 eps=1e-1 causal
+# chunks of 768 tokens, no multiple of 512
+  longer_chunks one_head L=1700 S=1700 d_v=8 M=16 eps=1e-1 causal
+)");
 
 class CausalLinearBackwardOnDevice : public ::testing::TestWithParam<Case> {};
 
 TEST_P(CausalLinearBackwardOnDevice, ErrsByTheRoundingsOfPairs) {
   for (const ElementType type : types_in_turn(GetParam())) {
-    const Case c = of_type(GetParam(), type);
+    const Case c = of_type(causal(GetParam()), type);
     Call call(c);
     const Results truth = truth_of(call, c);
     const int before = interpreter::launches_of("entry_kernel");
@@ -133,20 +87,18 @@ TEST_P(CausalLinearBackwardOnDevice, ErrsByTheRoundingsOfPairs) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Interpreter, CausalLinearBackwardOnDevice,
-                         ::testing::ValuesIn(cases_of_tier(kCases,
-                                                           {"eight_feature_chunks", "grouped"})),
+                         ::testing::ValuesIn(cases_of_tier(kCases)),
                          [](const auto& info) { return info.param.name; });
 
 TEST(CausalLinearBackwardOnDevice, EveryOrderGivesTheSameBits) {
-  const Case c = of_type(one_head(causal({.name = "order", .L = 300, .S = 300, .d_v = 8, .M = 8})),
-                         ElementType::kBFloat16);
+  const Case c =
+      of_type(causal(case_of("order one_head L=300 S=300 d_v=8 M=8")), ElementType::kBFloat16);
   Call call(c);
   const Results truth = truth_of(call, c), first = device_gradients(call, c, truth);
   for (const auto order : {interpreter::Order::kReversed, interpreter::Order::kShuffled}) {
     interpreter::set_order(order);
     compare_gradients(device_gradients(call, c, truth), first, c, 0);
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 // Keys of one direction, and a query of the second chunk to which they are nearly orthogonal. Its
@@ -176,15 +128,14 @@ TEST(CausalLinearBackwardOnDevice, QueriesOfSmallScoresGoByPairs) {
 // Few keys with weight, keys that are not finite, and magnitudes that would leave Half.
 TEST(CausalLinearBackwardOnDevice, HeadsThatMomentsCannotHoldGoByPairs) {
   for (const double bias : {static_cast<double>(-INFINITY), static_cast<double>(NAN), 24.0}) {
-    const Case c = of_type(
-        one_head(causal({.name = "far", .L = 300, .S = 300, .d_v = 8, .M = 8, .bias = true})),
-        ElementType::kBFloat16);
+    const Case c =
+        of_type(causal(case_of("far one_head L=300 S=300 d_v=8 M=8 bias")), ElementType::kBFloat16);
     Call call(c);
     for (int64_t j = 0; j < c.S; ++j) {
       if (std::isinf(bias) ? j > 10 : j == 270) write(call.bias.array, j, bias);
     }
     const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
-    if (bias == 24.0) {  // by pairs of all kinds these have another form
+    if (bias == 24.0) {  // pairs of all kinds give these another form
       compare_gradients(got, truth, c, 5 * (2 * roundoff_of(c.type) + 0x1p-9));
       continue;
     }
@@ -195,14 +146,7 @@ TEST(CausalLinearBackwardOnDevice, HeadsThatMomentsCannotHoldGoByPairs) {
 // Hidden keys may hold anything, in every chunk. A query, or an incoming gradient, that is NaN
 // spoils the keys that it sees, and no others.
 TEST(CausalLinearBackwardOnDevice, HiddenKeysAndSpoiledQueries) {
-  const Case c = of_type(causal({.name = "nan",
-                                 .B = 1,
-                                 .L = 530,
-                                 .S = 530,
-                                 .d_v = 8,
-                                 .M = 16,
-                                 .bias = true,
-                                 .magnitude = 0.1}),
+  const Case c = of_type(causal(case_of("nan B=1 L=530 S=530 d_v=8 M=16 bias magnitude=0.1")),
                          ElementType::kBFloat16);
   Call call(c);
   for (const int64_t j : {3, 320, 520}) {
@@ -215,10 +159,7 @@ TEST(CausalLinearBackwardOnDevice, HiddenKeysAndSpoiledQueries) {
   write(call.query.array, 300 * c.d, NAN);
   write(call.grad_output.array, (c.L + 300) * c.d_v, NAN);
   const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
-  const double bound = 2 * (2 * roundoff_of(c.type) + 0x1p-9);
-  expect_close(got.grad_query, truth.grad_query, bound, "grad_query");
-  expect_close(got.grad_key, truth.grad_key, bound, "grad_key");
-  expect_close(got.grad_value, truth.grad_value, bound, "grad_value");
+  compare_token_gradients(got, truth, 2 * (2 * roundoff_of(c.type) + 0x1p-9));
   for (int64_t h = 0; h < c.H; ++h) {
     EXPECT_TRUE(std::isnan(read(got.grad_value.array, (h * c.S + 299) * c.d_v)));
     EXPECT_FALSE(std::isnan(read(got.grad_value.array, (h * c.S + 301) * c.d_v)));
@@ -227,14 +168,9 @@ TEST(CausalLinearBackwardOnDevice, HiddenKeysAndSpoiledQueries) {
 
 // Early queries meet keys of small weight alone: their sums of weights are far smaller than others.
 TEST(CausalLinearBackwardOnDevice, EarlyKeysOfSmallWeight) {
-  const Case c = of_type(one_head(causal({.name = "early",
-                                          .L = 530,
-                                          .S = 530,
-                                          .d_v = 8,
-                                          .M = 16,
-                                          .bias = true,
-                                          .magnitude = 0.1})),
-                         ElementType::kFloat16);
+  const Case c =
+      of_type(causal(case_of("early one_head L=530 S=530 d_v=8 M=16 bias magnitude=0.1")),
+              ElementType::kFloat16);
   Call call(c);
   for (int64_t j = 0; j < c.S; ++j) write(call.bias.array, j, j < 512 ? -6 : 0);
   const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
@@ -248,8 +184,7 @@ TEST(CausalLinearBackwardOnDevice, NumbersOfAnySize) {
   for (const auto& [type, size, mean, of_gradients] :
        {std::tuple{ElementType::kBFloat16, 1e20, 0.0, 1e-20},
         {ElementType::kFloat32, 1.0, 20.0, 1e-28}}) {
-    const Case c =
-        of_type(one_head(causal({.name = "size", .L = 300, .S = 300, .d_v = 8, .M = 16})), type);
+    const Case c = of_type(causal(case_of("size one_head L=300 S=300 d_v=8 M=16")), type);
     Call call(c);
     for (int64_t i = 0; i < call.value.count; ++i) {
       write(call.value.array, i, size * (mean + read(call.value.array, i)));

@@ -28,7 +28,7 @@ struct Case {
   std::string name;
   int64_t B = 2, H = 4, L = 5, S = 7, D = 20;
   bool padding = false;
-  double size = 1;  // of the vectors
+  double size = 1;  // size of the vectors
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 };
 
@@ -47,7 +47,8 @@ struct Call {
     fill(norm_weights[0], c.D);
     fill(norm_weights[1], c.D);
     fill(weights, c.B * c.H * c.L * c.S);
-    for (int64_t j = 0; j < c.S && c.L > 0; ++j) weights[j] = 0;  // of one head and query
+    for (int64_t j = 0; j < c.S && c.L > 0; ++j)
+      weights[j] = 0;  // one head and query have no weights
     const int64_t blocks = (c.S + kFactorBlock - 1) / kFactorBlock;
     for (int variant = 0; variant < 3; ++variant) {
       factors[variant].resize(c.B * blocks * triangle(c.H) * kFactorBlock + 1);

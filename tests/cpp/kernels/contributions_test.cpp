@@ -192,7 +192,7 @@ TEST(ContributionKernelsOnDevice, WhatIsNotWantedIsNotMade) {
       }
     }
     expect_close(gradients.grad_weights, truth.grad_weights, 1e-13, "grad_weights");
-    EXPECT_EQ(gradients.outer[0], all.outer[0]);  // as they were
+    EXPECT_EQ(gradients.outer[0], all.outer[0]);  // unchanged
   }
 }
 
@@ -230,7 +230,6 @@ TEST(ContributionKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
     EXPECT_EQ(gradients.grad_weights, first_gradients.grad_weights);
     EXPECT_EQ(gradients.outer[0], first_gradients.outer[0]);
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(ContributionKernelsOnDevice, HeadsThatCancelKeepTheirAccuracy) {

@@ -14,9 +14,9 @@ struct FeatureCall {
   std::string name;
   int64_t B = 1, H = 2, L = 1, S = 150, F = 64, d_v = 64, key_heads = 2, value_heads = 2;
   ElementType features = ElementType::kFloat32, value = ElementType::kFloat32;
-  bool one_logit_a_key = false;  // the same for all heads and queries
+  bool one_logit_a_key = false;  // one for all heads and queries
   bool lower_right = false;      // causal: the queries are those of the last keys
-  int64_t hidden = 0;            // so many first keys
+  int64_t hidden = 0;            // number of hidden first keys
   int64_t gap = 0;               // between rows of features and of values
   friend void PrintTo(const FeatureCall& c, std::ostream* out) { *out << c.name; }
 };
@@ -168,7 +168,6 @@ TEST_P(DecodingOnDevice, ErrsByRoundingInEveryOrder) {
     interpreter::set_order(order);
     expect_close(arguments.got(), got, 0, "in another order");
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 INSTANTIATE_TEST_SUITE_P(Interpreter, DecodingOnDevice, ::testing::ValuesIn(kCalls),

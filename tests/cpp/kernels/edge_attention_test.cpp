@@ -29,7 +29,7 @@ struct Case {
   bool exponential = false, edge_logits = false, shared_logits = false, dropout = false;
   bool grad_weights = false, hidden = false;
   double negative_slope = 1;
-  int64_t into_one = 0, from_one = 0;  // so many of the edges into target 3, and from source 2
+  int64_t into_one = 0, from_one = 0;  // numbers of the edges into target 3, and from source 2
   friend void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 };
 

@@ -76,7 +76,7 @@ TEST(GivenWeightsOnDevice, WeightsThatAreNotFiniteShowInTheirPairAlone) {
   weight(1, 3, 5) = NAN;
   weight(2, 4, 5) = INFINITY;
   weight(3, 17, 36) = -INFINITY;
-  call.factors[1][20] = NAN;  // of key 20
+  call.factors[1][20] = NAN;  // a factor of key 20
   for (int64_t h = 0; h < c.H; ++h) weight(h, 9, 20) = 0;
   ASSERT_STREQ(norms_of(call.pair_params()), nullptr);
   for (int64_t i = 0; i < c.L; ++i) {

@@ -100,7 +100,7 @@ struct Tokens {
 
 TEST(GramFactorsOnDevice, RowsMayLieAnywhereInFloat32) {
   struct Exponents {
-    int projection, lowest, highest;  // of the values
+    int projection, lowest, highest;  // exponents of the values
   };
   for (const Exponents of :
        {Exponents{-40, -60, 126}, {60, -145, 60}, {-130, 20, 126}, {120, -120, 0}}) {
@@ -178,7 +178,7 @@ TEST(GramFactorsOnDevice, GroupedHeadsAndRowsOfManyColumns) {
 TEST(GramFactorsOnDevice, CancellingHeadsErrAsASumOfFloat32) {
   Tokens tokens{.H = 6, .G = 6, .S = 20, .D = 64, .width = 64};
   tokens.fill();
-  for (int64_t j = 0; j < tokens.S; ++j) {  // the same projection, and values that cancel
+  for (int64_t j = 0; j < tokens.S; ++j) {  // rows of one projection, with values that cancel
     for (int64_t c = 0; c < tokens.width; ++c) {
       float sum = 0;
       for (int64_t g = 0; g + 1 < tokens.G; ++g) sum += tokens.value(g, j, c);
@@ -243,7 +243,7 @@ TEST(GramFactorsOnDevice, FragmentsAreThoseOfTheFactors) {
     tokens.run();
     std::vector<uint32_t> expected = fragments_of(1, heads, tokens.S, tokens.factors.data());
     expected.pop_back();
-    const auto unit = static_cast<int64_t>(expected.size()) - 2;  // of token 4
+    const auto unit = static_cast<int64_t>(expected.size()) - 2;  // unit of token 4
     EXPECT_FALSE(std::isfinite(std::bit_cast<float>(tokens.fragments[unit])));
     tokens.fragments[unit] = expected[unit];
     EXPECT_EQ(tokens.fragments, expected) << heads;

@@ -113,6 +113,17 @@ void expect_forward_within(Call& call, const Case& c, const Results& got, const 
   expect_within(got.log_normalizer, truth.log_normalizer, bounds.log_normalizer, "log_normalizer");
 }
 
+void expect_nan_stays_where_it_is_seen(const Case& c, double share) {
+  for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value, &Call::grad_output}) {
+    Call call(c);
+    const Tensor& tensor = call.*spoiled;
+    write(tensor.array, static_cast<int64_t>(share * static_cast<double>(tensor.count - 1)), NAN);
+    const Results got = device_results(call, c), truth = truth_of(call, c);
+    expect_close(got.output, truth.output, 6 * roundoff_of(c.type), "output");
+    compare_token_gradients(got, truth, 6 * roundoff_of(c.type));
+  }
+}
+
 double amplification_of(const Case& c) { return c.magnitude > 10 ? 20 : c.magnitude > 1 ? 5 : 1; }
 
 }  // namespace ikattn

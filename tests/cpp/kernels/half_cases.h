@@ -47,6 +47,10 @@ void expect_within(const Tensor& got, const Tensor& expected, const std::vector<
 void expect_forward_within(Call& call, const Case& c, const Results& got, const Results& truth,
                            FeatureRoundoff of_features = kFeatureRoundoff);
 
+// Expects that a NaN in a query, key, value or incoming gradient, at `share` of all tokens, spoils
+// the results that depend on it, and no others.
+void expect_nan_stays_where_it_is_seen(const Case& c, double share);
+
 // Launches of Hopper's own kernels of pairs, forward and backward.
 constexpr int kWarpgroupLaunches = 3;
 

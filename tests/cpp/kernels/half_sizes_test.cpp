@@ -31,7 +31,6 @@ TEST(HalfSizesOnDevice, EdgesOfTiles) {
       }
     }
   }
-  interpreter::set_warpgroups(false);
 }
 
 // Edges of sizes matter in the general form, of wide rows, and of both, too.
@@ -56,34 +55,28 @@ TEST(HalfSizesOnDevice, EdgesOfOtherForms) {
 TEST(HalfSizesOnDevice, SharedKeysErrByTheirRoundings) {
   interpreter::set_multiprocessors(6);
   size_t turn = 0;
-  for (const auto& [masking, causal, magnitude, dropout, d_v, M] :
-       {std::tuple{Masking::kNone, false, 1.0, 0.0, 40, 3},
-        {Masking::kNone, true, 40.0, 0.0, 40, 3},
-        {Masking::kFloat, false, 1.0, 0.3, 40, 3},
-        {Masking::kBool, false, 1.0, 0.0, 40, 3},
-        {Masking::kNone, false, 1.0, 0.0, 200, 3},
-        {Masking::kFloat, false, 1.0, 0.3, 200, 3},
-        // parts of wide features are as narrow as their values
-        {Masking::kNone, false, 1.0, 0.0, 40, 80},
-        {Masking::kNone, true, 40.0, 0.0, 40, 66},
-        {Masking::kFloat, false, 1.0, 0.0, 8, 66},
-        {Masking::kNone, false, 1.0, 0.0, 1, 66},
-        {Masking::kNone, false, 1.0, 0.0, 72, 66},
-        {Masking::kNone, false, 1.0, 0.0, 72, 3},
-        {Masking::kBool, false, 1.0, 0.3, 64, 66}}) {
+  for (Case c : cases_of(R"(
+few one_key_head L=3 S=1100 d_v=40
+few one_key_head L=3 S=1100 d_v=40 causal magnitude=40
+few one_key_head L=3 S=1100 d_v=40 mask=float dropout=0.3
+few one_key_head L=3 S=1100 d_v=40 mask=bool
+few one_key_head L=3 S=1100 d_v=200
+few one_key_head L=3 S=1100 d_v=200 mask=float dropout=0.3
+# parts of wide features are as narrow as their values
+few one_key_head L=3 S=1100 d_v=40 M=80
+few one_key_head L=3 S=1100 d_v=40 M=66 causal magnitude=40
+few one_key_head L=3 S=1100 d_v=8 M=66 mask=float
+few one_key_head L=3 S=1100 d_v=1 M=66
+few one_key_head L=3 S=1100 d_v=72 M=66
+few one_key_head L=3 S=1100 d_v=72
+few one_key_head L=3 S=1100 d_v=64 M=66 mask=bool dropout=0.3
+)")) {
     for (const ElementType type : types_in_turn(turn++)) {
-      Case c{.name = "few", .B = 1, .H = 2, .G = 1, .L = 3, .S = 1100, .d_v = d_v, .M = M};
-      c.frequency_heads = 1;
-      c.masking = masking;
-      c.causal = causal;
-      c.magnitude = magnitude;
-      c.dropout = dropout;
       Call call(c = of_type(c, type));
       const Results truth = truth_of(call, c), got = device_results(call, c);
       expect_forward_within(call, c, got, truth);
     }
   }
-  interpreter::set_multiprocessors(1);
 }
 
 // Rows of large offsets see nothing but the lowest numbers.
@@ -99,7 +92,6 @@ TEST(HalfSizesOnDevice, SharedKeysOfLargeOffsets) {
       expect_forward_within(call, c, got, truth);
     }
   }
-  interpreter::set_multiprocessors(1);
 }
 
 // sm_86, sm_89 and sm_120 have the least shared memory; the widest kernels of each form fit.
@@ -132,8 +124,7 @@ TEST(HalfSizesOnDevice, FitsTheLeastSharedMemory) {
 // The frequencies' gradients, of more tokens than a share. Of two keys many rows have a score near
 // zero, and its gradient errs by its rounding over it.
 TEST(HalfSizesOnDevice, FrequenciesOfManyTokens) {
-  Case c{.name = "shares", .B = 2, .H = 1, .G = 1, .L = 2049, .S = 2, .d_v = 8};
-  c.frequency_heads = 1;
+  Case c = case_of("shares H=1 G=1 w_heads=1 L=2049 S=2 d_v=8");
   c = of_type(c, ElementType::kBFloat16);
   Call call(c);
   const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);

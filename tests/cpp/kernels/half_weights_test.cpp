@@ -104,10 +104,10 @@ TEST(HalfWeightsOnDevice, WhatIsNotFiniteStaysInItsRowsAndHiddenKeysMayHoldAnyth
   for (const ElementType type : kSixteenBits) {
     Case c{.name = "not_finite", .H = 2, .G = 2, .L = 20, .S = 30, .causal = true, .bias = true};
     Call call(c = of_type(c, type));
-    write(call.bias.array, 4, -INFINITY);  // of the first head
+    write(call.bias.array, 4, -INFINITY);  // the first head
     write(call.key.array, 4 * c.d, nan);
     write(call.query.array, 7 * c.d, INFINITY);
-    write(call.key.array, 15 * c.d, nan);  // which rows from the 15th on see
+    write(call.key.array, 15 * c.d, nan);  // seen by rows from the 15th on
     expect_close(device_weights(call, c, false), truth_of_weights(call, c, false), bound_of(type),
                  "weights");
   }
@@ -121,7 +121,6 @@ TEST(HalfWeightsOnDevice, AreTheSameInEveryOrder) {
     interpreter::set_order(order);
     expect_close(device_weights(call, c, true), first, 0, "weights");
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 }  // namespace

@@ -18,60 +18,34 @@ Case linear(Case c) {
 
 // Three frequencies let scores come near zero, and the gradients of some draws have errors beyond
 // the bound in quadratic time, too: those cases have eight.
-const Case kLinearCases[] = {
-    one_head({.name = "two_chunks", .L = 20, .S = 70, .d_v = 8}),
-    one_head({.name = "four_chunks", .L = 20, .S = 130, .d_v = 64, .M = 20}),
-    one_head({.name = "six_chunks", .L = 70, .S = 130, .d_v = 20, .M = 33}),
-    one_head({.name = "eight_chunks", .L = 20, .S = 129, .d = 8, .d_v = 16, .M = 64}),
-    one_head({.name = "two_slices", .L = 20, .S = 128, .d = 8, .d_v = 100, .M = 9}),
-    one_head({.name = "blocks_of_queries", .L = 300, .S = 70, .d_v = 8}),
-    {.name = "grouped", .B = 1, .H = 4, .G = 2, .L = 20, .S = 127, .d_v = 8, .bias = true},
-    {.name = "grouped_own_frequencies",
-     .H = 4,
-     .G = 2,
-     .L = 20,
-     .S = 130,
-     .d_v = 12,
-     .M = 8,
-     .frequency_heads = 4,
-     .bias = true},
-    {.name = "stationary", .L = 20, .S = 70, .d_v = 8, .stationary = true},
-    {.name = "no_magnitude", .L = 20, .S = 70, .d_v = 8, .p = 0},
-    {.name = "larger_eps", .L = 20, .S = 70, .d_v = 8, .eps = 1e-1},
-    {.name = "no_eps", .L = 20, .S = 70, .d_v = 8, .M = 8, .eps = 0},
-    {.name = "uneven_magnitudes", .L = 20, .S = 500, .d_v = 8, .magnitude = 2},
-    {.name = "p_1", .L = 20, .S = 130, .d_v = 8, .M = 8, .p = 1, .magnitude = 0.3},
-    {.name = "p_3", .L = 20, .S = 130, .d_v = 8, .M = 8, .p = 3},
-    {.name = "negative_magnitudes", .L = 20, .S = 130, .d_v = 8, .M = 16, .magnitude = -1},
-    {.name = "frequencies_per_sample", .L = 20, .S = 130, .d_v = 8, .M = 8, .frequency_batches = 2},
-    {.name = "sides_of_16_bits",
-     .L = 20,
-     .S = 130,
-     .d_v = 8,
-     .M = 8,
-     .bias = true,
-     .half_sides = true},
-    // the fewest queries and keys that take linear time
-    {.name = "lowest_bias", .L = 20, .S = 130, .d_v = 8, .M = 8, .bias = true, .lowest = true},
-    {.name = "p_1_5", .L = 20, .S = 130, .d_v = 8, .M = 8, .p = 1.5},
-    one_head({.name = "least", .L = 8, .S = 65, .d_v = 8, .M = 8}),
-    one_head({.name = "edges", .L = 257, .S = 255, .d_v = 63, .M = 15}),
-    one_head({.name = "one_frequency_in_a_chunk", .L = 129, .S = 257, .d_v = 1, .M = 17}),
-};
+const std::vector<Case> kLinearCases = cases_of(R"(
+* two_chunks one_head L=20 S=70 d_v=8
+* four_chunks one_head L=20 S=130 d_v=64 M=20
+* six_chunks one_head L=70 S=130 d_v=20 M=33
+* eight_chunks one_head L=20 S=129 d=8 d_v=16 M=64
+* two_slices one_head L=20 S=128 d=8 d_v=100 M=9
+* blocks_of_queries one_head L=300 S=70 d_v=8
+* grouped grouped B=1 L=20 S=127 d_v=8 bias
+  grouped_own_frequencies grouped L=20 S=130 d_v=12 M=8 w_heads=4 bias
+* stationary L=20 S=70 d_v=8 stationary
+* no_magnitude L=20 S=70 d_v=8 p=0
+* larger_eps L=20 S=70 d_v=8 eps=1e-1
+  no_eps L=20 S=70 d_v=8 M=8 eps=0
+  uneven_magnitudes L=20 S=500 d_v=8 magnitude=2
+  p_1 L=20 S=130 d_v=8 M=8 p=1 magnitude=0.3
+  p_3 L=20 S=130 d_v=8 M=8 p=3
+  negative_magnitudes L=20 S=130 d_v=8 M=16 magnitude=-1
+  frequencies_per_sample L=20 S=130 d_v=8 M=8 w_batches=2
+  sides_of_16_bits L=20 S=130 d_v=8 M=8 bias half_sides
+# the fewest queries and keys that take linear time
+* lowest_bias L=20 S=130 d_v=8 M=8 bias lowest
+* p_1_5 L=20 S=130 d_v=8 M=8 p=1.5
+* least one_head L=8 S=65 d_v=8 M=8
+* edges one_head L=257 S=255 d_v=63 M=15
+  one_frequency_in_a_chunk one_head L=129 S=257 d_v=1 M=17
+)");
 
 class LinearAttentionOnDevice : public ::testing::TestWithParam<Case> {};
-
-int64_t rows_that_differ(const Tensor& one, const Tensor& other, int64_t columns) {
-  int64_t count = 0;
-  for (int64_t row = 0; row < one.count / columns; ++row) {
-    bool differs = false;
-    for (int64_t i = row * columns; i < (row + 1) * columns; ++i) {
-      differs = differs || read(one.array, i) != read(other.array, i);
-    }
-    count += differs;
-  }
-  return count;
-}
 
 TEST_P(LinearAttentionOnDevice, ErrsByTheRoundingsOfPairs) {
   for (const ElementType type : types_in_turn(GetParam())) {
@@ -110,11 +84,7 @@ TEST_P(LinearAttentionOnDevice, BackwardErrsByTheRoundingsOfPairs) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Interpreter, LinearAttentionOnDevice,
-                         ::testing::ValuesIn(cases_of_tier(
-                             kLinearCases, {"two_chunks", "four_chunks", "six_chunks",
-                                            "eight_chunks", "two_slices", "blocks_of_queries",
-                                            "grouped", "stationary", "no_magnitude", "p_1_5",
-                                            "larger_eps", "lowest_bias", "least", "edges"})),
+                         ::testing::ValuesIn(cases_of_tier(kLinearCases)),
                          [](const auto& info) { return info.param.name; });
 
 TEST(LinearAttentionOnDevice, SharesOfKeysAreAddedInEveryOrder) {
@@ -125,15 +95,6 @@ TEST(LinearAttentionOnDevice, SharesOfKeysAreAddedInEveryOrder) {
   expect_forward_within(call, c, got, truth);
   compare_gradients(got, truth, c, 6 * roundoff_of(c.type));
   expect_the_same_in_every_order(call, c);
-  interpreter::set_multiprocessors(1);
-}
-
-double largest_difference(const Tensor& one, const Tensor& other) {
-  double largest = 0;
-  for (int64_t i = 0; i < one.count; ++i) {
-    largest = std::fmax(largest, std::fabs(read(one.array, i) - read(other.array, i)));
-  }
-  return largest;
 }
 
 // A mean far from zero: what is left of it must keep its digits.
@@ -185,9 +146,7 @@ TEST(LinearAttentionOnDevice, GradientsOfAnySize) {
     }
     const Results truth = truth_of(call, c), got = device_gradients(call, c, truth);
     const double bound = 2 * roundoff_of(type) + 0x1p-10;
-    expect_close(got.grad_query, truth.grad_query, bound, "grad_query", size * 1e-3);
-    expect_close(got.grad_key, truth.grad_key, bound, "grad_key", size * 1e-3);
-    expect_close(got.grad_value, truth.grad_value, bound, "grad_value", size * 1e-3);
+    compare_token_gradients(got, truth, bound, size * 1e-3);
   }
 }
 
@@ -278,16 +237,7 @@ TEST(LinearAttentionOnDevice, NanStaysWhereItIsSeen) {
     Case c =
         of_type(one_head({.name = "nan", .L = 20, .S = 130, .d_v = 8, .M = 8, .bias = true}), type);
     c = linear(c);
-    for (Tensor Call::* spoiled : {&Call::query, &Call::key, &Call::value, &Call::grad_output}) {
-      Call call(c);
-      const Tensor& tensor = call.*spoiled;
-      write(tensor.array, tensor.count - 1, NAN);
-      const Results got = device_results(call, c), truth = truth_of(call, c);
-      expect_close(got.output, truth.output, 6 * roundoff_of(type), "output");
-      expect_close(got.grad_query, truth.grad_query, 6 * roundoff_of(type), "grad_query");
-      expect_close(got.grad_key, truth.grad_key, 6 * roundoff_of(type), "grad_key");
-      expect_close(got.grad_value, truth.grad_value, 6 * roundoff_of(type), "grad_value");
-    }
+    expect_nan_stays_where_it_is_seen(c, 1);
     Call clean(c), call(c);
     for (const double garbage : {60000.0, static_cast<double>(NAN)}) {
       for (const int64_t j : {int64_t{3}, int64_t{40}}) {
@@ -379,7 +329,6 @@ TEST(RouteOnDevice, IsDecidedBeforehand) {
   EXPECT_EQ(algorithms(), std::pair(cuda::Algorithm::kQuadratic, cuda::Algorithm::kQuadratic));
   params.value.type = ElementType::kFloat32;
   EXPECT_EQ(units(), std::pair(Unit::kCudaCores, Unit::kCudaCores));
-  interpreter::set_multiprocessors(1);
 }
 
 }  // namespace

@@ -29,17 +29,12 @@ int64_t working_memory(Case c, int64_t tokens) {
 
 // Linear in the length: nothing has an element for every pair.
 TEST(WorkingMemoryOnDevice, IsThatOfTokens) {
-  const Case cases[] = {
-      one_head({.name = "folded", .d = 8, .d_v = 32, .M = 32}),
-      one_head({.name = "causal", .d = 8, .d_v = 32, .M = 32, .causal = true}),
-      one_head({.name = "general",
-                .d = 8,
-                .d_v = 32,
-                .M = 32,
-                .masking = Masking::kFloatPerPair,
-                .dropout = 0.3}),
-      one_head({.name = "wide", .d = 8, .d_v = 136, .M = 66}),
-  };
+  const std::vector<Case> cases = cases_of(R"(
+folded one_head d=8 d_v=32 M=32
+causal one_head d=8 d_v=32 M=32 causal
+general one_head d=8 d_v=32 M=32 mask=per_pair dropout=0.3
+wide one_head d=8 d_v=136 M=66
+)");
   for (const bool warpgroups : {false, true}) {
     interpreter::set_warpgroups(warpgroups);
     for (const Case& c : cases) {
@@ -56,7 +51,6 @@ TEST(WorkingMemoryOnDevice, IsThatOfTokens) {
       }
     }
   }
-  interpreter::set_warpgroups(false);
 }
 
 }  // namespace

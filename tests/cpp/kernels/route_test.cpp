@@ -82,7 +82,6 @@ TEST(Route, ScoresInInt8) {
   EXPECT_TRUE(is_int8(params));
   EXPECT_EQ(route_of(params, false, Pass::kBackward).algorithm, Algorithm::kLinear);
   EXPECT_FALSE(is_int8(params, Pass::kBackward));
-  interpreter::set_warpgroups(false);
 }
 
 TEST(Route, OfABatchInvariantCallFollowsNoSize) {
@@ -108,8 +107,6 @@ TEST(Route, OfABatchInvariantCallFollowsNoSize) {
       EXPECT_EQ(route_of(params, false, pass).parts, 1);
     }
   }
-  interpreter::set_multiprocessors(1);
-  interpreter::set_warpgroups(false);
 }
 
 TEST(Route, Float32WithoutTf32TakesSplitProducts) {
@@ -126,7 +123,7 @@ TEST(Route, Float32WithoutTf32TakesSplitProducts) {
     };
     EXPECT_TRUE(takes(params));
     AttentionParams other = params;
-    other.allow_tf32 = true;  // what TF32 is not exact enough for
+    other.allow_tf32 = true;  // not exact enough for TF32
     EXPECT_TRUE(takes(other));
     other.eps = 1e-5;
     EXPECT_FALSE(route_of(other, false, pass).split_products);
@@ -243,7 +240,6 @@ TEST(Route, TakesProvenFamiliesAlone) {
   AttentionParams params = call_of(300, 64);
   params.query.type = params.key.type = ElementType::kBFloat16;
   EXPECT_EQ(taken(params, Pass::kBackward), "hopper int8 int8_gradients short");
-  interpreter::set_warpgroups(false);
 }
 
 TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {

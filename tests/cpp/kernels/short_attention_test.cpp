@@ -7,58 +7,37 @@
 namespace ikattn {
 namespace {
 
-class ShortAttentionOnDevice : public ::testing::Test {
- protected:
-  void SetUp() override { interpreter::set_warpgroups(true); }
-  void TearDown() override {
-    interpreter::set_multiprocessors(1);
-    interpreter::set_warpgroups(false);
-  }
-};
+using ShortAttentionOnDevice = OnHopper;
 
 // Output and log Z of a call alone.
 Results forward_of(Call& call, const Case& c) {
-  Results results;
-  results.output = make(call.memory, c.type, {c.B, c.H, c.L, c.d_v});
-  results.log_normalizer = make(call.memory, ElementType::kFloat64, {c.B, c.H, c.L});
-  cuda::AttentionKernels const& kernels = cuda::attention_kernels;
-  AttentionParams params;
-  call.set(params);
-  params.output = results.output.array;
-  params.log_normalizer = results.log_normalizer.array;
   const int before = interpreter::launches_of("short_forward");
-  EXPECT_STREQ(kernels.forward[0](params, device_executor(call.memory)), nullptr);
+  const Results results = device_forward(call, c);
   EXPECT_EQ(interpreter::launches_of("short_forward"), before + 1);
   return results;
 }
 
 TEST_F(ShortAttentionOnDevice, ErrsByItsRoundings) {
-  const Case cases[] = {
-      {.name = "less_than_a_tile", .L = 20, .S = 30, .d_v = 8, .bias = true},
-      one_head({.name = "tiles", .L = 140, .S = 256, .d_v = 64, .M = 32}),
-      one_head({.name = "two_slices", .L = 70, .S = 130, .d = 72, .d_v = 128, .M = 20}),
-      one_head({.name = "odd", .L = 65, .S = 129, .d_v = 44, .M = 33}),
-      one_head({.name = "one", .L = 1, .S = 1, .d_v = 5}),
-      one_head({.name = "causal", .L = 200, .S = 200, .d_v = 16, .causal = true}),
-      one_head({.name = "more_keys", .L = 65, .S = 260, .d_v = 8, .causal = true}),
-      one_head({.name = "fewer_keys", .L = 200, .S = 70, .d_v = 8, .causal = true}),
-      one_head({.name = "padding",
-                .L = 80,
-                .S = 150,
-                .d_v = 8,
-                .causal = true,
-                .bias = true,
-                .key_mask = true}),
-      {.name = "grouped", .H = 4, .G = 2, .L = 70, .S = 140, .d_v = 8, .causal = true},
-      {.name = "own_frequencies", .H = 4, .G = 2, .L = 20, .S = 40, .frequency_heads = 4},
-      {.name = "frequencies_per_sample", .L = 20, .S = 40, .d_v = 8, .frequency_batches = 2},
-      {.name = "stationary", .L = 20, .S = 40, .d_v = 8, .stationary = true},
-      {.name = "p_3", .L = 20, .S = 40, .d_v = 8, .p = 3},
-      {.name = "no_magnitude", .L = 20, .S = 40, .d_v = 8, .M = 8, .p = 0},
-      {.name = "lowest_bias", .L = 20, .S = 40, .d_v = 8, .M = 8, .bias = true, .lowest = true},
-      {.name = "largest_eps", .L = 20, .S = 40, .d_v = 8, .eps = 0.9},
-      {.name = "general", .L = 70, .S = 70, .d_v = 8, .causal = true, .magnitude = 40},
-  };
+  const std::vector<Case> cases = cases_of(R"(
+less_than_a_tile L=20 S=30 d_v=8 bias
+tiles one_head L=140 S=256 d_v=64 M=32
+two_slices one_head L=70 S=130 d=72 d_v=128 M=20
+odd one_head L=65 S=129 d_v=44 M=33
+one one_head L=1 S=1 d_v=5
+causal one_head L=200 S=200 d_v=16 causal
+more_keys one_head L=65 S=260 d_v=8 causal
+fewer_keys one_head L=200 S=70 d_v=8 causal
+padding one_head L=80 S=150 d_v=8 causal bias key_mask
+grouped grouped L=70 S=140 d_v=8 causal
+own_frequencies grouped L=20 S=40 w_heads=4
+frequencies_per_sample L=20 S=40 d_v=8 w_batches=2
+stationary L=20 S=40 d_v=8 stationary
+p_3 L=20 S=40 d_v=8 p=3
+no_magnitude L=20 S=40 d_v=8 M=8 p=0
+lowest_bias L=20 S=40 d_v=8 M=8 bias lowest
+largest_eps L=20 S=40 d_v=8 eps=0.9
+general L=70 S=70 d_v=8 causal magnitude=40
+)");
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);
     for (const ElementType type : {ElementType::kBFloat16, ElementType::kFloat16}) {
@@ -75,36 +54,15 @@ TEST_F(ShortAttentionOnDevice, ErrsByItsRoundings) {
 
 // Scores of integers of 8 bits: bfloat16, 33 to 64 frequencies.
 TEST_F(ShortAttentionOnDevice, ErrsByTheRoundingsOfInt8) {
-  const Case cases[] = {
-      one_head({.name = "int8", .L = 130, .S = 270, .d_v = 64, .M = 64}),
-      one_head({.name = "int8_odd", .L = 65, .S = 129, .d = 72, .d_v = 44, .M = 33}),
-      one_head({.name = "int8_one", .L = 1, .S = 65, .d_v = 5, .M = 64}),
-      one_head({.name = "int8_causal",
-                .L = 150,
-                .S = 150,
-                .d_v = 16,
-                .M = 64,
-                .causal = true,
-                .bias = true,
-                .key_mask = true}),
-      {.name = "int8_grouped",
-       .H = 4,
-       .G = 2,
-       .L = 20,
-       .S = 70,
-       .d_v = 8,
-       .M = 41,
-       .frequency_heads = 1,
-       .causal = true},
-      {.name = "int8_stationary", .L = 20, .S = 70, .d_v = 8, .M = 64, .stationary = true},
-      {.name = "int8_general",
-       .L = 70,
-       .S = 70,
-       .d_v = 8,
-       .M = 64,
-       .causal = true,
-       .magnitude = 40},
-  };
+  const std::vector<Case> cases = cases_of(R"(
+int8 one_head L=130 S=270 d_v=64 M=64
+int8_odd one_head L=65 S=129 d=72 d_v=44 M=33
+int8_one one_head L=1 S=65 d_v=5 M=64
+int8_causal one_head L=150 S=150 d_v=16 M=64 causal bias key_mask
+int8_grouped grouped L=20 S=70 d_v=8 M=41 w_heads=1 causal
+int8_stationary L=20 S=70 d_v=8 M=64 stationary
+int8_general L=70 S=70 d_v=8 M=64 causal magnitude=40
+)");
   for (Case c : cases) {
     SCOPED_TRACE(c.name);
     Call call(c = of_type(c, ElementType::kBFloat16));
@@ -115,11 +73,11 @@ TEST_F(ShortAttentionOnDevice, ErrsByTheRoundingsOfInt8) {
 
 // Where shared memory does not hold all values of a head they go through stages.
 TEST_F(ShortAttentionOnDevice, ValuesGoThroughStages) {
-  const Case cases[] = {
-      one_head({.name = "int8", .L = 70, .S = 1024, .d_v = 8, .M = 64}),
-      one_head({.name = "half_of_five", .L = 140, .S = 700, .d_v = 8, .M = 9}),
-      one_head({.name = "half_of_three", .L = 390, .S = 400, .d_v = 8, .M = 64, .causal = true}),
-  };
+  const std::vector<Case> cases = cases_of(R"(
+int8 one_head L=70 S=1024 d_v=8 M=64
+half_of_five one_head L=140 S=700 d_v=8 M=9
+half_of_three one_head L=390 S=400 d_v=8 M=64 causal
+)");
   for (Case c : cases) {
     SCOPED_TRACE(c.name);
     const bool is_int8 = c.name.starts_with("int8");
@@ -176,7 +134,6 @@ TEST_F(ShortAttentionOnDevice, GivesTheSameInEveryOrder) {
       expect_close(got.output, first.output, 0, "output");
       expect_close(got.log_normalizer, first.log_normalizer, 0, "log_normalizer");
     }
-    interpreter::set_order(interpreter::Order::kForward);
   }
 }
 

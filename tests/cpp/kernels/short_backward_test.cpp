@@ -7,15 +7,7 @@
 namespace ikattn {
 namespace {
 
-class ShortBackwardOnDevice : public ::testing::Test {
- protected:
-  void SetUp() override { interpreter::set_warpgroups(true); }
-  void TearDown() override {
-    interpreter::set_order(interpreter::Order::kForward);
-    interpreter::set_multiprocessors(1);
-    interpreter::set_warpgroups(false);
-  }
-};
+using ShortBackwardOnDevice = OnHopper;
 
 // Gradients of a call, of the output that float64 has.
 Results gradients_of(Call& call, const Case& c, const Results& truth) {
@@ -27,32 +19,25 @@ Results gradients_of(Call& call, const Case& c, const Results& truth) {
 
 TEST_F(ShortBackwardOnDevice, ErrsByItsRoundings) {
   // Rows that see few keys err by their scores' roundings over these, unless eps is larger.
-  const Case cases[] = {
-      {.name = "less_than_a_tile", .L = 20, .S = 30, .d_v = 8, .bias = true},
-      one_head({.name = "tiles", .L = 256, .S = 128, .d_v = 64, .M = 64}),
-      one_head({.name = "two_units", .L = 300, .S = 130, .d_v = 44, .M = 33}),
-      one_head({.name = "wide_value", .L = 130, .S = 70, .d_v = 128, .M = 20}),
-      one_head({.name = "one", .L = 1, .S = 1, .d_v = 5}),
-      one_head({.name = "causal", .L = 330, .S = 330, .d_v = 16, .causal = true}),
-      one_head({.name = "more_keys", .L = 65, .S = 260, .d_v = 8, .causal = true}),
-      one_head({.name = "fewer_keys", .L = 300, .S = 70, .d_v = 8, .causal = true}),
-      one_head({.name = "padding",
-                .L = 80,
-                .S = 150,
-                .d_v = 8,
-                .causal = true,
-                .bias = true,
-                .key_mask = true,
-                .eps = 0.1}),
-      {.name = "grouped", .H = 4, .G = 2, .L = 70, .S = 140, .d_v = 8, .causal = true, .eps = 0.1},
-      {.name = "grouped_units", .H = 4, .G = 2, .L = 260, .S = 70, .d_v = 8},
-      {.name = "own_frequencies", .H = 4, .G = 2, .L = 20, .S = 40, .frequency_heads = 4},
-      {.name = "stationary", .L = 20, .S = 40, .d_v = 8, .stationary = true},
-      {.name = "no_magnitude", .L = 20, .S = 40, .d_v = 8, .M = 8, .p = 0},
-      {.name = "lowest_bias", .L = 20, .S = 40, .d_v = 8, .M = 8, .bias = true, .lowest = true},
-      {.name = "largest_eps", .L = 20, .S = 40, .d_v = 8, .eps = 0.9},
-      {.name = "general", .L = 70, .S = 70, .d_v = 8, .causal = true, .magnitude = 40},
-  };
+  const std::vector<Case> cases = cases_of(R"(
+less_than_a_tile L=20 S=30 d_v=8 bias
+tiles one_head L=256 S=128 d_v=64 M=64
+two_units one_head L=300 S=130 d_v=44 M=33
+wide_value one_head L=130 S=70 d_v=128 M=20
+one one_head L=1 S=1 d_v=5
+causal one_head L=330 S=330 d_v=16 causal
+more_keys one_head L=65 S=260 d_v=8 causal
+fewer_keys one_head L=300 S=70 d_v=8 causal
+padding one_head L=80 S=150 d_v=8 causal bias key_mask eps=0.1
+grouped grouped L=70 S=140 d_v=8 causal eps=0.1
+grouped_units grouped L=260 S=70 d_v=8
+own_frequencies grouped L=20 S=40 w_heads=4
+stationary L=20 S=40 d_v=8 stationary
+no_magnitude L=20 S=40 d_v=8 M=8 p=0
+lowest_bias L=20 S=40 d_v=8 M=8 bias lowest
+largest_eps L=20 S=40 d_v=8 eps=0.9
+general L=70 S=70 d_v=8 causal magnitude=40
+)");
   for (Case c : cases) {
     SCOPED_TRACE(c.name);
     for (const ElementType type : types_in_turn(c)) {

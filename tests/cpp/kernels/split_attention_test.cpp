@@ -7,30 +7,14 @@
 namespace ikattn {
 namespace {
 
-const Case kCases[] = {
-    {.name = "narrow", .B = 1, .L = 70, .S = 100, .M = 20},
-    {.name = "wide_value", .B = 1, .L = 70, .S = 40, .d_v = 70, .M = 20},
-    {.name = "wide_features", .B = 1, .L = 66, .S = 70, .d = 9, .M = 35, .causal = true},
-    {.name = "widest", .B = 1, .L = 70, .S = 66, .d_v = 128, .M = 64, .causal = true},
-    {.name = "masked_widest",
-     .B = 1,
-     .L = 20,
-     .S = 70,
-     .d_v = 121,
-     .M = 64,
-     .bias = true,
-     .masking = Masking::kBool,
-     .dropout = 0.3},
-    {.name = "masked_features",
-     .B = 1,
-     .H = 4,
-     .L = 70,
-     .S = 35,
-     .M = 64,
-     .causal = true,
-     .masking = Masking::kFloatPerKey,
-     .dropout = 0.1},
-};
+const std::vector<Case> kCases = cases_of(R"(
+narrow B=1 L=70 S=100 M=20
+wide_value B=1 L=70 S=40 d_v=70 M=20
+wide_features B=1 L=66 S=70 d=9 M=35 causal
+widest B=1 L=70 S=66 d_v=128 M=64 causal
+masked_widest B=1 L=20 S=70 d_v=121 M=64 bias mask=bool dropout=0.3
+masked_features B=1 H=4 L=70 S=35 M=64 causal mask=per_key dropout=0.1
+)");
 
 class SplitProducts : public ::testing::TestWithParam<Case> {};
 

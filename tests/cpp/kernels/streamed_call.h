@@ -52,7 +52,7 @@ struct Call {
     key_numbers = numbers(c.B * c.H * c.S * 4);
     for (size_t i = 0; i < key_numbers.size(); i += 4) {
       key_numbers[i] = i % 8 == 0 ? 0.5f : 2.0f;
-      key_numbers[i + 2] = 1e-8f * key_numbers[i + 1];  // what float32 leaves
+      key_numbers[i + 2] = 1e-8f * key_numbers[i + 1];  // the rest beyond float32
     }
     if (c.masked && c.S > 3) key_numbers[3 * 4 + 1] = -INFINITY;  // one head's key 3
     rows.resize(c.B * c.H * c.L * cuda::kRowNumbers);
@@ -207,7 +207,7 @@ struct Call {
   std::vector<std::vector<float>> factors, units, norms;
   std::vector<std::vector<uint32_t>> fragments;
   std::vector<uint32_t> bits;
-  cuda::StreamedParams params;  // of the call that ran
+  cuda::StreamedParams params;  // parameters of the call that ran
 };
 
 }  // namespace

@@ -242,7 +242,6 @@ TEST(StreamedKernelsOnDevice, TheOrderOfBlocksDoesNotMatter) {
     EXPECT_EQ(other.norms[0], first.norms[0]);
     EXPECT_EQ(other.own, first.own);
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 }  // namespace

@@ -215,7 +215,6 @@ TEST(StreamedGradientsOnDevice, NeitherStripsNorTheOrderOfBlocksMatter) {
     EXPECT_EQ(other.scores, first.scores);
     EXPECT_EQ(other.outer, first.outer);
   }
-  interpreter::set_order(interpreter::Order::kForward);
 }
 
 TEST(StreamedGradientsOnDevice, MostHeadsFitTheSharedMemoryOfEveryGpu) {

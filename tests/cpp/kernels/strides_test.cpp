@@ -189,8 +189,7 @@ TEST(StridesOnDevice, GiveTheSameBitsOfWideRows) {
 }
 
 TEST(StridesOnDevice, GiveTheSameBitsOfMasks) {
-  Case c{.name = "masks", .B = 2, .H = 2, .G = 1, .L = 9, .S = 20, .d = 8, .d_v = 16, .M = 9};
-  c.frequency_heads = 1;
+  Case c = case_of("masks G=1 w_heads=1 L=9 S=20 d=8 d_v=16 M=9");
   c.masking = Masking::kFloatPerPair;
   c.type = ElementType::kFloat64;
   expect_the_same_of_any_layout(c);
@@ -214,7 +213,6 @@ TEST(StridesOnDevice, GiveTheSameBitsOfWarpgroups) {
   for (const ElementType type : types_in_turn(4)) {
     expect_the_same_of_any_layout(of_type(c, type));
   }
-  interpreter::set_warpgroups(false);
 }
 
 }  // namespace

@@ -93,4 +93,13 @@ TEST(PackedAttention, DrawsItsSeed) {
   EXPECT_FALSE(torch::equal(attend(), attend()));
 }
 
+TEST(PackedAttention, RefusesAMaskOfPairs) {
+  const ikattn::PackedCall call = call_of({0, 5}, {0, 5}, false);
+  const ikattn::AttentionOptions options{.attn_mask = torch::ones({5, 5}, torch::kBool)};
+  EXPECT_THROW(
+      ikattn::implicit_kernel_attention_varlen(call.query, call.key, call.value, call.w1, call.w2,
+                                               {call.cu_seqlens_q, call.cu_seqlens_k}, options),
+      c10::ValueError);
+}
+
 }  // namespace

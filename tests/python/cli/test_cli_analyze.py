@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+import ikattn
 from ikattn import Contributions, cli
 from ikattn.cli import analyze as analyzing
 from ikattn.cli import results
 from ikattn.cli.index import overview
-from ikattn.integrations.transformers import use_implicit_attention
 from ikattn.maps import Batch, Layer, Recording, load_maps
 from ikattn.recorder import record
 from saved_models import SIZES, save_model
@@ -73,12 +73,10 @@ def recorded_alone(folder: Path, text: str, maps: tuple[str, ...]) -> Any:
     return recording
 
 
-def test_a_model_with_implicit_attention_is_analyzed_with_its_frequencies(
-    tmp_path: Path, bert: Path, text: Path
-) -> None:
+def test_a_model_with_implicit_attention_is_analyzed_with_its_frequencies(tmp_path, bert, text):
     folder, out = shutil.copytree(bert, tmp_path / "implicit"), tmp_path / "out"
     model = transformers.AutoModel.from_pretrained(bert).eval()
-    use_implicit_attention(model, num_frequencies=4, seed=0).save_pretrained(folder)
+    ikattn.convert(model, num_frequencies=4, seed=0).save_pretrained(folder)
     assert analyze("--model", folder, "--file", text, "--format", "npz", "--out", out) == 0
     first = load_maps(out / "line-000001.npz")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -134,9 +132,7 @@ def test_all_formats_and_an_index_of_pages(tmp_path: Path, bert: Path) -> None:
     assert '<li value="2"><div class="text"><span dir="auto"><i>empty</i></span></div>' in index
 
 
-def test_what_the_index_shows_of_a_line_is_of_its_maps(
-    tmp_path: Path, bert: Path, text: Path
-) -> None:
+def test_what_the_index_shows_of_a_line_is_of_its_maps(tmp_path, bert, text):
     out = tmp_path / "out"
     options = ("--maps", "weights,mixing_ratio", "--format", "npz", "--batch-size", 3)
     assert analyze("--model", bert, "--file", text, "--out", out, *options) == 0
@@ -195,29 +191,7 @@ def test_what_is_not_finite_has_no_number_in_the_index(wrong: float) -> None:
     }
 
 
-def test_index_shows_entries_that_an_earlier_version_wrote(
-    tmp_path: Path, bert: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    arguments = ("--model", bert, "--file", text, "--out", out, "--format", "html")
-    with monkeypatch.context() as patched:
-        stop_after(patched, 1)
-        assert analyze(*arguments) == 130
-    entries = entries_in(out)
-    del entries[0]["overview"]
-    (out / "lines.jsonl").write_text(json.dumps(entries[0]) + "\n")
-    assert analyze(*arguments) == 0
-    index = (out / "index.html").read_text()
-    items = re.findall(r'<li value="(\d)"( data-map="weights \d+ \d+ [\w+/=]+")?>(.*)</li>', index)
-    assert [int(number) for number, _, _ in items] == [1, 2, 3, 4, 5]
-    assert [bool(drawing) for _, drawing, _ in items] == [False, False, True, True, True]
-    numbers = "".join(re.findall(r"<data.*?</data>", items[0][2]))
-    assert numbers == '<data value="9">9 tokens</data><data></data><data></data>'
-
-
-def test_long_line_is_cut_with_a_notice(
-    tmp_path: Path, bert: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_line_is_cut_with_a_notice(tmp_path, bert, capsys):
     (tmp_path / "text").write_bytes("\ufeffwater\r\n".encode() + b"the " * 30 + b"\nwater")
     out = tmp_path / "out"
     assert (
@@ -287,27 +261,10 @@ def stop_after(
 
 
 @pytest.mark.parametrize("lines", [0, 1, 4])
-def test_interrupted_run_goes_on_without_losing_or_repeating(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_run_goes_on(tmp_path, bert, text, lines, monkeypatch, capsys):
     out = tmp_path / "out"
-    arguments = (
-        "--model",
-        bert,
-        "--file",
-        text,
-        "--out",
-        out,
-        "--format",
-        "npz",
-        "--batch-size",
-        2,
-    )
+    options = ("--format", "npz", "--batch-size", 2)
+    arguments = ("--model", bert, "--file", text, "--out", out, *options)
     with monkeypatch.context() as patched:
         stop_after(patched, lines)
         assert analyze(*arguments) == 130
@@ -375,9 +332,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_other_wishes_are_refused(
-    tmp_path: Path, bert: Path, text: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_wishes_are_refused(tmp_path, bert, text, what, capsys):
     out = tmp_path / "out"
     arguments = ["--model", bert, "--file", text, "--out", out, "--format", "npz"]
     assert analyze(*arguments) == 0
@@ -394,9 +349,7 @@ def test_other_wishes_are_refused(
     assert len(entries_in(out)) == 5
 
 
-def test_changed_weights_are_refused(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_weights_are_refused(tmp_path, text, capsys):
     model = save_model(tmp_path / "model", "Bert", **SIZES)
     arguments = ("--model", model, "--file", text, "--out", tmp_path / "out", "--format", "npz")
     assert analyze(*arguments) == 0
@@ -405,9 +358,7 @@ def test_changed_weights_are_refused(
     assert "a run with other model files" in capsys.readouterr().err
 
 
-def test_second_run_at_the_same_time_is_refused(
-    tmp_path: Path, bert: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_run_at_the_same_time_is_refused(tmp_path, bert, text, capsys):
     import fcntl
 
     out = tmp_path / "out"
@@ -420,14 +371,7 @@ def test_second_run_at_the_same_time_is_refused(
 
 @pytest.mark.parametrize("name", ["index.html", "lines.jsonl", "manifest.json"])
 @pytest.mark.parametrize("restart", [(), ("--restart",)])
-def test_what_others_wrote_is_left_alone(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    name: str,
-    restart: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_others_wrote_is_left_alone(tmp_path, bert, text, name, restart, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text('{"name": "another program\'s"}\n')
@@ -437,9 +381,7 @@ def test_what_others_wrote_is_left_alone(
     assert {path.name for path in out.iterdir()} == {name, ".lock"}
 
 
-def test_results_stay_where_a_restart_cannot_begin(
-    tmp_path: Path, bert: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_stay_where_a_restart_cannot_begin(tmp_path, bert, text, capsys):
     out = tmp_path / "out"
     assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0
     before = {path: path.read_bytes() for path in out.iterdir()}
@@ -449,9 +391,7 @@ def test_results_stay_where_a_restart_cannot_begin(
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_run_that_came_to_nothing_leaves_the_directory_free(
-    tmp_path: Path, bert: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_came_to_nothing_leaves_the_directory_free(tmp_path, bert, text, capsys):
     out = tmp_path / "out"
     call = ("--model", bert, "--file", text, "--out", out, "--format", "npz")
     assert "at most 16" in refused(capsys, *call, "--max-length", 1000)
@@ -460,9 +400,7 @@ def test_a_run_that_came_to_nothing_leaves_the_directory_free(
 
 
 @pytest.mark.parametrize("place", ["model/maps", "model", "."])
-def test_results_may_lie_in_the_model_s_directory_or_around_it(
-    tmp_path: Path, text: Path, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_may_lie_in_the_model_s_directory_or_around_it(tmp_path, text, place, capsys):
     model, out = save_model(tmp_path / "model", "Bert", **SIZES), tmp_path / place
     call = ("--model", model, "--file", text, "--out", out, "--format", "npz")
     assert analyze(*call) == 0
@@ -491,14 +429,7 @@ def test_results_may_lie_in_the_model_s_directory_or_around_it(
         ("--out", "", "must name a directory, got ''"),
     ],
 )
-def test_wrong_usage_exits_with_2(
-    tmp_path: Path,
-    text: Path,
-    option: str,
-    value: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_usage_exits_with_2(tmp_path, text, option, value, message, capsys):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stopped:
         analyze("--model", "nowhere", "--file", text, "--out", out, option, value)
@@ -516,9 +447,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return said
 
 
-def test_what_cannot_be_done_is_said_in_one_line(
-    tmp_path: Path, bert: Path, bart: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_done_is_said_in_one_line(tmp_path, bert, bart, text, capsys):
     out = tmp_path / "out"
     write = ("--out", out, "--format", "npz")
     said = refused(capsys, "--model", "./nowhere", "--file", text, *write)
@@ -543,9 +472,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert f"cannot write to {text}" in said
 
 
-def test_target_and_model_must_fit(
-    tmp_path: Path, bert: Path, bart: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_target_and_model_must_fit(tmp_path, bert, bart, text, capsys):
     write = ("--format", "npz", "--out")
     said = refused(capsys, "--model", bart, "--text", "water", *write, tmp_path / "a")
     assert "(bart) needs a target text: give --target-text" in said
@@ -559,9 +486,7 @@ def test_target_and_model_must_fit(
     assert "--max-length must be at most 16" in said
 
 
-def test_map_that_the_model_has_not_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_map_that_the_model_has_not_is_said(tmp_path, capsys):
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
     gpt2 = save_model(tmp_path / "gpt2", "GPT2", **sizes)
     arguments = ("--text", "water", "--maps", "with_norm", "--format", "npz")
@@ -572,9 +497,7 @@ def test_map_that_the_model_has_not_is_said(
     )
 
 
-def test_maps_that_some_layers_lack_are_named_once(
-    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_maps_that_some_layers_lack_are_named_once(tmp_path, bart, capsys):
     texts = ("--text", "water", "--target-text", "Tier") * 2
     options = ("--maps", "with_residual,all", "--format", "npz", "--batch-size", 1)
     assert analyze("--model", bart, *texts, *options, "--out", tmp_path / "out") == 0
@@ -595,9 +518,7 @@ def test_maps_that_some_layers_lack_are_named_once(
         ("-2,encoder.layer.1.attention.self", [0, 1]),
     ],
 )
-def test_layers_are_chosen_by_patterns_and_numbers(
-    tmp_path: Path, bert: Path, layers: str, kept: list[int]
-) -> None:
+def test_layers_are_chosen_by_patterns_and_numbers(tmp_path, bert, layers, kept):
     options = ("--text", "water", f"--layers={layers}", "--format", "npz", "--maps", "summed")
     assert analyze("--model", bert, *options, "--out", tmp_path / "out") == 0
     found = load_maps(tmp_path / "out" / "line-000001.npz")
@@ -617,9 +538,7 @@ def test_runs_of_a_shared_layer_are_chosen_by_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", ["decoder.*", "2", "-3", "encoder.*,layer"])
-def test_layers_that_are_not_there_are_told_with_those_that_are(
-    tmp_path: Path, bert: Path, layers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_that_are_not_there_are_told_with_those_that_are(tmp_path, bert, layers, capsys):
     arguments = ("--text", "water", "--layers", layers, "--out", tmp_path / "out")
     said = refused(capsys, "--model", bert, *arguments)
     assert f"of encoder.layer.0.attention.self, {LAYER}, got '{layers.split(',')[-1]}'" in said
@@ -637,9 +556,7 @@ def test_layers_that_are_not_there_are_told_with_those_that_are(
         ("Bert", {}, 16),
     ],
 )
-def test_a_long_line_is_cut_by_the_model_s_table_of_positions(
-    tmp_path: Path, family: str, options: dict[str, Any], length: int
-) -> None:
+def test_a_long_line_is_cut_by_the_model_s_table_of_positions(tmp_path, family, options, length):
     model = save_model(tmp_path / "model", family, **SIZES | options)
     arguments = ("--text", "water " * 50, "--maps", "summed", "--format", "npz")
     assert analyze("--model", model, *arguments, "--out", tmp_path / "out") == 0
@@ -647,30 +564,16 @@ def test_a_long_line_is_cut_by_the_model_s_table_of_positions(
 
 
 @pytest.mark.parametrize(
-    ("library", "command"),
-    [("transformers", "'ikattn[analyze]'"), ("matplotlib", "'ikattn[viz]'")],
+    ("library", "command"), [("transformers", "'ikattn[analyze]'"), ("matplotlib", "'ikattn[viz]'")]
 )
-def test_missing_library_is_named_with_its_command(
-    tmp_path: Path,
-    text: Path,
-    library: str,
-    command: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_library_is_named(tmp_path, text, library, command, monkeypatch, capsys):
     monkeypatch.setattr(analyzing, "find_spec", lambda name: None if name == library else object())
     arguments = ("--file", text, "--format", "png", "--out", tmp_path / "out")
     said = refused(capsys, "--model", "model", *arguments)
     assert f"this needs {library}: pip install {command}" in said
 
 
-def test_full_disk_keeps_what_is_finished(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_full_disk_keeps_what_is_finished(tmp_path, bert, text, monkeypatch, capsys):
     arguments = ("--model", bert, "--file", text, "--out", tmp_path / "out", "--format", "npz")
     with monkeypatch.context() as patched:
         save = analyzing.Recording.save
@@ -688,13 +591,7 @@ def test_full_disk_keeps_what_is_finished(
     assert len(entries_in(tmp_path / "out")) == 5
 
 
-def test_progress_is_plain_without_tqdm(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_progress_is_plain_without_tqdm(tmp_path, bert, text, monkeypatch, capsys):
     real = analyzing.find_spec
     monkeypatch.setattr(analyzing, "find_spec", lambda name: None if name == "tqdm" else real(name))
     out = tmp_path / "out"

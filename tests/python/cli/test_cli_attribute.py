@@ -69,9 +69,7 @@ def attribute(*arguments: object) -> int:
     return cli.main(["attribute", *map(str, arguments)])
 
 
-def test_a_decoders_answer(
-    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_decoders_answer(decoder, tmp_path, capsys):
     out = tmp_path / "scores.json"
     options = ("--model", decoder, "--prompt", PROMPT, "--target", "cross the street")
     assert attribute(*options, "--out", out) == 0
@@ -87,9 +85,7 @@ def test_a_decoders_answer(
     assert sum(found["scores"]) + found["bias"] == pytest.approx(found["value"], abs=1e-4)
 
 
-def test_what_the_model_says_itself_and_chat(
-    decoder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_model_says_itself_and_chat(decoder, capsys):
     common = ("--model", decoder, "--new-tokens", 3)
     assert attribute(*common, "--prompt", PROMPT, "--method", "alti_logit") == 0
     plain = capsys.readouterr().out.splitlines()
@@ -102,9 +98,7 @@ def test_what_the_model_says_itself_and_chat(
     assert capsys.readouterr().out.splitlines()[0].split()[0] == "the"
 
 
-def test_a_class_and_a_page(
-    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_and_a_page(classifier, tmp_path, capsys):
     page = tmp_path / "page.html"
     common = ("--model", classifier, "--prompt", PROMPT, "--pair", "the street")
     assert attribute(*common, "--target", "good", "--against", "bad", "--out", page) == 0
@@ -125,21 +119,22 @@ def test_a_translation(translator: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         (("--out", "scores.txt"), r"--out must end in .html or .json"),
         (("--method", "decomp"), r"method must be"),
+        (("--method", "rollout:some"), "MAP of rollout:MAP must be one of per_head, summed"),
+        (
+            ("--method", "rollout:with_norm"),
+            "mixing_ratio, alti; take another map",
+        ),
         (("--against", "good bad"), r"--against must be one token"),
         (("--target", ""), r"target must have a token"),
         (("--out", "/no/such/folder/a.json"), r"/no/such/folder"),
     ],
 )
-def test_what_cannot_be_is_told(
-    decoder: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_told(decoder, arguments, message, capsys):
     assert attribute("--model", decoder, "--prompt", PROMPT, "--target", "good", *arguments) == 1
     assert message in capsys.readouterr().err
 
 
-def test_a_model_of_text_and_images_answers_text_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_text_and_images_answers_text_alone(tmp_path, capsys):
     torch.manual_seed(0)
     text = {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
     eye = {**SIZES, "intermediate_size": 32, "image_size": 16, "patch_size": 8}
@@ -155,9 +150,7 @@ def test_a_model_of_text_and_images_answers_text_alone(
     assert [float(words[1]) for words in printed[:5]] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_classifier_that_is_an_encoder_decoder_keeps_its_head(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_classifier_that_is_an_encoder_decoder_keeps_its_head(tmp_path, capsys):
     torch.manual_seed(0)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32}
     sizes |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -178,9 +171,7 @@ def test_a_classifier_that_is_an_encoder_decoder_keeps_its_head(
     assert last == f"value of {answer}: {float(logits.max()):.4f}"
 
 
-def test_models_and_classes_that_are_not_there(
-    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_and_classes_that_are_not_there(classifier, tmp_path, capsys):
     assert attribute("--model", tmp_path / "none", "--prompt", PROMPT) == 1
     assert "cannot load the model" in capsys.readouterr().err
     assert attribute("--model", classifier, "--prompt", PROMPT, "--target", "fine") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from families import ALONE, POST, PRE
 from ikattn import cli
 from ikattn.maps import load_maps
 from ikattn.recorder import record
+from tiers import share
 from tiny_texts import tiny_tokenizer
 from tiny_transformers import build_tiny
 
@@ -19,10 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:record. .* look like attention")
 TEXT, TARGET = torch.arange(5, 11)[None], torch.arange(7, 10)[None]  # w1 to w6, and w3 to w5
 
 
-@pytest.mark.parametrize("kind", [*PRE, *POST, *ALONE])
-def test_each_layer_gives_the_maps_that_record_finds(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("kind", share([*PRE, *POST, *ALONE], 0))
+def test_each_layer_gives_the_maps_that_record_finds(kind, tmp_path, capsys):
     model = build_tiny(kind)
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

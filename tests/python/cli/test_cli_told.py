@@ -34,7 +34,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 1) -> str:
-    """What a command that fails says: one line, without the progress that it wrote over."""
+    """Returns the one line that a failing command says, without the progress that it wrote over."""
     capsys.readouterr()
     assert cli.main([str(argument) for argument in arguments]) == status
     lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
@@ -52,7 +52,7 @@ def analysis(model: Path, out: Path, *options: object) -> tuple[object, ...]:
 
 
 class Panic(BaseException):
-    """As those of libraries in Rust, which are no Exception."""
+    """An error like those of libraries in Rust, which are no Exception."""
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,7 @@ class Panic(BaseException):
         (KeyboardInterrupt("interrupted after 3 of 5 lines"), 130, "after 3 of 5 lines"),
     ],
 )
-def test_an_exception_is_one_sentence_and_a_traceback_on_demand(
-    error: BaseException,
-    status: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_exception_is_one_sentence_or_a_traceback(error, status, message, monkeypatch, capsys):
     def fail(*_: object) -> int:
         raise error
 
@@ -87,9 +81,7 @@ def test_an_exception_is_one_sentence_and_a_traceback_on_demand(
     assert message in said
 
 
-def test_a_warning_is_told_once_whatever_the_filters(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_is_told_once_whatever_the_filters(monkeypatch, capsys):
     def warn(*_: object) -> int:
         for _ in range(3):
             warnings.warn("two layers gave no map\nand more", command.Notice, stacklevel=1)
@@ -119,12 +111,7 @@ def closed_pipe() -> int:
         (lambda: os.open("/dev/full", os.O_WRONLY), "No space left on device"),
     ],
 )
-def test_output_that_nobody_takes_is_told(
-    stream: Callable[[], int],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_output_that_nobody_takes_is_told(stream, message, monkeypatch, capsys):
     with io.TextIOWrapper(os.fdopen(stream(), "wb"), encoding="utf-8") as out:
         monkeypatch.setattr(sys, "stdout", out)
         assert message in told(capsys, "info")
@@ -136,9 +123,7 @@ def test_streams_that_are_closed_are_not_written_to(monkeypatch: pytest.MonkeyPa
     assert cli.main(["info"]) == 0
 
 
-def test_letters_that_a_stream_lacks_are_escaped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_letters_that_a_stream_lacks_are_escaped(tmp_path, monkeypatch):
     words = tokenizers.models.WordLevel(
         {"?": 0, "a": 1, "🙂": 2, "grün": 3, "zwei\nZeilen": 4}, "?"
     )
@@ -159,9 +144,7 @@ def test_letters_that_a_stream_lacks_are_escaped(
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--target", "--against", "--pair"])
-def test_options_that_are_no_text_are_named(
-    decoder: Path, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_are_no_text_are_named(decoder, option, capsys):
     arguments = {"--prompt": "w1 w2", option: b"gr\xfc\xdfe".decode("utf-8", "surrogateescape")}
     given = [part for pair in arguments.items() for part in pair]
     said = told(capsys, "attribute", "--model", decoder, *given)
@@ -177,9 +160,7 @@ def test_results_may_have_any_bytes_as_their_path(tmp_path: Path, decoder: Path)
 # --- Models and tokenizers
 
 
-def test_folders_that_hold_no_whole_model_are_told(
-    tmp_path: Path, decoder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_that_hold_no_whole_model_are_told(tmp_path, decoder, capsys):
     def changed(**options: Any) -> Callable[[Path], object]:
         def change(folder: Path) -> None:
             config = json.loads((folder / "config.json").read_text())
@@ -207,9 +188,7 @@ def test_folders_that_hold_no_whole_model_are_told(
         assert "cannot load the model" in told(capsys, *asked)
 
 
-def test_a_model_of_images_is_told_what_it_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_images_is_told_what_it_reads(tmp_path, capsys):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.ViTConfig(**sizes, intermediate_size=32, image_size=8, patch_size=4)
     for kind in ("ViTModel", "ViTForImageClassification"):
@@ -221,9 +200,7 @@ def test_a_model_of_images_is_told_what_it_reads(
             assert "reads pixel_values, and this command gives it text" in told(capsys, *words)
 
 
-def test_a_model_that_needs_an_image_beside_the_text_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_needs_an_image_beside_the_text_is_told(tmp_path, capsys):
     text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     text |= {"num_attention_heads": 2}
     image = {**text, "image_size": 8, "patch_size": 4}
@@ -248,9 +225,7 @@ def test_a_tokenizer_needs_no_special_tokens(tmp_path: Path) -> None:
     assert [json.loads(x)["tokens"] for x in entries] == [["w1", "w2", "w3"], ["w5"], []]
 
 
-def test_a_tokenizer_of_another_model_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_of_another_model_is_told(tmp_path, capsys):
     model = save(tmp_path / "model", tiny_model("GPT2LMHeadModel", vocab_size=20))
     message = "'w30' the number 34, and the model has a table of 20 tokens"
     assert message in told(capsys, *analysis(model, tmp_path / "out", "--text", "w1 w30 w3"))
@@ -259,18 +234,14 @@ def test_a_tokenizer_of_another_model_is_told(
     assert message in told(capsys, *asked)
 
 
-def test_a_model_without_a_tokenizer_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_a_tokenizer_is_told(tmp_path, capsys):
     tiny_model("BertModel").save_pretrained(tmp_path / "model")
     said = told(capsys, *analysis(tmp_path / "model", tmp_path / "out"))
     assert "cannot load the model" in said
     assert "tokenizer" in said
 
 
-def test_weights_that_are_missing_are_named_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_missing_are_named_once(tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
     masked = save(tmp_path / "masked", tiny_model("BertForMaskedLM"))
@@ -286,9 +257,7 @@ def test_weights_that_are_missing_are_named_once(
     )
 
 
-def test_prompts_and_answers_are_as_long_as_there_are_positions(
-    decoder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_and_answers_are_as_long_as_there_are_positions(decoder, capsys):
     asked = ("attribute", "--model", decoder, "--prompt")
     assert "has 40 tokens, and the model has positions for 32" in told(capsys, *asked, "w1 " * 40)
     said = told(capsys, *asked, "w1 " * 30, "--target", "w1 w2 w3")

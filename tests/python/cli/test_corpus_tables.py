@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from corpora import (
-    LAYER,
-    LINES,
-    RESULTS,
-    analyze,
-    assert_same_sums,
-    entries_in,
-    write_alone,
-)
+from corpora import LAYER, LINES, RESULTS, analyze, assert_same_sums, entries_in, write_alone
 from ikattn.cli import analyze as analyzing
 from ikattn.cli import parts
 from ikattn.explain import CorpusSums
@@ -44,7 +36,7 @@ def text(written: tuple[Path, Path]) -> Path:
 
 @pytest.fixture
 def alone(written: tuple[Path, Path]) -> Path:
-    """What one process writes."""
+    """Returns what one process writes."""
     return written[1]
 
 
@@ -102,9 +94,7 @@ TABLES: dict[str, Write] = {
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_lines_of_a_table_are_those_of_a_text(
-    tmp_path: Path, bert: Path, alone: Path, kind: str
-) -> None:
+def test_lines_of_a_table_are_those_of_a_text(tmp_path, bert, alone, kind):
     columns = {"label": list(range(40)), "said": [line or None for line in LINES]}
     place = TABLES[kind](tmp_path, columns)
     options = ("--column", "said", *RESULTS, "--format", "sums", "--out", tmp_path / "out")
@@ -122,9 +112,7 @@ def test_lines_of_a_dataset_of_the_hub(tmp_path: Path, bert: Path, alone: Path) 
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_tables_hold_the_maps_of_every_line(
-    tmp_path: Path, bert: Path, text: Path, alone: Path, form: str
-) -> None:
+def test_tables_hold_the_maps_of_every_line(tmp_path, bert, text, alone, form):
     arrow = pytest.importorskip("pyarrow", reason="pip install 'ikattn[corpora]'")
     dataset = pytest.importorskip("pyarrow.dataset", reason="pip install 'ikattn[corpora]'")
     arguments = ("--model", bert, "--file", text, *RESULTS, "--format", form)
@@ -176,9 +164,7 @@ def test_a_layer_without_a_map_is_null_in_its_column(tmp_path: Path) -> None:
     assert sums[cross]["weights"].shares.shape == (2, 4, 4)
 
 
-def test_tables_that_cannot_be_read_are_told_in_one_line(
-    tmp_path: Path, bert: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_that_cannot_be_read_are_told_in_one_line(tmp_path, bert, capsys):
     pytest.importorskip("pyarrow", reason="pip install 'ikattn[corpora]'")
     write_table(tmp_path / "t.parquet", {"text": ["water"], "n": [1]}, "parquet")
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "t.parquet").read_bytes()[:-9])
@@ -207,9 +193,7 @@ def test_tables_that_cannot_be_read_are_told_in_one_line(
         assert len(said.strip().splitlines()) == 1, said
 
 
-def test_a_part_that_lost_its_file_is_done_again(
-    tmp_path: Path, bert: Path, text: Path, alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_lost_its_file_is_done_again(tmp_path, bert, text, alone, capsys):
     pytest.importorskip("pyarrow", reason="pip install 'ikattn[corpora]'")
     arguments = ("--model", bert, "--file", text, *RESULTS, "--format", "sums,parquet")
     assert analyze(*arguments, "--out", tmp_path) == 0
@@ -222,14 +206,7 @@ def test_a_part_that_lost_its_file_is_done_again(
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow", "sums"])
-def test_a_full_disk_leaves_no_part_behind(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    form: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_full_disk_leaves_no_part_behind(tmp_path, bert, text, form, monkeypatch, capsys):
     if form != "sums":
         pytest.importorskip("pyarrow", reason="pip install 'ikattn[corpora]'")
     arguments = ("--model", bert, "--file", text, *RESULTS, "--format", form, "--out", tmp_path)
@@ -249,9 +226,7 @@ def test_a_full_disk_leaves_no_part_behind(
     assert sum(entry["through"] - entry["line"] + 1 for entry in entries_in(tmp_path)) == 40
 
 
-def test_a_restart_forgets_parts_and_sums(
-    tmp_path: Path, bert: Path, text: Path, alone: Path
-) -> None:
+def test_a_restart_forgets_parts_and_sums(tmp_path, bert, text, alone):
     arguments = ("--model", bert, "--file", text, "--format", "sums", "--out", tmp_path)
     assert analyze(*arguments, "--maps", "weights", "--shards", "1/2") == 0
     assert analyze(*arguments, "--maps", "weights", "--shards", "2/2") == 0
@@ -263,14 +238,7 @@ def test_a_restart_forgets_parts_and_sums(
     assert list(CorpusSums.load(tmp_path / "sums.npz")[LAYER]) == ["weights"]
 
 
-def test_damaged_sums_of_a_part_are_named(
-    tmp_path: Path,
-    bert: Path,
-    text: Path,
-    alone: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_damaged_sums_of_a_part_are_named(tmp_path, bert, text, alone, monkeypatch, capsys):
     arguments = ("--model", bert, "--file", text, *RESULTS, "--format", "sums", "--out", tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(analyzing, "merge_sums", lambda *_: None)
@@ -285,9 +253,7 @@ def test_damaged_sums_of_a_part_are_named(
     assert_same_sums(tmp_path, alone)
 
 
-def test_a_text_that_became_shorter_is_no_whole_part(
-    tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_that_became_shorter_is_no_whole_part(tmp_path, bert, monkeypatch, capsys):
     path, out = tmp_path / "text", tmp_path / "out"
     path.write_text("water\n" * 6)
     real = analyzing.read_lines

@@ -20,9 +20,7 @@ from ikattn.cli.selftest import Result
 KEY = "build\tGPU\t13000"
 
 
-def test_every_instruction_set_of_this_processor_passes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_instruction_set_of_this_processor_passes(tmp_path, capsys):
     file = tmp_path / "found.json"
     assert cli.main(["selftest", "--device", "cpu", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -69,9 +67,7 @@ def test_every_family_of_the_ledger_has_calls() -> None:
     assert list(selftest.gpu_checks("interpreter")) == [family["name"] for family in ledger]
 
 
-def test_a_proof_holds_what_passed_and_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_holds_what_passed_and_is_faster(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "ikattn" / "proven"
     file.parent.mkdir()

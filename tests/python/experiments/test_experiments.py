@@ -58,12 +58,7 @@ def test_everything_is_called_with_options_that_there_are(
         assert marker is None or (options.data / marker).exists()
 
 
-def test_everything_keeps_what_has_been_run(
-    tmp_path: Path,
-    everything: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_everything_keeps_what_has_been_run(tmp_path, everything, monkeypatch, capsys):
     programs = {"good": "print('a result')", "bad": "raise SystemExit(3)"}
     monkeypatch.setattr(
         everything, "command_of", lambda run, data, out: [sys.executable, "-c", programs[run.name]]
@@ -80,9 +75,7 @@ def test_everything_keeps_what_has_been_run(
     assert not (tmp_path / "bad.log").exists()
 
 
-def test_everything_follows_links_and_survives_a_bad_log(
-    tmp_path: Path, everything: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_everything_follows_links_and_survives_a_bad_log(tmp_path, everything, capsys):
     (tmp_path / "links").mkdir()
     (tmp_path / "links/there").symlink_to(tmp_path / "data")
     assert everything.folder_of(tmp_path / "links", "alignment.talp").is_dir()
@@ -98,12 +91,7 @@ def test_everything_names_the_data_that_are_missing(source_tree: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_everything_runs_only_what_is_named(
-    tmp_path: Path,
-    everything: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_everything_runs_only_what_is_named(tmp_path, everything, monkeypatch, capsys):
     runs = tuple(everything.Run(name, "regression", ()) for name in ("first", "second"))
     monkeypatch.setattr(everything, "PLAN", runs)
     monkeypatch.setattr(everything, "command_of", lambda *_: [sys.executable, "-c", ""])

@@ -12,9 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 @pytest.mark.full
-def test_every_method_is_measured_for_both_kinds_of_attention(
-    source_tree: Path, tmp_path: Path
-) -> None:
+def test_every_method_is_measured_for_both_kinds_of_attention(source_tree, tmp_path):
     words = ["a", "good", "bad", "film", "very"]
     for part in ("train", "dev", "test"):
         lines = [f"{i % 2} {' '.join(words[: 1 + i % 5])} ." for i in range(50)]

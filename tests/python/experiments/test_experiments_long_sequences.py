@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiment_programs import rows_of, run
+from experiment_programs import rows_of
 from programs import import_program
 
 MEASURES = {
@@ -60,9 +60,7 @@ def value_of(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("length", [4, 5, 13, 25, 124, 500, 2000])
-def test_every_list_has_the_value_that_a_plain_evaluator_gives_it(
-    tasks: ModuleType, length: int
-) -> None:
+def test_every_list_has_the_value_that_a_plain_evaluator_gives_it(tasks, length):
     batch = tasks.Lists().draw(3, length, np.random.default_rng(length))
     names = [*map(str, range(10)), *tasks.OPERATORS, "]"]
     assert batch.tokens.shape == (3, length)
@@ -133,9 +131,7 @@ def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, dat
         ("0 one\n1 two\n", "expected 30 sentences of each label, got 1 and 1"),
     ],
 )
-def test_sentences_that_are_none_are_named(
-    tasks: ModuleType, tmp_path: Path, text: str, message: str
-) -> None:
+def test_sentences_that_are_none_are_named(tasks, tmp_path, text, message):
     (tmp_path / "subj.all").write_text(text)
     with pytest.raises(ValueError, match=message):
         tasks.read_sentences(tmp_path, "subj.all")
@@ -164,13 +160,7 @@ def test_the_kernel_with_places_depends_on_their_distance(training: ModuleType, 
     torch.testing.assert_close(there, moved)
 
 
-def test_every_task_and_attention_is_trained_quickly(
-    program: ModuleType,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_task_and_attention_is_trained_quickly(program, data, tmp_path, monkeypatch, capsys):
     files = ["--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]
     monkeypatch.setattr(sys, "argv", ["long.py", "--quick", "--data", str(data), *files])
     program.main()
@@ -186,89 +176,3 @@ def test_every_task_and_attention_is_trained_quickly(
     assert all(0 <= float(run["accuracy"]) <= 1 for run in runs)
     assert (tmp_path / "a.png").stat().st_size > 10_000
     assert len(capsys.readouterr().out.splitlines()) == 12
-
-
-def test_a_run_on_the_way_is_kept_when_it_is_interrupted(
-    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = import_program(Path(program.__file__).parent / "long_training.py")
-    step, taken = training.Training.__call__, []
-
-    def interrupted(self: object, batch: object) -> None:
-        taken.append(batch)
-        if len(taken) > 1:
-            raise KeyboardInterrupt
-        step(self, batch)
-
-    monkeypatch.setattr(sys.modules["long_training"].Training, "__call__", interrupted)
-    options = ["--quick", "--tasks", "lists", "--csv", str(tmp_path / "a.csv")]
-    monkeypatch.setattr(sys, "argv", ["long.py", *options])
-    with pytest.raises(SystemExit) as stopped:
-        program.run_program(program.main)
-    assert stopped.value.code == 130
-    assert {row["step"] for row in rows_of(tmp_path / "a.csv")} == {"1"}
-
-
-def test_costs_are_those_of_every_attention_and_of_none(
-    program: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("long_costs.peak_of", lambda *_: 1.0)
-    monkeypatch.setattr(sys, "argv", ["a", "--cost", "--quick", "--csv", str(tmp_path / "a.csv")])
-    program.main()
-    costs = rows_of(tmp_path / "a.csv")
-    assert [cost["attention"] for cost in costs] == [*program.ATTENTIONS, "no attention"]
-    assert costs[0]["times_softmax"] == "1.0"
-    assert all(float(cost["milliseconds"]) > 0 for cost in costs)
-    assert {cost["forward"] for cost in costs} == {"-", "quadratic"}
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["a", "--peak-of", "M = 16", "2", "64"])
-    program.main()
-    assert float(capsys.readouterr().out) >= 0
-
-
-def test_settings_are_tuned_one_change_at_a_time(
-    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        program,
-        "shortened",
-        lambda plan: plan._replace(lengths=(16,), tokens=16, steps=1, test_sequences=2),
-    )
-    monkeypatch.setattr(sys, "argv", ["a", "--tune", "--quick", "--csv", str(tmp_path / "a.csv")])
-    program.main()
-    names = list(dict.fromkeys(row["setting"] for row in rows_of(tmp_path / "a.csv")))
-    assert names == list(program.candidates())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--heads", "3"], "--heads must be divisors of 64, got [3]"),
-        (["--tasks", "texts"], "--tasks texts needs --data"),
-        (["--tune", "--cost"], "are two programs"),
-        (["--cost", "--plot", "a.png"], "have no plot"),
-        (["--cost", "--lengths", "3"], "--lengths must be at least 4, got 3"),
-        (["--seeds", "0"], "must be at least 1"),
-    ],
-)
-def test_options_out_of_range_are_refused(
-    program: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["long_sequences.py", *options])
-    with pytest.raises(SystemExit):
-        program.parse_options()
-    assert message in capsys.readouterr().err
-
-
-def test_a_missing_file_is_named(source_tree: Path, tmp_path: Path) -> None:
-    result = run(source_tree, "long_sequences.py", "--data", "nowhere", cwd=tmp_path)
-    assert result.returncode == 1
-    assert "subj.all is missing: it is part of" in result.stderr
-    assert "Traceback" not in result.stderr

@@ -13,8 +13,6 @@ from programs import import_program
 
 pytest.importorskip("torch_geometric")
 
-GRAPHS = Path(__file__).resolve().parents[4] / "shared/data/graphs"
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -75,12 +73,3 @@ def test_what_is_missing_is_named(source_tree: Path, tmp_path: Path, folder: Pat
     result = run(source_tree, "nodes.py", "--data", folder, cwd=tmp_path)
     assert result.returncode == 1
     assert "cora.npz lacks edge_index, num_features" in result.stderr
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not GRAPHS.is_dir(), reason=f"{GRAPHS} is absent")
-def test_nodes_runs_quickly_on_the_real_data(source_tree: Path, tmp_path: Path) -> None:
-    options = ["--data", GRAPHS, "--quick", "--csv", "a.csv"]
-    result = run(source_tree, "nodes.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert len(rows_of(tmp_path / "a.csv")) == 7

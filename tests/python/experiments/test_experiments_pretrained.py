@@ -57,11 +57,3 @@ def test_minilm_is_converted(source_tree: Path, tmp_path: Path, folder: Path) ->
     assert float(rows[0]["cosine"]) == pytest.approx(1, abs=1e-5)
     assert all(math.isfinite(float(row["probe"])) for row in rows)
     assert (tmp_path / "a.png").stat().st_size > 0
-
-
-def test_what_is_missing_is_named(source_tree: Path, tmp_path: Path, folder: Path) -> None:
-    (folder / "subj.all").unlink()
-    options = ["--data", folder, "--captions", folder, "--model", "causal", "--quick"]
-    result = run(source_tree, "pretrained.py", *options, cwd=tmp_path)
-    assert result.returncode == 1
-    assert "subj.all is missing" in result.stderr

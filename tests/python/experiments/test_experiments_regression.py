@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiment_programs import ATTENTIONS, rows_of, run
+from experiment_programs import rows_of, run
 from programs import import_program
-
-REGRESSION = Path(__file__).resolve().parents[4] / "shared/data/regression"
 
 
 @pytest.fixture
@@ -35,9 +33,7 @@ def tables(tmp_path: Path, regression: ModuleType) -> Path:
 
 
 @pytest.mark.full
-def test_regression_runs_every_attention_and_order(
-    source_tree: Path, tmp_path: Path, tables: Path
-) -> None:
+def test_regression_runs_every_attention_and_order(source_tree, tmp_path, tables):
     options = ["--data", tables, "--datasets", "airline", "housing", "--epochs", 2]
     options += ["--repeats", 1, "--p", 1.5, "none", "learned", "--csv", "a.csv", "--plot", "a.png"]
     result = run(source_tree, "regression.py", *options, cwd=tmp_path)
@@ -49,21 +45,7 @@ def test_regression_runs_every_attention_and_order(
     assert "selected on the test set" in result.stdout
 
 
-@pytest.mark.full
-@pytest.mark.skipif(not REGRESSION.is_dir(), reason=f"{REGRESSION} is absent")
-def test_regression_runs_quickly_on_the_real_data(source_tree: Path, tmp_path: Path) -> None:
-    options = ["--data", REGRESSION, "--quick", "--csv", "a.csv", "--plot", "a.png"]
-    result = run(source_tree, "regression.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    runs = rows_of(tmp_path / "a.csv")
-    names = {(row["data_set"], row["attention"], row["epochs"]) for row in runs}
-    assert names == {(data, kind, "5") for data in ("airline", "co2") for kind in ATTENTIONS}
-    assert all(0 < float(row["best_rmse"]) <= float(row["last_rmse"]) < 1 for row in runs)
-
-
-def test_regression_names_the_file_that_is_missing_and_its_origin(
-    source_tree: Path, tmp_path: Path
-) -> None:
+def test_regression_names_the_file_that_is_missing_and_its_origin(source_tree, tmp_path):
     result = run(source_tree, "regression.py", "--data", "nowhere", cwd=tmp_path)
     assert result.returncode == 1
     assert f"{Path('nowhere/airline_passengers/train.csv')} is missing" in result.stderr
@@ -125,13 +107,7 @@ def test_a_run_that_has_ended_is_kept_when_the_next_is_interrupted(
     assert [row["repeat"] for row in rows_of(tmp_path / "a.csv")] == ["0", "1"]
 
 
-def test_a_run_that_diverges_leaves_the_others(
-    regression: ModuleType,
-    tables: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_that_diverges_leaves_the_others(regression, tables, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("regression_protocol.LEARNING_RATE", 1e30)
     options = ["--data", tables, "--datasets", "airline", "--attention", "direct", "softmax"]
     options += ["--repeats", 2, "--epochs", 9, "--csv", tmp_path / "a.csv"]
@@ -151,9 +127,7 @@ def test_a_run_that_diverges_leaves_the_others(
         ("1,2\n", "expected at least 10 rows in all, got 2"),
     ],
 )
-def test_a_table_of_too_little_or_too_much_is_named(
-    regression: ModuleType, tables: Path, text: str, message: str
-) -> None:
+def test_a_table_of_too_little_or_too_much_is_named(regression, tables, text, message):
     for file in regression.DATA_SETS["airline"].files:
         (tables / file).write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -212,9 +186,7 @@ def test_the_eager_formulation_is_the_same_attention(regression: ModuleType, p: 
 
 
 @pytest.mark.full
-def test_cost_is_measured_in_processes_of_their_own(
-    source_tree: Path, tmp_path: Path, tables: Path
-) -> None:
+def test_cost_is_measured_in_processes_of_their_own(source_tree, tmp_path, tables):
     options = ["--data", tables, "--datasets", "parkinsons", "--cost", "--csv", "a.csv"]
     result = run(source_tree, "regression.py", *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

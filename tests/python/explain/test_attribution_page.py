@@ -29,7 +29,7 @@ TARGETS = ["Ġso", "Ġvery", "Ġtired"]
 
 
 def attribution(tokens: Sequence[str] = TOKENS, targets: Sequence[str] = TARGETS) -> Attribution:
-    """Of targets apart: target i adds (i + 1) (j - 4) at token j, and nothing at padding."""
+    """Returns targets apart: target i adds (i + 1) (j - 4) at token j, and nothing at padding."""
     places = torch.arange(len(tokens)) - 4.0
     scores = (torch.arange(len(targets)) + 1.0)[:, None] * places
     scores[:, torch.tensor([token == "<pad>" for token in tokens])] = 0
@@ -160,6 +160,8 @@ def test_the_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|@import|url\(|<link|<img|src=", text)
     assert "<title>{{script}} &lt;b&gt; {{contents}}</title>" in text
+    assert 'id="targets"' in text
+    assert 'id="layer"' not in text  # a part of the other modes
     assert text.count("{{") == 4  # of the title, which stands twice
 
 
@@ -197,20 +199,21 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_large_result_is_coloured_text_in_a_notebook() -> None:
-    found = attribution()
-    assert found._repr_html_().startswith('<iframe sandbox="allow-scripts" ')
+def test_a_notebook_has_a_large_result_with_its_targets_summed(tmp_path: Path) -> None:
     scores = torch.zeros(1, 200, 2500)
     scores[0, :, :3] = torch.tensor([1.0, -1.0, 0.5])
     found = Attribution(scores, scores.sum(-1), torch.zeros(1, 200), method="decompx")
     found.tokens = [["a<b", *["▁c"] * 2499]]
-    text = found._repr_html_()
-    assert "<iframe" not in text
-    assert len(text) < 500_000
-    spans = re.findall(r'<span title="([^"]*)" style="background: ([^"]*)">([^<]*)</span>', text)
-    assert [html.unescape(shown) for _, _, shown in spans[:3]] == ["a<b", " c", " c"]
-    assert spans[0][:2] == ("200", "rgba(230, 120, 0, 0.75)")
-    assert spans[1][:2] == ("-200", "rgba(0, 110, 200, 0.75)")
+    frame = found._repr_html_()
+    assert frame.startswith('<iframe sandbox="allow-scripts" ')
+    assert len(frame) < 500_000
+    (page,) = re.findall('srcdoc="(.*?)"', frame, re.S)
+    (tmp_path / "page.html").write_text(html.unescape(page))
+    (sequence,) = contents_of(tmp_path / "page.html")["sequences"]
+    assert sequence["value"] == [100]
+    assert scores_of(sequence["texts"][0])[0, :4].tolist() == [200, -200, 100, 0]
+    huge = Attribution(torch.zeros(1, 10**6), torch.zeros(1), torch.zeros(1))
+    assert "to_html(path) writes it to a file" in huge._repr_html_()
 
 
 # --- What a reader sees and does
@@ -241,7 +244,7 @@ def read(number: str) -> float:
 
 
 def numbers(tab: Tab) -> list[float]:
-    """Of every token of the texts, as a screen reader says them."""
+    """Returns every token of the texts, as a screen reader says them."""
     labels = all_of(tab, "#texts .token", "getAttribute('aria-label')")
     return [read(re.split(" (?!finite)", label)[-1]) for label in labels]
 
@@ -321,6 +324,7 @@ def test_colours_tell_the_sign_and_the_size(tab: Tab, tmp_path: Path) -> None:
     light = colours()
     scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
     tab.call("Emulation.setEmulatedMedia", features=scheme)
+    tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
     dark = colours()
     tab.call("Emulation.setEmulatedMedia", features=[])
     assert len({*light[:3], *dark[:2]}) == 5  # and no colour is the same in both
@@ -379,7 +383,7 @@ def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
     assert tab.evaluate("document.title") == HOSTILE
     assert all_of(tab, "#texts .token", "textContent") == tokens
     assert tab.evaluate("document.querySelectorAll('img, bdi b').length") == 0
-    # And should markup get in all the same, the page's own policy stops it.
+    # The page's own policy stops markup that gets in all the same.
     tab.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r}); 1")
     tab.evaluate("new Promise(done => setTimeout(done, 200))")
     assert tab.evaluate("document.title") == HOSTILE

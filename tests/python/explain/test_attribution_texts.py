@@ -100,7 +100,7 @@ def test_what_has_no_token_is_named(
 
 
 def test_texts_need_a_tokenizer_and_conversations_a_template(decoder: Any) -> None:
-    with pytest.raises(ValueError, match="inputs that are text need a tokenizer="):
+    with pytest.raises(ValueError, match="inputs that are text need tokenizer="):
         ikattn.attribute(decoder, "w1")
     with pytest.raises(ValueError, match="needs a tokenizer with a chat template"):
         ikattn.attribute(decoder, [QUESTION], tokenizer=tiny_tokenizer())

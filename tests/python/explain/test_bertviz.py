@@ -113,9 +113,9 @@ def of_a_cache() -> Recording:
     [
         (encoder_recording(), "magnitude", {}, "map must be one of"),
         (encoder_recording(), "alti", {}, "was not recorded"),
-        (encoder_recording(), "weights", {"batch": 1}, "one of the 1 calls"),
+        (encoder_recording(), "weights", {"batch": 1}, "the recording's 1 calls"),
         (encoder_recording(), "weights", {"sequence": -1}, "got 0 and -1"),
-        (without_map(encoder_recording()), "summed", {}, "has no map 'summed', others have"),
+        (without_map(encoder_recording()), "summed", {}, "has no map 'summed', which others have"),
         (with_another_head(encoder_recording()), "weights", {}, "of one shape, got"),
         (with_nan(encoder_recording()), "weights", {}, "must hold finite numbers, got others"),
         (of_a_cache(), "weights", {}, r"got 1 and 4: .*recording.joined\(\)"),

@@ -121,8 +121,6 @@ def test_what_is_no_block_with_a_feed_forward_part_is_refused() -> None:
         block_maps(model, {"x": x}, "feed_forward")
     with pytest.raises(ValueError, match='scope must be "block" or'):
         block_maps(model, {"x": x}, "ff")
-    with pytest.raises(ValueError, match="sources must be 1 or more, got 0"):
-        block_maps(model, {"x": x}, sources=0)
 
 
 def test_under_inference_mode() -> None:

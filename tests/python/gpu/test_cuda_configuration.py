@@ -1,4 +1,4 @@
-"""What cmake/ikattnCuda.cmake decides, of a torch, an nvcc and a GPU that are made up here."""
+"""The decisions of cmake/ikattnCuda.cmake on a torch, an nvcc and a GPU that are made up here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Machine:
         program(self.folder / "nvidia-smi", f"echo {capability}" if capability else "exit 9")
 
     def decide(self, with_cuda: str = "AUTO", **environment: str) -> str:
-        """What the configuration says, or its error, on one line."""
+        """Returns the configuration's words, or its error, on one line."""
         script = self.folder / "decide.cmake"
         script.write_text(
             "cmake_minimum_required(VERSION 3.22)\n"
@@ -81,10 +81,8 @@ def test_without_a_gpu_the_usual_ones_are_compiled_for(machine: Machine) -> None
     ("capability", "architectures"),
     [("8.0", "80-real"), ("9.0", "90-real"), ("12.0", "120-real"), ("13.5", "121")],
 )
-def test_the_gpu_that_is_here_is_compiled_for(
-    machine: Machine, capability: str, architectures: str
-) -> None:
-    """Of one that nvcc does not know, the newest PTX."""
+def test_the_gpu_that_is_here_is_compiled_for(machine, capability, architectures):
+    """A GPU that nvcc does not know gets the newest PTX."""
     machine.has_gpu(capability)
     assert machine.decide() == f"CUDA for {architectures} (the GPU that is here)"
 
@@ -103,9 +101,7 @@ def test_an_old_gpu_is_left_alone(machine: Machine) -> None:
         ("TORCH_CUDA_ARCH_LIST", "8.6 12.0", "86-real, 120-real"),
     ],
 )
-def test_the_environment_is_heard(
-    machine: Machine, variable: str, given: str, architectures: str
-) -> None:
+def test_the_environment_is_heard(machine, variable, given, architectures):
     machine.has_gpu("8.9")
     assert machine.decide(**{variable: given}) == f"CUDA for {architectures} ({variable})"
 
@@ -120,9 +116,7 @@ def test_the_environment_is_heard(
         ("TORCH_CUDA_ARCH_LIST", "7.0;9.0", "kernels for 70-real were asked for"),
     ],
 )
-def test_what_cannot_be_compiled_for_is_refused(
-    machine: Machine, variable: str, given: str, said: str
-) -> None:
+def test_what_cannot_be_compiled_for_is_refused(machine, variable, given, said):
     assert said in machine.decide(**{variable: given})
 
 

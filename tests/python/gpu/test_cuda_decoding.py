@@ -83,8 +83,8 @@ def test_chunks_have_the_bits_of_steps_where_calls_are_batch_invariant() -> None
 def test_features_of_16_bits_are_rounded_once(dtype: torch.dtype, frequencies: int) -> None:
     x = normal(B, H, 70, SIZE).to(dtype)
     w1, w2 = 0.1 * normal(2, H, SIZE, frequencies, seed=1).float()
-    expected = ikattn.spectral_features(x.double(), w1.double(), w2.double())
-    found = ikattn.spectral_features(x.to(DEVICE), w1.to(DEVICE), w2.to(DEVICE)).cpu()
+    expected = ikattn.ops.spectral_features(x.double(), w1.double(), w2.double())
+    found = ikattn.ops.spectral_features(x.to(DEVICE), w1.to(DEVICE), w2.to(DEVICE)).cpu()
     assert float((found - expected).abs().max()) <= 2 * ROUNDING[dtype] + 1e-4
     assert found.dtype == dtype
 

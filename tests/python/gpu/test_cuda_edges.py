@@ -14,12 +14,12 @@ from gpu import on_gpu
 N_Q, N_K, H, SIZE, M = 20, 15, 2, 8, 5
 
 
-def graph(edges: int, into_one: int = 0) -> ikattn.Edges:
+def graph(edges: int, into_one: int = 0) -> ikattn.ops.Edges:
     generator = torch.Generator().manual_seed(1)
     source = torch.randint(N_K, (edges,), generator=generator)
     target = torch.randint(N_Q - 2, (edges,), generator=generator)
     target[:into_one], source[edges - into_one :] = 3, 2
-    return ikattn.Edges.from_coo(source, target, N_Q)
+    return ikattn.ops.Edges.from_coo(source, target, N_Q)
 
 
 def arguments(form: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def arguments(form: str, dtype: torch.dtype) -> dict[str, Any]:
 
 FORMS = {
     "implicit": ikattn.implicit_kernel_edge_attention,
-    "softmax": ikattn.softmax_edge_attention,
-    "gat": ikattn.gat_edge_attention,
+    "softmax": ikattn.ops.softmax_edge_attention,
+    "gat": ikattn.ops.gat_edge_attention,
 }
 
 
@@ -57,7 +57,7 @@ def test_edge_attention_is_that_of_the_cpu(form, options, dtype, edges) -> None:
         bias[::7] = -torch.inf
         given |= {"edge_bias": bias, "dropout_p": 0.25, "dropout_seed": torch.tensor([5, 7])}
 
-    def results(given: dict[str, Any], on: ikattn.Edges) -> list[Tensor]:
+    def results(given: dict[str, Any], on: ikattn.ops.Edges) -> list[Tensor]:
         leaves = {
             name: x.detach().requires_grad_()
             for name, x in given.items()
@@ -69,7 +69,7 @@ def test_edge_attention_is_that_of_the_cpu(form, options, dtype, edges) -> None:
         return [x.detach().cpu().double() for x in (output, weights, *grads)]
 
     order = graph(*edges)
-    there = ikattn.Edges(*(on_gpu({"x": x})["x"] for x in order))
+    there = ikattn.ops.Edges(*(on_gpu({"x": x})["x"] for x in order))
     wanted = results(given, order)
     found = results(on_gpu(given), there)
     tolerance = {torch.float64: 1e-10, torch.float32: 3e-4, torch.bfloat16: 4e-2}[dtype]

@@ -39,11 +39,7 @@ def arguments(queries: int, keys: int, heads: int = 2, key_heads: int = 2) -> di
 
 
 def composition(
-    given: dict[str, Tensor],
-    *,
-    rounds: bool,
-    is_causal: bool = False,
-    p: int | None = 2,
+    given: dict[str, Tensor], *, rounds: bool, is_causal: bool = False, p: int | None = 2
 ) -> Tensor:
     """With features rounded to multiples of 2 / 127; gradients pass through the rounding."""
 

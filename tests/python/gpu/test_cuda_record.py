@@ -42,9 +42,7 @@ def test_maps_are_page_locked_and_there_when_they_are_read() -> None:
             assert torch.equal(moved, kept.cpu())
 
 
-def test_beyond_what_may_be_page_locked_maps_are_copied_as_they_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_beyond_what_may_be_page_locked_maps_are_copied_as_they_come(monkeypatch):
     monkeypatch.setattr(transfers, "MOST_PAGE_LOCKED", 4 * 50 * 50 * 4)
     recording = recorded()
     pinned = [getattr(recording[name], m).is_pinned() for name in recording.names for m in MAPS]

@@ -36,9 +36,7 @@ def relative(x: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("tokens", "M", "is_causal"), [(130, 64, True), (70, 20, False)])
-def test_a_short_call_errs_as_the_other_kernels_do(
-    dtype: torch.dtype, tokens: int, M: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_call_errs_as_the_other_kernels_do(dtype, tokens, M, is_causal, monkeypatch):
     given = arguments(dtype, tokens, M)
     options = {"is_causal": is_causal, "enable_gqa": True}
     exact = {name: x.double() for name, x in given.items()}
@@ -64,7 +62,7 @@ def test_hidden_keys_may_hold_anything() -> None:
 
 
 def gradients(given: dict[str, Tensor], upstream: Tensor, **options: bool) -> dict[str, Tensor]:
-    """Of the sum of output times upstream, by argument."""
+    """Returns gradients of the sum of output times upstream, by argument."""
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
     output = ikattn.implicit_kernel_attention(**leaves, **options)  # type: ignore[arg-type]
     found = torch.autograd.grad(output, list(leaves.values()), upstream)
@@ -94,7 +92,7 @@ def test_which_kernels_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = on_gpu(arguments(torch.float16, 130, 20, key_heads=2))
     assert ikattn.which_kernels(**given).forward.unit == "hopper_short"
     assert ikattn.which_kernels(**given).backward.unit == "hopper"
-    # As many key heads as multiprocessors, or more.
+    # There are as many key heads as multiprocessors, or more.
     many = {name: x[:1].expand(300, -1, -1, -1) if x.dim() == 4 else x for name, x in given.items()}
     assert ikattn.which_kernels(**many).backward.unit == "hopper_short"
     turn(monkeypatch, "-short")

@@ -67,10 +67,8 @@ def test_flex_attention_computes_the_same(rivals: ModuleType, causal: bool) -> N
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=name_of)
-def test_the_composition_stores_in_the_type_of_its_inputs(
-    rivals: ModuleType, causal: bool, dtype: torch.dtype
-) -> None:
-    """Which rounds nothing in float32, and much in half precision."""
+def test_the_composition_stores_in_the_type_of_its_inputs(rivals, causal, dtype):
+    """stored_in_half rounds nothing in float32, and much in half precision."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 40, 16).to(dtype).unbind()
     tensors = [query, key, value, *torch.randn(2, 4, 16, 16) * 0.05]

@@ -40,9 +40,7 @@ def test_all_parts_take_at_most_sixteen_minutes(source_tree: Path, tmp_path: Pat
     assert sum(limits.values()) <= 16 * 60
 
 
-def test_a_wheel_that_was_built_elsewhere_is_installed(
-    source_tree: Path, tmp_path: Path, python: Path
-) -> None:
+def test_a_wheel_that_was_built_elsewhere_is_installed(source_tree, tmp_path, python):
     wheel = tmp_path / "ikattn-1-py3-none-any.whl"
     wheel.touch()
     done = gpu_script(source_tree, tmp_path, "--wheel", str(wheel), "build")
@@ -57,9 +55,7 @@ def test_a_wheel_that_was_built_elsewhere_is_installed(
     )
 
 
-def test_a_part_that_takes_too_long_is_ended_and_the_next_one_runs(
-    source_tree: Path, tmp_path: Path, python: Path
-) -> None:
+def test_a_part_that_takes_too_long_is_ended_and_the_next_one_runs(source_tree, tmp_path, python):
     python.write_text('#!/bin/sh\ncase "$*" in *compilers*) sleep 60 ;; esac\n')
     done = gpu_script(source_tree, tmp_path, "replay", "maps", GPU_LIMIT="1")
     assert done.returncode == 1

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import ikattn
 from agreement import assert_close
 from ikattn.integrations.transformers import from_pretrained
-from ikattn.integrations.transformers import state_cache as state_cache_of
 from transformers_models import BERT, FAMILIES, build, convert, inputs_of
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 
@@ -33,7 +32,9 @@ def hidden(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def kernels(model: nn.Module) -> list[Any]:
-    return [module.spectral for module in model.modules() if hasattr(module, "spectral")]
+    """The modules that know which heads compute softmax."""
+    owners = [module for module in model.modules() if hasattr(module, "spectral")]
+    return [x if isinstance(x, ikattn.MultiheadAttention) else x.spectral for x in owners]
 
 
 @families
@@ -112,7 +113,7 @@ def test_a_model_of_two_kernels_is_saved_and_loaded(tmp_path: Path) -> None:
     found = model.generate(tokens, **options)
     assert torch.equal(found, model.generate(tokens, use_cache=False, **options))
     with pytest.raises(NotImplementedError, match="softmax heads"):
-        model.generate(tokens, past_key_values=state_cache_of(model), **options)
+        model.generate(tokens, past_key_values=ikattn.decoding_cache(model, "state"), **options)
 
 
 def test_heads_with_softmax_that_the_config_does_not_name_are_not_lost(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_frequencies_of_generators() -> None:
     torch.manual_seed(0)
     config = transformers.BertConfig(**BERT)
     model = transformers.BertModel(config).double().eval()
-    ikattn.use_implicit_attention(model, spectral="ikan", num_frequencies=4, seed=0)
+    ikattn.convert(model, spectral="ikan", num_frequencies=4, seed=0)
     report = ikattn.calibrate(model, [inputs_of("bert")], steps=5, output_steps=5)
     assert str(report).startswith("layer ")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close
-from ikattn.integrations.transformers import _attention, _padding, feature_cache
+from ikattn.integrations.transformers import _padding, attention, decoding_cache
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 from transformers_models import build, convert
 
@@ -27,9 +27,9 @@ SHOWN = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the operator is called with, filled as models run."""
+    """Arguments of the operator, filled as models run."""
     made: list[dict[str, Any]] = []
-    of_ranks = _attention.attention_function
+    of_ranks = attention.attention_function
 
     def attention_function() -> Any:
         def attend(*tensors: Tensor, **options: Any) -> Tensor:
@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         return attend
 
-    monkeypatch.setattr(_attention, "attention_function", attention_function)
+    monkeypatch.setattr(attention, "attention_function", attention_function)
     return made
 
 
@@ -68,7 +68,7 @@ def test_results_are_those_of_the_mask_of_pairs(
         inputs["input_features" if family == "whisper" else "input_ids"] = of_encoder
     found = results(model, **inputs)
     assert any(is_told_apart(options) for options in calls)
-    monkeypatch.setattr(_attention, "padding_of_causal", lambda *_: None)
+    monkeypatch.setattr(attention, "padding_of_causal", lambda *_: None)
     calls.clear()
     expected = results(model, **inputs)
     assert not any(is_told_apart(options) for options in calls)
@@ -88,13 +88,13 @@ def test_generation_is_that_of_the_mask_of_pairs(
             options["cache_implementation"] = "static"
             options["disable_compile"] = True
         if cache == "features":
-            options["past_key_values"] = feature_cache(model)
+            options["past_key_values"] = decoding_cache(model, "features")
         return model.generate(TOKENS, attention_mask=SHOWN["left"], **options)  # type: ignore[no-any-return]
 
     found = generated()
     # few queries take kept features
     assert any(is_told_apart(call) for call in calls) == (cache != "features")
-    monkeypatch.setattr(_attention, "padding_of_causal", lambda *_: None)
+    monkeypatch.setattr(attention, "padding_of_causal", lambda *_: None)
     assert torch.equal(found, generated())
 
 
@@ -103,7 +103,7 @@ def test_weights_that_are_asked_for_are_the_same(monkeypatch: pytest.MonkeyPatch
     inputs = {"input_ids": TOKENS, "attention_mask": SHOWN["left"], "output_attentions": True}
     with torch.no_grad():
         found = model(**inputs).attentions
-        monkeypatch.setattr(_attention, "padding_of_causal", lambda *_: None)
+        monkeypatch.setattr(attention, "padding_of_causal", lambda *_: None)
         expected = model(**inputs).attentions
     for got, want in zip(found, expected, strict=True):
         assert_close(got, want, TOLERANCE)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close
-from ikattn.integrations.transformers import feature_cache, state_cache
+from ikattn.integrations.transformers import decoding_cache
 from transformers_models import FREQUENCIES, GENERATORS, build, convert, inputs_of, keyword_of_cache
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 
@@ -70,7 +70,7 @@ def test_generate_takes_the_tokens_of_the_full_forward(family: str, cache: str) 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Which way each call of the attention function went, and for how many queries."""
+    """Notes the way of each call of the attention function, and its number of queries."""
     found: list[tuple[str, int]] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -81,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return call
 
-    implicit = sys.modules["ikattn.integrations.transformers._attention"]
+    implicit = sys.modules["ikattn.integrations.transformers.attention"]
     operator = noted("operator", ikattn.implicit_kernel_attention)
     monkeypatch.setattr(implicit, "attention_function", lambda: operator)
     attend = noted("kept", ikattn.KeyFeatures.attend)
@@ -91,14 +91,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def step_by_step(model: Any, inputs: dict[str, Tensor], tokens: Tensor, target: str) -> Tensor:
     """Logits of a prompt of two, one token, and the rest, through one feature cache."""
-    cache, steps = feature_cache(model), []
+    cache, steps = decoding_cache(model, "features"), []
     for part in (tokens[:, :2], tokens[:, 2:3], tokens[:, 3:]):
         steps.append(model(**inputs | {target: part}, past_key_values=cache).logits)
     return torch.cat(steps, 1)
 
 
 @generators
-def test_a_feature_cache_changes_no_number(family: str, calls: list[tuple[str, int]]) -> None:
+def test_a_cache_of_features_changes_no_number(family: str, calls: list[tuple[str, int]]) -> None:
     model, inputs, target, tokens = decoding(family)
     with torch.no_grad():
         full = model(**inputs | {target: tokens}).logits
@@ -120,7 +120,7 @@ def test_generate_takes_the_same_tokens_with_features_kept(
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
     expected = model.generate(**inputs, **options)
     calls.clear()
-    found = model.generate(**inputs, **options, past_key_values=feature_cache(model))
+    found = model.generate(**inputs, **options, past_key_values=decoding_cache(model, "features"))
     assert torch.equal(found, expected)
     if family != "mistral":
         assert ("kept", 1) in calls
@@ -131,23 +131,25 @@ def test_a_long_prompt_and_what_needs_more_take_the_operator(calls: list[tuple[s
     model = convert(build("llama", head="ForCausalLM"))
     tokens = torch.randint(3, 30, (1, 20))
     with torch.no_grad():
-        cache = feature_cache(model)
+        cache = decoding_cache(model, "features")
         expected = model(input_ids=tokens).logits
         calls.clear()
         parts = [model(input_ids=x, past_key_values=cache).logits for x in tokens.split(10, 1)]
     assert_close(torch.cat(parts, 1), expected, TOLERANCE)
     assert {way for way, _ in calls} == {"operator"}
     calls.clear()
-    model(input_ids=tokens[:, :1], past_key_values=feature_cache(model)).logits.sum().backward()
+    model(
+        input_ids=tokens[:, :1], past_key_values=decoding_cache(model, "features")
+    ).logits.sum().backward()
     assert {way for way, _ in calls} == {"operator"}
     assert model.model.layers[0].self_attn.spectral.w1.grad.any()
 
 
-def test_a_feature_cache_is_cropped_selected_repeated_and_reset() -> None:
+def test_a_cache_of_features_is_cropped_selected_repeated_and_reset() -> None:
     model = convert(build("llama", head="ForCausalLM"))
     tokens = torch.randint(3, 30, (2, 9))
     with torch.no_grad():
-        cache = feature_cache(model)
+        cache = decoding_cache(model, "features")
         for token in tokens.split(1, 1):
             model(input_ids=token, past_key_values=cache)
         cache.crop(-3)
@@ -163,13 +165,13 @@ def test_a_feature_cache_is_cropped_selected_repeated_and_reset() -> None:
 
 
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "save"])
-def test_a_feature_cache_of_a_prompt_is_used_again(
+def test_a_cache_of_features_of_a_prompt_is_used_again(
     way: str, tmp_path: Path, calls: list[tuple[str, int]]
 ) -> None:
     model = convert(build("llama", head="ForCausalLM"))
     tokens = torch.randint(3, 30, (1, 9))
     with torch.no_grad():
-        cache = feature_cache(model)
+        cache = decoding_cache(model, "features")
         for token in tokens[:, :6].split(1, 1):
             model(input_ids=token, past_key_values=cache)
         if way != "save":
@@ -190,7 +192,7 @@ def test_features_are_kept_in_float32_for_a_model_in_bfloat16() -> None:
     tokens = torch.randint(3, 30, (1, 9))
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
-        cache = feature_cache(model)
+        cache = decoding_cache(model, "features")
         found = [model(input_ids=x, past_key_values=cache).logits for x in tokens.split(1, 1)]
     (_, features), *_ = cache.layers[0].kept.values()
     assert features.features.dtype == torch.float32
@@ -198,14 +200,14 @@ def test_features_are_kept_in_float32_for_a_model_in_bfloat16() -> None:
 
 
 def test_layers_that_share_keys_have_their_own_features(calls: list[tuple[str, int]]) -> None:
-    """And so has a kernel whose frequencies have changed."""
+    """A kernel whose frequencies have changed is refused, too."""
     torch.manual_seed(0)
-    cache = feature_cache(convert(build("llama", head="ForCausalLM")))
+    cache = decoding_cache(convert(build("llama", head="ForCausalLM")), "features")
     modules = [convert(build("llama")).layers[0].self_attn for _ in range(2)]
     modules[1].spectral.w1.data.mul_(-0.7)
     key, value = cache.update(*torch.randn(2, 1, 2, 9, 4), 0)
     query = torch.randn(1, 4, 1, 4)
-    implicit = sys.modules["ikattn.integrations.transformers._attention"]
+    implicit = sys.modules["ikattn.integrations.transformers.attention"]
     with torch.no_grad():
         for module in (*modules, *modules):
             module.spectral.w1.mul_(1.5)
@@ -223,12 +225,12 @@ def test_beams_in_inference_mode_and_under_autocast(calls: list[tuple[str, int]]
     expected = model.generate(prompt, **options)
     calls.clear()
     with torch.inference_mode():
-        found = model.generate(prompt, **options, past_key_values=feature_cache(model))
-        again = copy.deepcopy(feature_cache(model))
+        found = model.generate(prompt, **options, past_key_values=decoding_cache(model, "features"))
+        again = copy.deepcopy(decoding_cache(model, "features"))
         assert torch.equal(model.generate(prompt, **options, past_key_values=again), expected)
     assert torch.equal(found, expected)
     with torch.autocast("cpu", torch.bfloat16):
-        model.generate(prompt, **options, past_key_values=feature_cache(model))
+        model.generate(prompt, **options, past_key_values=decoding_cache(model, "features"))
     assert ("operator", 1) not in calls
 
 
@@ -236,7 +238,7 @@ def test_a_copied_cache_of_an_encoder_decoder_keeps_features(calls: list[tuple[s
     model = convert(build("t5", head="ForConditionalGeneration"))
     inputs, token = {"input_ids": torch.tensor([[5, 6, 7, 8]])}, torch.tensor([[1]])
     with torch.no_grad():
-        cache = feature_cache(model)
+        cache = decoding_cache(model, "features")
         model(**inputs, decoder_input_ids=token, past_key_values=cache)
         copied = copy.deepcopy(cache)
         expected = model(**inputs, decoder_input_ids=token, past_key_values=cache).logits
@@ -251,7 +253,10 @@ def test_batch_items_are_selected_as_from_any_cache(indices: Any) -> None:
     model = convert(build("gpt2", head="LMHeadModel"))
     tokens = torch.randint(3, 30, (3, 5))
     found = []
-    for cache in (feature_cache(model), transformers.DynamicCache(config=model.config)):
+    for cache in (
+        decoding_cache(model, "features"),
+        transformers.DynamicCache(config=model.config),
+    ):
         with torch.no_grad():
             for token in tokens.split(1, 1):
                 model(input_ids=token, past_key_values=cache)
@@ -260,11 +265,13 @@ def test_batch_items_are_selected_as_from_any_cache(indices: Any) -> None:
     assert_close(found[0], found[1], TOLERANCE)
 
 
-def test_what_a_feature_cache_is_not_for_takes_the_operator(calls: list[tuple[str, int]]) -> None:
+def test_what_a_cache_of_features_is_not_for_takes_the_operator(
+    calls: list[tuple[str, int]],
+) -> None:
     model = convert(build("gpt2", head="LMHeadModel"))
     attention = model.transformer.h[0].attn
-    implicit = sys.modules["ikattn.integrations.transformers._attention"]
-    cache = feature_cache(model)
+    implicit = sys.modules["ikattn.integrations.transformers.attention"]
+    cache = decoding_cache(model, "features")
     key, value = cache.update(*torch.randn(2, 1, 4, 9, 4), 0)
     query = torch.randn(1, 4, 3, 4)
 
@@ -289,18 +296,22 @@ def test_what_a_feature_cache_is_not_for_takes_the_operator(calls: list[tuple[st
 def test_a_compiled_model_takes_the_operator() -> None:
     model = convert(build("gpt2", head="LMHeadModel"))
     tokens = torch.randint(3, 30, (1, 4))
-    cache = feature_cache(model)
+    cache = decoding_cache(model, "features")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         found = [compiled(input_ids=x, past_key_values=cache).logits for x in tokens.split(2, 1)]
         assert_close(torch.cat(found, 1), model(input_ids=tokens).logits, TOLERANCE)
 
 
-@pytest.mark.parametrize("make", [feature_cache, state_cache, lambda model: None])
-def test_generate_takes_caches_without_a_warning(make: Any) -> None:
+@pytest.mark.parametrize("kind", ["features", "state", None])
+def test_generate_takes_caches_without_a_warning(kind: Any) -> None:
     model = convert(build("gpt2", head="LMHeadModel"))
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     prompt = torch.tensor([[5, 6, 7]])
+
+    def make(model: Any) -> Any:
+        return kind and decoding_cache(model, kind)
+
     expected = model.generate(prompt, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -314,7 +325,7 @@ def test_generate_takes_caches_without_a_warning(make: Any) -> None:
 
 def test_a_cache_tells_its_size() -> None:
     model = convert(build("bart", head="ForConditionalGeneration"))
-    cache = feature_cache(model)
+    cache = decoding_cache(model, "features")
     assert cache.nbytes == 0
     with torch.no_grad():
         token = torch.tensor([[1]])
@@ -325,21 +336,23 @@ def test_a_cache_tells_its_size() -> None:
     held += [features for layer in layers for _, features in layer.kept.values()]
     assert len(held) == 6
     assert cache.nbytes == sum(x.nbytes for x in held)
-    windows = feature_cache(build("mistral", head="ForCausalLM"))
+    windows = decoding_cache(build("mistral", head="ForCausalLM"), "features")
     windows.update(*torch.zeros(2, 1, 2, 3, 4), 0)
     assert windows.nbytes // (2 * 2 * 2 * 4 * 8) == 1  # two tokens before, and counters
 
 
-def test_a_feature_cache_is_for_transformers_models() -> None:
+def test_a_cache_is_for_transformers_models_and_of_a_known_kind() -> None:
+    with pytest.raises(ValueError, match=r"kind must be one of \('auto', .*, got 'sums'"):
+        decoding_cache(build("llama"), "sums")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Linear"):
-        feature_cache(torch.nn.Linear(2, 2))
+        decoding_cache(torch.nn.Linear(2, 2), "features")
 
 
 def test_a_model_made_in_inference_mode_decodes(calls: list[tuple[str, int]]) -> None:
     with torch.inference_mode():
         model = convert(build("gpt2", head="LMHeadModel"))
         tokens = torch.randint(3, 30, (1, 4))
-        cache = feature_cache(model)
+        cache = decoding_cache(model, "features")
         found = [model(input_ids=x, past_key_values=cache).logits for x in tokens.split(1, 1)]
         assert {way for way, _ in calls} == {"kept"}
         assert_close(torch.cat(found, 1), model(input_ids=tokens).logits, TOLERANCE)

@@ -38,14 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Results of each rank."""
     torch.multiprocessing.spawn(distributed_programs.run, args=(str(folder),), nprocs=PROCESSES)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(PROCESSES)]
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Parameters]:
-    """What one process gets from the whole batch."""
+    """Returns the result of one process for the whole batch."""
     return train(make_model(), slice(None))
 
 

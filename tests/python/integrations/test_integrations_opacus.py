@@ -136,12 +136,12 @@ def test_an_encoder_has_the_gradients_of_a_loop_over_samples() -> None:
 
 def test_models_of_transformers_have_them_too() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from ikattn.integrations.transformers import use_implicit_attention
+    import ikattn
 
     sizes = {"hidden_size": E, "num_attention_heads": H, "num_hidden_layers": 2, "vocab_size": 20}
     options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
     config = transformers.BertConfig(**sizes, **options, intermediate_size=16)
-    model = use_implicit_attention(transformers.BertModel(config), num_frequencies=4).train()
+    model = ikattn.convert(transformers.BertModel(config), num_frequencies=4).train()
     model.embeddings.requires_grad_(False)  # positions are no batch, which Opacus does not support
     tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]])
 

@@ -226,8 +226,8 @@ def llama() -> Any:
     ],
     ids=["frequencies", "dora", "ia3", "prompt"],
 )
-@pytest.mark.parametrize("cache", ["feature_cache", "state_cache"])
-def test_adapted_models_decode_with_either_cache(config: Any, cache: str) -> None:
+@pytest.mark.parametrize("kind", ["features", "state"])
+def test_adapted_models_decode_with_either_cache(config: Any, kind: Any) -> None:
     from transformers_models import keyword_of_cache
 
     model = llama()
@@ -238,9 +238,9 @@ def test_adapted_models_decode_with_either_cache(config: Any, cache: str) -> Non
     prompt = torch.tensor([[5, 6, 7, 8]])
     options = {"input_ids": prompt, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**options)
-    kept = getattr(ikattn, cache)(model)
+    kept = ikattn.decoding_cache(model, kind)
     assert torch.equal(model.generate(**options, **{keyword_of_cache(): kept}), expected)
-    if cache == "feature_cache":
+    if kind == "features":
         assert all(layer.kept for layer in kept.layers)
 
 
@@ -253,7 +253,8 @@ def test_caches_see_another_adapter_whose_frequencies_differ() -> None:
             if "modules_to_save.other" in name:
                 w.mul_(1.5)
         tokens = torch.tensor([[5, 6, 7, 8, 9]])
-        features, state = ikattn.feature_cache(model), ikattn.state_cache(model)
+        features = ikattn.decoding_cache(model, "features")
+        state = ikattn.decoding_cache(model, "state")
         for cache in (features, state):
             model(tokens[:, :3], past_key_values=cache)
         model.set_adapter("other")
@@ -269,12 +270,12 @@ def test_caches_see_another_adapter_whose_frequencies_differ() -> None:
 
 def test_models_of_transformers_save_frequencies_as_modules(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from ikattn.integrations.transformers import use_implicit_attention
+    import ikattn
 
     sizes = {"n_embd": E, "n_head": H, "n_layer": 2, "vocab_size": 20}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     base = transformers.GPT2LMHeadModel(config).double().eval()
-    use_implicit_attention(base, num_frequencies=M)
+    ikattn.convert(base, num_frequencies=M)
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=["c_attn", "c_proj"], modules_to_save=["spectral"]

@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 class Explicit(ikattn.MultiheadAttention):
-    """The same attention in torch's own functions, and with all weights in memory."""
+    """Computes the attention by torch's own functions, with all weights in memory."""
 
     def forward(
         self,

@@ -22,7 +22,7 @@ class Cubic(ImplicitAttention):
     p, num_frequencies = 3.0, M
 
 
-# What timm passes, and the defaults of its ViT.
+# Arguments that timm passes, and the defaults of its ViT.
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "as in ViT": {"qkv_bias": True, "norm_layer": nn.LayerNorm},

@@ -16,12 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import formula
 import ikattn
 from agreement import assert_close
-from ikattn.integrations.transformers import (
-    ImplicitKernel,
-    from_pretrained,
-    optimizers,
-    use_implicit_attention,
-)
+from ikattn.integrations.transformers import from_pretrained, optimizers
+from ikattn.integrations.transformers.kernels import ImplicitKernel
 from ikattn.recorder import register_norms
 from programs import run_checked
 from transformers_models import BERT, FAMILIES, FREQUENCIES, GROUPED, T5, build, convert, inputs_of
@@ -113,6 +109,20 @@ def test_outputs_and_gradients_are_those_of_the_formula(family: str, padded: boo
 
 
 @families
+def test_revert_gives_back_what_was_there(family: str) -> None:
+    model, inputs = build(family), inputs_of(family)
+    with torch.no_grad():
+        expected = call(model, inputs)
+    config, names = model.config.to_dict(), list(model.state_dict())
+    ikattn.revert(convert(model))
+    assert list(model.state_dict()) == names
+    assert model.config.to_dict() == config
+    with torch.no_grad():
+        found = call(model, inputs)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@families
 def test_a_saved_model_loads_with_its_frequencies(family: str, tmp_path: Path) -> None:
     model = convert(build(family), p=None, stationary=True)
     inputs = inputs_of(family)
@@ -163,10 +173,10 @@ def test_each_layer_has_a_kernel_of_its_own_for_each_query_head(family: str) -> 
     assert all(kernel.w1.dtype == torch.float64 for kernel in found.values())
     assert len({kernel.w1.sum().item() for kernel in found.values()}) == len(found)
     parameters = {*model.parameters()}
-    use_implicit_attention(model, num_frequencies=FREQUENCIES)  # a second time
+    ikattn.convert(model, num_frequencies=FREQUENCIES)  # a second time
     assert {*model.parameters()} == parameters
     with pytest.raises(ValueError, match=r"has kernels with .*: 5.* already, got .*: 7"):
-        use_implicit_attention(model, num_frequencies=7)
+        ikattn.convert(model, num_frequencies=7)
 
 
 # --- Masks
@@ -268,7 +278,7 @@ def test_the_trainer_trains_frequencies_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     torch.set_default_dtype(torch.float32)
     config = transformers.BertConfig(**BERT, num_labels=2)
-    model = use_implicit_attention(transformers.BertForSequenceClassification(config), seed=0)
+    model = ikattn.convert(transformers.BertForSequenceClassification(config), seed=0)
     before = {name: kernel.w1.detach().clone() for name, kernel in kernels(model).items()}
     examples = [{"input_ids": torch.arange(5) + i, "labels": i % 2} for i in range(8)]
     options = {"output_dir": str(tmp_path), "per_device_train_batch_size": 4, "report_to": "none"}
@@ -278,7 +288,7 @@ def test_the_trainer_trains_frequencies_and_resumes(tmp_path: Path) -> None:
     transformers.Trainer(model, arguments, train_dataset=examples).train()
     assert all((kernel.w1 != before[name]).any() for name, kernel in kernels(model).items())
 
-    fresh = use_implicit_attention(transformers.BertForSequenceClassification(config), seed=1)
+    fresh = ikattn.convert(transformers.BertForSequenceClassification(config), seed=1)
     trainer = transformers.Trainer(fresh, arguments, train_dataset=examples)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     expected = model.state_dict()
@@ -294,7 +304,7 @@ def test_the_trainer_gets_groups_of_its_own_optimiser(optim: str, tmp_path: Path
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     torch.set_default_dtype(torch.float32)
     config = transformers.BertConfig(**BERT, num_labels=2)
-    model = use_implicit_attention(transformers.BertForSequenceClassification(config), seed=0)
+    model = ikattn.convert(transformers.BertForSequenceClassification(config), seed=0)
     options = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "max_steps": 2}
     options |= {"disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
     args = transformers.TrainingArguments(
@@ -523,7 +533,7 @@ def test_another_attention_implementation_is_refused_with_the_way_out(tmp_path: 
 
 def test_options_of_numpy_are_saved(tmp_path: Path) -> None:
     options = {"p": np.float32(3.0), "num_frequencies": np.int64(5), "stationary": np.bool_(True)}
-    use_implicit_attention(build("bert"), **options).save_pretrained(tmp_path)
+    ikattn.convert(build("bert"), **options).save_pretrained(tmp_path)
     (kernel, _) = kernels(from_pretrained(transformers.AutoModel, tmp_path)).values()
     assert (kernel.p, kernel.num_frequencies, kernel.stationary) == (3.0, 5, True)
 
@@ -561,16 +571,16 @@ def test_a_model_without_frequencies_is_an_error() -> None:
     register_norms()
     model = build("bert")
     model.set_attn_implementation("ikattn_implicit")
-    with pytest.raises(RuntimeError, match=r"call .*use_implicit_attention"):
+    with pytest.raises(RuntimeError, match=r"call .*ikattn\.convert"):
         model(**inputs_of("bert"))
 
 
 def test_models_that_cannot_be_changed_say_what_was_found() -> None:
     config = transformers.DebertaV2Config(**BERT)
-    with pytest.raises(ValueError, match=r"AttentionInterface.*DisentangledSelfAttention"):
-        use_implicit_attention(transformers.DebertaV2Model(config))
-    with pytest.raises(TypeError, match=r"PreTrainedModel, got Linear.*ikattn\.convert"):
-        use_implicit_attention(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"DisentangledSelfAttention: .*AttentionInterface"):
+        ikattn.convert(transformers.DebertaV2Model(config))
+    with pytest.raises(ValueError, match=r"BertLayer is a part of .* expected the PreTrainedModel"):
+        ikattn.convert(build("bert").encoder.layer[0])
 
 
 def test_unknown_sizes_are_an_error_that_names_the_way_out() -> None:
@@ -578,10 +588,10 @@ def test_unknown_sizes_are_an_error_that_names_the_way_out() -> None:
     attention = model.layers[1].self_attn
     attention.size_of_heads, attention.head_dim = attention.head_dim, None
     with pytest.raises(ValueError, match=r"LlamaAttention, got .*size_of_heads.*sizes=lambda"):
-        use_implicit_attention(model)
+        ikattn.convert(model)
     assert not kernels(model)
     assert model.config._attn_implementation == "sdpa"
-    use_implicit_attention(model, sizes=lambda module: (4, 4))
+    ikattn.convert(model, sizes=lambda module: (4, 4))
     assert len(kernels(model)) == 2
 
 
@@ -593,7 +603,7 @@ def test_unknown_sizes_are_an_error_that_names_the_way_out() -> None:
 def test_bad_options_change_nothing(options: dict[str, Any]) -> None:
     model = build("bert")
     with pytest.raises(ValueError, match="must be"):
-        use_implicit_attention(model, **options)
+        ikattn.convert(model, **options)
     assert not kernels(model)
 
 
@@ -604,7 +614,7 @@ def test_bad_options_change_nothing(options: dict[str, Any]) -> None:
 def test_generators_are_trained_saved_and_recorded(
     family: str, spectral: str, tmp_path: Path
 ) -> None:
-    model = use_implicit_attention(build(family), spectral=spectral, num_frequencies=8, seed=0)
+    model = ikattn.convert(build(family), spectral=spectral, num_frequencies=8, seed=0)
     inputs = inputs_of(family)
     call(model.train(), inputs)["last_hidden_state"].sum().backward(retain_graph=True)
     if spectral != "stationary":
@@ -622,7 +632,7 @@ def test_generators_are_trained_saved_and_recorded(
 
 
 def test_mikan_does_not_look_at_padding() -> None:
-    model = use_implicit_attention(build("bert"), spectral="mikan", num_frequencies=8).eval()
+    model = ikattn.convert(build("bert"), spectral="mikan", num_frequencies=8).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".spectral." in name:
@@ -637,20 +647,20 @@ def test_mikan_does_not_look_at_padding() -> None:
 def test_mikan_is_refused_where_attention_is_causal(family: str) -> None:
     model = build(family)
     with pytest.raises(ValueError, match=r"which is causal, see the future; expected 'ikan'"):
-        use_implicit_attention(model, spectral="mikan")
+        ikattn.convert(model, spectral="mikan")
     assert not kernels(model)
 
 
 def test_a_source_in_place_of_a_kernel_is_an_error() -> None:
     model = convert(build("bert"))
     model.encoder.layer[0].attention.self.spectral = ikattn.spectral.Mikan(2, 8, 8)
-    with pytest.raises(RuntimeError, match=r"spectral is a Mikan, .* call use_implicit_attention"):
+    with pytest.raises(RuntimeError, match=r"spectral is a Mikan, .* call ikattn\.convert"):
         call(model, inputs_of("bert"))
 
 
 def test_capped_logits_are_refused_by_name() -> None:
     config = transformers.Gemma2Config(**GROUPED, head_dim=4)
-    model = use_implicit_attention(transformers.Gemma2Model(config))
+    model = ikattn.convert(transformers.Gemma2Model(config))
     with pytest.raises(NotImplementedError, match="Gemma2Attention passes softcap"):
         model(torch.tensor([[1, 2]]))
 

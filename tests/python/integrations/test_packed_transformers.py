@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ikattn.integrations.transformers import (
-    _attention,
-    _packed,
-    feature_cache,
-    use_implicit_attention,
-)
+import ikattn
+from ikattn.integrations.transformers import _packed, attention, decoding_cache
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -39,7 +35,7 @@ def llama(**options: Any) -> Any:
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}Model")(config).eval()
-    return use_implicit_attention(model, num_frequencies=4, seed=1)
+    return ikattn.convert(model, num_frequencies=4, seed=1)
 
 
 def one_by_one(model: Any) -> Tensor:
@@ -52,13 +48,13 @@ def one_by_one(model: Any) -> Tensor:
 def calls(monkeypatch):
     """How many calls went through the packed operator."""
     seen = []
-    packed = _attention.implicit_kernel_attention_varlen
+    packed = attention.implicit_kernel_attention_varlen
 
     def counted(*args: Any, **options: Any) -> Tensor:
         seen.append(args[5].tolist())
         return packed(*args, **options)
 
-    monkeypatch.setattr(_attention, "implicit_kernel_attention_varlen", counted)
+    monkeypatch.setattr(attention, "implicit_kernel_attention_varlen", counted)
     return seen
 
 
@@ -125,7 +121,7 @@ def test_a_cache_of_features_keeps_sequences_apart(calls):
     model, begins = llama(), torch.tensor([0, 3, 6], dtype=torch.int32)
     told = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins}
     with torch.no_grad():
-        kept = model(TEXTS[:, :6], past_key_values=feature_cache(model), **told)
+        kept = model(TEXTS[:, :6], past_key_values=decoding_cache(model, "features"), **told)
         plain = model(TEXTS[:, :6], use_cache=False, **told)
     torch.testing.assert_close(kept.last_hidden_state, plain.last_hidden_state)
     assert len(calls) == 4
@@ -189,7 +185,7 @@ def test_an_encoder_with_lengths(calls):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 12}
     torch.manual_seed(0)
     config = transformers.BertConfig(**sizes, num_attention_heads=2)
-    model = use_implicit_attention(transformers.BertModel(config).eval(), num_frequencies=4)
+    model = ikattn.convert(transformers.BertModel(config).eval(), num_frequencies=4)
     packed = model(TEXTS, position_ids=POSITIONS, **GIVEN).last_hidden_state
     alone = [model(piece).last_hidden_state for piece in TEXTS.split(LENGTHS, 1)]
     torch.testing.assert_close(packed, torch.cat(alone, 1))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ikattn
+
 pytest.importorskip("torch_geometric")
 
 from torch_geometric import EdgeIndex
 from torch_geometric.explain import AttentionExplainer, Explainer
 from torch_geometric.nn import GAT, GATConv, GATv2Conv
 from torch_geometric.utils import to_torch_csc_tensor
-
-from ikattn.integrations import pyg
 
 N, CHANNELS, C, H = 9, 6, 4, 3
 EDGE_INDEX = torch.tensor(
@@ -60,7 +60,7 @@ def pair(stock: Any, channels: Any = CHANNELS, **options: Any) -> tuple[nn.Modul
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()
-    return layer, pyg.convert(copy.deepcopy(layer), "dot")
+    return layer, ikattn.convert(copy.deepcopy(layer), "dot")
 
 
 def assert_same(layer: nn.Module, ours: nn.Module, x: Any, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ def test_dropout_keeps_the_mean_of_the_weights(stock):
 
 
 def heard(conv: nn.Module, register: str) -> Tensor:
-    """What a hook of PyG hears of a call."""
+    """Returns the arguments that a hook of PyG hears."""
     seen: list[Tensor] = []
     handle = getattr(conv, register)(lambda *of_call: seen.append(of_call[-1]))
     conv(normal(N, CHANNELS), EDGE_INDEX)
@@ -177,7 +177,7 @@ def test_compiled_layers_give_the_numbers_of_pyg(stock):
 def test_a_model_of_pyg_keeps_its_numbers_through_training():
     torch.manual_seed(0)
     model = GAT(CHANNELS, 8, num_layers=2, heads=2, out_channels=3)
-    models = model, pyg.convert(copy.deepcopy(model), "dot")
+    models = model, ikattn.convert(copy.deepcopy(model), "dot")
     x, labels, losses = normal(N, CHANNELS), torch.arange(N) % 3, []
     for net in models:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import ikattn
 from agreement import assert_close
-from ikattn.integrations.transformers import decoding_cache, state_cache, use_implicit_attention
+from ikattn.integrations.transformers import decoding_cache
 from transformers_models import GENERATORS, build, convert
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 
@@ -36,10 +37,10 @@ def in_parts(model: Any, tokens: Tensor, cache: Any, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("cuts", [[2, 3], [1], [4], []])
-def test_a_state_cache_changes_no_number(family: str, cuts: list[int]) -> None:
+def test_a_cache_of_states_changes_no_number(family: str, cuts: list[int]) -> None:
     model, tokens = decoder(family), torch.tensor([[1, 4, 3, 5, 9], [1, 7, 9, 6, 8]])
     with torch.no_grad():
-        found = in_parts(model, tokens, state_cache(model), cuts)
+        found = in_parts(model, tokens, decoding_cache(model, "state"), cuts)
         assert_close(found, model(input_ids=tokens).logits, TOLERANCE)
 
 
@@ -51,13 +52,14 @@ def test_generate_takes_the_same_tokens(family: str, beams: int) -> None:
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
     expected = model.generate(**inputs, **options)
     assert torch.equal(
-        model.generate(**inputs, **options, past_key_values=state_cache(model)), expected
+        model.generate(**inputs, **options, past_key_values=decoding_cache(model, "state")),
+        expected,
     )
 
 
 def test_its_size_does_not_grow() -> None:
     model = decoder()
-    cache, sizes = state_cache(model), []
+    cache, sizes = decoding_cache(model, "state"), []
     with torch.no_grad():
         for tokens in torch.randint(3, 30, (1, 12)).tensor_split([4, 5, 6], 1):
             model(input_ids=tokens, past_key_values=cache)
@@ -73,7 +75,7 @@ def test_a_prompt_is_shared_by_copies_and_by_more_sequences() -> None:
     model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
     with torch.no_grad():
         full = model(input_ids=tokens).logits
-        cache = state_cache(model)
+        cache = decoding_cache(model, "state")
         model(input_ids=tokens[:, :3], past_key_values=cache)
         first = in_parts(model, tokens[:, 3:], copy.deepcopy(cache), [1])
         cache.batch_repeat_interleave(3)
@@ -90,7 +92,7 @@ def test_copies_and_pickles_go_on_by_themselves(copied: Any) -> None:
     model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
     with torch.no_grad():
         full = model(input_ids=tokens).logits
-        cache = state_cache(model)
+        cache = decoding_cache(model, "state")
         model(input_ids=tokens[:, :3], past_key_values=cache)
         other = copied(cache)
         for used in (cache, other):
@@ -103,39 +105,41 @@ def test_copies_and_pickles_go_on_by_themselves(copied: Any) -> None:
 
 
 def test_frequencies_of_a_generator_have_a_state_while_they_stay() -> None:
-    model = use_implicit_attention(build("llama", head="ForCausalLM"), spectral="ikan", seed=0)
+    model = ikattn.convert(build("llama", head="ForCausalLM"), spectral="ikan", seed=0)
     tokens = torch.tensor([[1, 4, 3, 5, 9]])
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
-        assert_close(in_parts(model, tokens, state_cache(model), [2, 3]), expected, TOLERANCE)
+        assert_close(
+            in_parts(model, tokens, decoding_cache(model, "state"), [2, 3]), expected, TOLERANCE
+        )
         for layer in model.model.layers:
             layer.self_attn.spectral.spectral.evaluation = "random"
         with pytest.raises(NotImplementedError, match="other frequencies than those that Llama"):
-            in_parts(model, tokens, state_cache(model), [2, 3])
+            in_parts(model, tokens, decoding_cache(model, "state"), [2, 3])
 
 
 def test_models_without_a_state_are_refused() -> None:
     with pytest.raises(TypeError, match="PreTrainedModel"):
-        state_cache(torch.nn.Linear(2, 2))
+        decoding_cache(torch.nn.Linear(2, 2), "state")
     with pytest.raises(NotImplementedError, match="DynamicSlidingWindowLayer"):
-        state_cache(decoder("mistral"))
+        decoding_cache(decoder("mistral"), "state")
     with pytest.raises(NotImplementedError, match="encoder-decoder"):
-        state_cache(decoder("bart"))
+        decoding_cache(decoder("bart"), "state")
     with pytest.raises(NotImplementedError, match="which needs all keys"):
-        state_cache(build("llama", head="ForCausalLM"))
+        decoding_cache(build("llama", head="ForCausalLM"), "state")
     bare = build("llama", head="ForCausalLM")
     bare.set_attn_implementation("ikattn_implicit")
     with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn has no frequencies"):
-        state_cache(bare)
+        decoding_cache(bare, "state")
 
 
 def test_calls_that_a_state_cannot_answer_are_refused() -> None:
     model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
-    cache = state_cache(model)
+    cache = decoding_cache(model, "state")
     with pytest.raises(NotImplementedError, match="has gradients"):  # a gradient would be lost
         model(input_ids=tokens, past_key_values=cache)
     with torch.no_grad():
-        cache = state_cache(model)
+        cache = decoding_cache(model, "state")
         model(input_ids=tokens, past_key_values=cache)
         with pytest.raises(NotImplementedError, match="a state forgets no token"):
             cache.crop(-1)
@@ -157,7 +161,7 @@ def test_calls_that_a_state_cannot_answer_are_refused() -> None:
 
 def test_the_faster_cache_is_chosen_where_there_is_one() -> None:
     def layer(model: Any, tokens: int) -> str:
-        return type(decoding_cache(model, tokens).layers[0]).__name__
+        return type(decoding_cache(model, tokens=tokens).layers[0]).__name__
 
     assert layer(decoder(), 199) == "FeatureLayer"
     assert layer(decoder(), 200) == "StateLayer"  # 2 (2 M)^2 with M = 5
@@ -166,7 +170,7 @@ def test_the_faster_cache_is_chosen_where_there_is_one() -> None:
 
 def test_another_attention_implementation_is_found_out() -> None:
     model, tokens = decoder(), torch.tensor([[1, 4, 3]])
-    cache = state_cache(model)
+    cache = decoding_cache(model, "state")
     with torch.no_grad():
         model(input_ids=tokens, past_key_values=cache)
         model.set_attn_implementation("sdpa")
@@ -180,7 +184,7 @@ def test_assisted_generation_is_refused() -> None:
         model.generate(
             PADDED[:1],
             assistant_model=decoder(),
-            past_key_values=state_cache(model),
+            past_key_values=decoding_cache(model, "state"),
             max_new_tokens=4,
             do_sample=False,
         )
@@ -190,7 +194,7 @@ def test_masks_of_packed_sequences_are_refused_and_end_the_cache() -> None:
     model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9, 2]])
     number = torch.tensor([0, 0, 0, 1, 1, 1])
     mask = (number[:, None] == number)[None, None].tril()
-    cache = state_cache(model)
+    cache = decoding_cache(model, "state")
     with torch.no_grad():
         with pytest.raises(NotImplementedError, match="otherwise than a causal one does"):
             model(input_ids=tokens, attention_mask=mask, past_key_values=cache)

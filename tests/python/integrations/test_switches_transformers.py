@@ -1,4 +1,4 @@
-"""What is told when a config of transformers leaves the implicit kernel under way."""
+"""Messages when a config of transformers leaves the implicit kernel under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the contribution operators and NormStats refuse, and in which words."""
+"""Arguments that the contribution operators and NormStats refuse, and in which words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 
 import ikattn
 from agreement import assert_close
-from contribution_samples import (
-    BLOCK,
-)
+from contribution_samples import BLOCK
 
 
 def wrong(**changes: Any) -> dict[str, Any]:
@@ -22,101 +20,58 @@ def stats(weight: int = 20, shape: tuple[int, ...] = (2, 7)) -> ikattn.maps.Norm
     return ikattn.maps.NormStats(torch.ones(weight), torch.ones(shape))
 
 
+def table(text: str, error: type[Exception]) -> list[tuple[dict[str, Any], type, str]]:
+    """Lines of an argument, its wrong shape, and the message."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
+    return [
+        (wrong(**{name: torch.rand([int(x) for x in shape.split()])}), error, message)
+        for name, shape, message in rows
+    ]
+
+
 MISTAKES = [
-    (
-        wrong(attn_weights=torch.rand(4, 7, 7)),
+    *table(
+        r"""
+        attn_weights    | 4 7 7   | attn_weights must have shape \[B, H, L, S\], got \[4, 7, 7\]
+        attn_weights    | 2 4 7 6 | attn_weights .* S = 7 .*got \[2, 4, 7, 6\]
+        attn_weights    | 2 6 7 7 | the heads of value must divide those of the weights, 6, got 4
+        value           | 2 7 20  | value must have shape \[B, G, S, d_v\], got \[2, 7, 20\]
+        out_proj_weight | 20 19   | out_proj_weight must have shape .* H d_v = 4 x 5, got \[20, 19\]
+        residual        | 2 7 19  | residual must have shape .* = \[2, 7, 20\], got \[2, 7, 19\]
+        """,
         RuntimeError,
-        r"attn_weights must have shape \[B, H, L, S\], got \[4, 7, 7\]",
     ),
-    (
-        wrong(attn_weights=torch.rand(2, 4, 7, 6)),
-        RuntimeError,
-        r"attn_weights .* S = 7 .*got \[2, 4, 7, 6\]",
-    ),
-    (
-        wrong(attn_weights=torch.ones(2, 4, 7, 7).int()),
-        TypeError,
-        r"attn_weights must be float64.*got Int",
-    ),
-    (
-        wrong(attn_weights=torch.rand(2, 6, 7, 7)),
-        RuntimeError,
-        r"the heads of value must divide those of the weights, 6, got 4",
-    ),
-    (
-        wrong(value=torch.rand(2, 7, 20)),
-        RuntimeError,
-        r"value must have shape \[B, G, S, d_v\], got \[2, 7, 20\]",
-    ),
-    (
-        wrong(out_proj_weight=torch.rand(20, 19)),
-        RuntimeError,
-        r"out_proj_weight must have shape \[D, H d_v\] with H d_v = 4 x 5, got \[20, 19\]",
-    ),
-    (
-        wrong(residual=torch.rand(2, 7, 19)),
-        RuntimeError,
-        r"residual must have shape \[B, L, D\] = \[2, 7, 20\], got \[2, 7, 19\]",
-    ),
-    (wrong(residual=None), RuntimeError, r"residual must be given with norm"),
-    (wrong(norm=None), RuntimeError, r"norm must be given with second_norm"),
-    (
-        wrong(norm=stats(weight=3)),
-        RuntimeError,
-        r"norm weight must have shape \[D\] = \[20\], got \[3\]",
-    ),
-    (
-        wrong(norm=stats(shape=(2, 6))),
-        RuntimeError,
-        r"norm scale must have shape \[B, L\] = \[2, 7\], got \[2, 6\]",
-    ),
-    (
-        wrong(key_padding=torch.zeros(2, 7)),
-        TypeError,
-        r"key_padding must be bool \(true = padding\), got Float",
-    ),
-    (
-        wrong(query_padding=torch.zeros(2, 6).bool()),
-        RuntimeError,
-        r"query_padding must have shape \[B, L\] = \[2, 7\], got \[2, 6\]",
-    ),
-    (wrong(diagonal=1), RuntimeError, r"every query among the keys: .*diagonal 1, L 7, S 7"),
-    (wrong(diagonal=-1), RuntimeError, r"every query among the keys: .*diagonal -1"),
-    (
-        wrong(value=torch.rand(2, 4, 7, 5, device="meta")),
-        RuntimeError,
-        r"attn_weights must be on the device of value, meta, got cpu",
-    ),
-    (
-        wrong(attn_weights=torch.rand(2, 4, 7, 7).to_sparse()),
-        RuntimeError,
-        r"attn_weights must be a dense \(strided\) tensor",
-    ),
-    (wrong(maps="sumed"), ValueError, r"maps must be among value_norms, .*got 'sumed'"),
-    (
-        wrong(norm=torch.nn.LayerNorm(20)),
-        TypeError,
-        r"norm must be NormStats, as NormStats\.of\(module, its input\) .*got LayerNorm",
-    ),
-    (wrong(maps=["sumed"]), ValueError, r"maps must be among value_norms, .*got 'sumed'"),
-    (
-        wrong(residual=None, norm=None, second_norm=None, maps=["with_residual"]),
-        ValueError,
-        r"residual must be given for the map 'with_residual'",
-    ),
-    (
-        wrong(second_norm=None, maps=["encoder"]),
-        ValueError,
-        r"second_norm must be given for the map 'encoder'",
-    ),
-]
+    *((wrong(**change), RuntimeError, message) for change, message in (
+        ({"residual": None}, r"residual must be given with norm"),
+        ({"norm": None}, r"norm must be given with second_norm"),
+        ({"norm": stats(weight=3)}, r"norm weight must have shape \[D\] = \[20\], got \[3\]"),
+        ({"norm": stats(shape=(2, 6))}, r"norm scale must have shape .* = \[2, 7\], got \[2, 6\]"),
+        ({"query_padding": torch.zeros(2, 6).bool()}, r"query_padding must .*, got \[2, 6\]"),
+        ({"diagonal": 1}, r"every query among the keys: .*diagonal 1, L 7, S 7"),
+        ({"diagonal": -1}, r"every query among the keys: .*diagonal -1"),
+        ({"value": torch.rand(2, 4, 7, 5, device="meta")}, r"must be on the device of value, meta"),
+        ({"attn_weights": torch.rand(2, 4, 7, 7).to_sparse()}, r"must be a dense .strided. tensor"),
+    )),
+    *((wrong(**change), TypeError, message) for change, message in (
+        ({"attn_weights": torch.ones(2, 4, 7, 7).int()}, r"attn_weights must be float64.*got Int"),
+        ({"key_padding": torch.zeros(2, 7)}, r"key_padding must be bool .*, got Float"),
+        ({"norm": torch.nn.LayerNorm(20)}, r"norm must be NormStats, .*got LayerNorm"),
+    )),
+    *((wrong(**change), ValueError, message) for change, message in (
+        ({"maps": "sumed"}, r"maps must be among value_norms, .*got 'sumed'"),
+        ({"maps": ["sumed"]}, r"maps must be among value_norms, .*got 'sumed'"),
+        (
+            {"residual": None, "norm": None, "second_norm": None, "maps": ["with_residual"]},
+            r"residual must be given for the map 'with_residual'",
+        ),
+        ({"second_norm": None, "maps": ["encoder"]}, r"second_norm must be given for the map 'enc"),
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 @pytest.mark.parametrize(("call", "kind", "message"), MISTAKES)
-def test_errors_name_the_argument(
-    call: dict[str, Any], kind: type, message: str, inference: bool
-) -> None:
+def test_errors_name_the_argument(call, kind, message, inference):
     with (
         torch.inference_mode(inference),
         pytest.raises(kind, match=f"contributions: .*{message}|contributions: {message}"),
@@ -128,9 +83,7 @@ def test_errors_name_the_argument(
     ("call", "kind", "message"),
     [x for x in MISTAKES if "device" not in x[2] and "dense" not in x[2]],
 )
-def test_errors_are_the_same_on_the_meta_device(
-    call: dict[str, Any], kind: type, message: str
-) -> None:
+def test_errors_are_the_same_on_the_meta_device(call, kind, message):
     """Where a fake kernel runs, as for torch.compile."""
 
     def there(x: Any) -> Any:
@@ -148,9 +101,7 @@ def test_errors_name_the_argument_under_transformations(way: str) -> None:
     value, others = call.pop("value"), call | {"out_proj_weight": torch.rand(20, 19)}
 
     def summed(x: torch.Tensor) -> torch.Tensor:
-        found = ikattn.contributions(value=x, **others).summed
-        assert found is not None
-        return found
+        return ikattn.contributions(value=x, **others).summed
 
     transformed = {
         "vmap": lambda: torch.func.vmap(summed)(torch.stack([value, value])),
@@ -211,7 +162,7 @@ def test_norm_stats_of_half_precision_take_the_eps_that_torch_takes() -> None:
 
 
 class OffsetNorm(torch.nn.Module):
-    """As Gemma's: times one more than the weight; centered or not."""
+    """A norm like Gemma's, which multiplies by one more than the weight; centered or not."""
 
     def __init__(self, centered: bool, offset: int) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ from contribution_samples import (
 WITH_GRADIENTS = [sample for sample in SAMPLES if sample.B * sample.L * sample.S and sample.L < 20]
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize("sample", WITH_GRADIENTS, ids=lambda sample: sample.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_gradients_are_those_of_the_definition(sample: Sample, dtype: torch.dtype) -> None:
@@ -73,7 +74,7 @@ def test_gradcheck_and_gradgradcheck(sample: Sample) -> None:
 
 
 def gradients_of_norms(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of a random sum of the norms that ``function`` returns, in its three arguments."""
+    """Returns gradients of a random sum of the norms of ``function`` in its three arguments."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     norms = function(*leaves)
     generator = torch.Generator().manual_seed(5)
@@ -88,9 +89,7 @@ def composed(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
 
 
 def summed(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
-    found = ikattn.contributions(weights, value, projection, maps=["summed"]).summed
-    assert found is not None
-    return found
+    return ikattn.contributions(weights, value, projection, maps=["summed"]).summed
 
 
 @pytest.mark.parametrize("cancellation", [1.0, 1e-2, 1e-4])
@@ -114,9 +113,7 @@ def test_gradients_where_heads_cancel_err_as_the_composition_does(cancellation: 
 
 @pytest.mark.parametrize(("heads", "size"), [(16, 3), (12, 8), (5, 4)])
 @pytest.mark.parametrize("rest", [0.0, 1e-5, 1e-2])
-def test_gradients_of_more_heads_than_dimensions_have_all_digits(
-    heads: int, size: int, rest: float
-) -> None:
+def test_gradients_of_more_heads_than_dimensions_have_all_digits(heads, size, rest):
     """Weights for which the heads' vectors vanish but for a rest, which the composition loses."""
     torch.manual_seed(heads)
     value, projection = torch.randn(1, heads, 30, 2), torch.randn(size, heads * 2)
@@ -142,7 +139,6 @@ def test_gradients_are_right_where_squares_leave_the_range_of_float32(factor: fl
 
     def value_norms(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
         found = ikattn.contributions(weights, value, projection, maps=["value_norms"]).value_norms
-        assert found is not None
         return found + 0 * weights.sum()
 
     expected = gradients_of_norms(value_norms, *(x.double() for x in call))
@@ -152,7 +148,7 @@ def test_gradients_are_right_where_squares_leave_the_range_of_float32(factor: fl
 
 @pytest.mark.parametrize("masked", ["query_padding", "both paddings"])
 def test_what_padded_rows_hold_never_shows_in_gradients(masked: str) -> None:
-    """Not in the residual either, of which NaN would come through the norm's derivative."""
+    """The residual has none either: NaN would come through the norm's derivative."""
     arguments = PADDED.arguments()
     if masked == "query_padding":
         del arguments["key_padding"]
@@ -173,7 +169,6 @@ def test_what_comes_in_at_pairs_without_norm_does_not_matter() -> None:
     arguments = Sample("causal", causal=True, L=5, S=5, steps=2).arguments()
     scale = arguments["norm"].scale.requires_grad_()
     map_ = ikattn.contributions(**arguments, maps=["with_norm"]).with_norm
-    assert map_ is not None
     incoming = torch.ones_like(map_).masked_fill(map_ == 0, torch.inf)
     (got,) = torch.autograd.grad(map_, scale, incoming, retain_graph=True)
     (expected,) = torch.autograd.grad(map_.sum(), scale)
@@ -185,7 +180,6 @@ def test_maps_that_depend_on_nothing_wanted_have_no_gradient(create_graph: bool)
     arguments = BLOCK.arguments()
     weights = arguments["attn_weights"].requires_grad_()
     maps = ikattn.contributions(**arguments)
-    assert maps.value_norms is not None
     (got,) = torch.autograd.grad(maps.value_norms.sum(), weights, create_graph=create_graph)
     assert not got.any()
 
@@ -199,7 +193,7 @@ def test_empty_batches_have_gradients() -> None:
 
 
 def test_backward_in_inference_mode() -> None:
-    """Of a graph made outside: torch's own operations allow it."""
+    """The graph is made outside, which torch's own operations allow."""
     arguments = BLOCK.arguments()
     weights = arguments["attn_weights"].requires_grad_()
     loss = sum(map_.sum() for map_ in named(maps_of(arguments)).values())
@@ -230,9 +224,7 @@ def test_pairs_without_weight_have_no_gradient_and_no_nan() -> None:
     arguments = Sample("causal", causal=True, L=5, S=5, steps=0).arguments()
     weights = arguments["attn_weights"].requires_grad_()
     maps = ikattn.contributions(**arguments, maps=["summed"])
-    assert maps.summed is not None
     maps.summed.sum().backward()
-    assert weights.grad is not None
     assert weights.grad.isfinite().all()
     assert (maps.summed.triu(1) == 0).all()
 
@@ -270,7 +262,6 @@ def test_heads_of_no_size_have_gradients(create_graph: bool) -> None:
     weights = torch.rand(1, 2, 3, 3, requires_grad=True)
     value = torch.rand(1, 2, 3, 0, requires_grad=True)
     maps = ikattn.contributions(weights, value, torch.rand(4, 0), maps=["summed"])
-    assert maps.summed is not None
     found = torch.autograd.grad(maps.summed.sum(), (weights, value), create_graph=create_graph)
     assert_identical(found, [torch.zeros(1, 2, 3, 3), torch.zeros(1, 2, 3, 0)])
 

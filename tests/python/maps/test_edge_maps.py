@@ -284,14 +284,7 @@ def test_files_hold_every_edge(tmp_path: Path):
     np.testing.assert_allclose([float(row["per_head_1"]) for row in rows], maps.per_head[:, 1])
     maps.save(tmp_path / "maps.npz")
     with np.load(tmp_path / "maps.npz") as arrays:
-        assert set(arrays) == {
-            "source",
-            "target",
-            "num_targets",
-            "weights",
-            "per_head",
-            "summed",
-        }
+        assert set(arrays) == {"source", "target", "num_targets", "weights", "per_head", "summed"}
         np.testing.assert_array_equal(arrays["summed"], maps.summed)
         np.testing.assert_array_equal(arrays["target"], maps.target)
     maps.save(tmp_path / "maps.graphml")

@@ -59,7 +59,6 @@ def test_joined_steps_are_the_maps_of_the_whole_text(kind: str, options: dict[st
             (maps.value_norms, at_once[name].value_norms),
             (maps.mixing_ratio["summed"], at_once[name].mixing_ratio["summed"]),
         ):
-            assert found is not None
             own = found[..., :n] if found is not maps.summed else found[:, :n, :n]
             torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
     if "prompt_lookup_num_tokens" in options:
@@ -67,7 +66,6 @@ def test_joined_steps_are_the_maps_of_the_whole_text(kind: str, options: dict[st
     own = tiny_tokenizer().convert_ids_to_tokens(whole[0].tolist())
     for one in sequences(steps, tiny_tokenizer()):
         for name, maps in one.layers.items():
-            assert maps.summed is not None
             rows, columns = one.labels(steps.layers[name])
             L, S = maps.summed.shape
             end = (one.begins or 0) + L

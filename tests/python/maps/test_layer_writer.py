@@ -93,9 +93,7 @@ def test_reduced_maps_are_written_too(tmp_path: Path) -> None:
     assert maps.rows.tolist() == [4, 0]
 
 
-def test_the_model_goes_on_while_the_disk_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
     may_write, own = threading.Event(), files.save
 
     def slow(recording: Any, path: Path) -> None:
@@ -168,9 +166,7 @@ def test_what_the_writer_cannot_do_it_says(tmp_path: Path) -> None:
         pass
 
 
-def test_a_mask_that_is_used_again_changes_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_that_is_used_again_changes_no_file(tmp_path, monkeypatch):
     save, may_write = files.save, threading.Event()
 
     def wait_and_save(*arguments: Any) -> None:

@@ -327,7 +327,7 @@ def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
     assert tab.evaluate("document.querySelectorAll('img, b.bold, #queries b').length") == 0
     shown = tab.evaluate("[...document.querySelectorAll('#queries button')].map(b => b.title)")
     assert shown == tokens[0]
-    # And should markup get in all the same, the page's own policy stops it.
+    # The page's own policy stops markup that gets in all the same.
     tab.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r}); 1")
     tab.evaluate("new Promise(done => setTimeout(done, 300))")
     assert tab.evaluate("document.title") == HOSTILE
@@ -397,7 +397,7 @@ def test_long_text_is_drawn_whole(tab: Tab, tmp_path: Path) -> None:
 
 
 def recording_of(summed: dict[str, torch.Tensor]) -> Recording:
-    """Of an encoder whose layers have these maps N, ``[1, L, L]``."""
+    """Returns the recording of an encoder whose layers have these N maps, ``[1, L, L]``."""
     layers = {name: Layer(name, "self", "encoder", 1, "post", "bert") for name in summed}
     maps = {name: ikattn.Contributions(summed=x) for name, x in summed.items()}
     return Recording("M", ("summed",), layers, [Batch(maps)])

@@ -6,7 +6,6 @@ import errno
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,9 +83,7 @@ def test_map_of_each_head_is_averaged_and_weights_may_stand_alone(tmp_path: Path
         (("summed", "encoder"), "N, heads summed"),
     ],
 )
-def test_the_only_map_there_is_need_not_be_named(
-    tmp_path: Path, recorded: tuple[str, ...], drawn: str
-) -> None:
+def test_the_only_map_there_is_need_not_be_named(tmp_path, recorded, drawn):
     layer = Layer("layer", "self", "encoder", 1, "none", "torch")
     axes = {"weights": (1, 2, 3, 3)}
     maps = ikattn.Contributions(
@@ -146,9 +143,7 @@ def test_long_sequence_names_every_second_token(tmp_path: Path) -> None:
         ({"tokens": ["a"] * 4}, r"must be 5, one for each .* got 4"),
     ],
 )
-def test_what_does_not_fit_is_an_error(
-    tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_fit_is_an_error(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         encoder_recording().plot(tmp_path / "maps.png", **options)
     assert not list(tmp_path.iterdir())
@@ -178,9 +173,7 @@ def test_full_disk_leaves_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_matplotlib_is_named_with_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_matplotlib_is_named_with_its_command(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

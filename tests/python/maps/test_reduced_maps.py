@@ -109,7 +109,6 @@ def test_chosen_rows_are_those_of_whole_maps(case: str) -> None:
                 own = torch.arange(L) if padding is None else (~padding[b]).nonzero()[:, 0]
                 chosen = own[queries]
                 rows = slice(None) if maps.query_padding is None else ~maps.query_padding[b]
-                assert maps.rows is not None
                 if len(own) == L:
                     is_of_all = bool((maps.rows >= 0).all())
                     assert (maps.rows if is_of_all else maps.rows + L).tolist() == chosen.tolist()

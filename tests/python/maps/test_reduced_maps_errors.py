@@ -1,4 +1,4 @@
-"""What reduced maps and chosen rows refuse, and who refuses them: a sentence each."""
+"""Calls that reduced maps and chosen rows refuse, and who refuses them: a sentence each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ikattn
-from ikattn.maps import Columns, Diagonal, Groups, TopK, rollout
+from ikattn.maps import ColumnSums, Diagonal, Groups, TopK, rollout
 from ikattn.recorder import record
 from recorded_models import attention, encoder, recorded
 
@@ -66,7 +66,7 @@ def test_diagonal_of_cross_attention_is_refused_by_name() -> None:
     [
         ({"reduce": "rows"}, ValueError, r"'columns', 'diagonal', 'top_k'.* got 'rows'"),
         ({"reduce": 3}, TypeError, "reduce must be one of"),
-        ({"reduce": Columns}, TypeError, "reduce must be one of"),
+        ({"reduce": ColumnSums}, TypeError, "reduce must be one of"),
         ({"queries": 3}, TypeError, "queries must be a slice or a list of whole numbers, got 3"),
         ({"queries": [0.5]}, TypeError, "got \\[0.5\\]"),
         ({"queries": "12"}, TypeError, "got '12'"),
@@ -75,9 +75,7 @@ def test_diagonal_of_cross_attention_is_refused_by_name() -> None:
         ({"queries": []}, ValueError, "queries must name at least one"),
     ],
 )
-def test_arguments_are_refused_before_the_model_runs(
-    options: Any, error: type[Exception], words: str
-) -> None:
+def test_arguments_are_refused_before_the_model_runs(options, error, words):
     with pytest.raises(error, match=words), record(encoder(), **options):
         pass
 
@@ -93,9 +91,7 @@ def test_arguments_are_refused_before_the_model_runs(
         ({"reduce": lambda rows, first: rows.sum(-2)}, ValueError, "a result for each row"),
     ],
 )
-def test_what_does_not_fit_a_call_is_refused_by_it(
-    options: Any, error: type[Exception], words: str
-) -> None:
+def test_what_does_not_fit_a_call_is_refused_by_it(options, error, words):
     with pytest.raises(error, match=words):
         recorded(encoder(), torch.randn(1, 4, 16), "summed", **options)
 

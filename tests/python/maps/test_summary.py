@@ -13,9 +13,10 @@ from torch import Tensor
 import ikattn
 from ikattn.maps import (
     Batch,
-    Factors,
+    LedgerFactors,
     LedgerShares,
     head_mean,
+    layer_maps,
     layer_mean,
     ledger_shares,
     token_mean,
@@ -42,6 +43,8 @@ def test_layer_mean_of_a_batch_averages_heads_too() -> None:
     )
     expected = weights.mean((0, 2)).masked_fill(PADDING.unsqueeze(1), 0)
     torch.testing.assert_close(layer_mean(batch, map="weights"), expected)
+    each = layer_maps(batch, map="weights")
+    torch.testing.assert_close(torch.stack(each).mean(0), expected)
     torch.testing.assert_close(layer_mean(weights, key_padding=PADDING), expected)
     torch.testing.assert_close(
         layer_mean(batch, map="weights", layers=["1"]),
@@ -117,7 +120,7 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float64)
 
 
-def every_share(shares: LedgerShares) -> list[Factors]:
+def every_share(shares: LedgerShares) -> list[LedgerFactors]:
     return [shares.per_head, shares.per_token, shares.per_head_and_token]
 
 
@@ -126,9 +129,7 @@ VISIBLE = torch.ones(5, 6, dtype=torch.bool).tril(1)
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("visible", [None, VISIBLE])
-def test_shares_add_up_to_one_and_deviations_to_the_influence(
-    visible: Tensor | None, dtype: torch.dtype
-) -> None:
+def test_shares_add_up_to_one_and_deviations_to_the_influence(visible, dtype):
     shares = ledger_shares(ledger(visible=visible, dtype=dtype))
     for share in every_share(shares):
         torch.testing.assert_close(share.total(), torch.ones_like(share.bias))
@@ -207,60 +208,6 @@ def test_a_bias_has_a_share_of_its_own() -> None:
     torch.testing.assert_close(shares.influence, (bias - bias.mean(-1, keepdim=True)).mean(-2))
 
 
-def test_opposed_factors_have_shares_of_opposite_sign() -> None:
-    """magnitude = g^2, value norm = 1/g: log c = 2 log g - log g, shares 2 and -1."""
-    growth = torch.linspace(-1, 1, 6, dtype=torch.float64).exp().expand(2, 3, 6)
-    shares = ledger_shares(
-        ledger(CONSTANT["similarity"], magnitude=growth**2, value_norms=1 / growth)
-    )
-    torch.testing.assert_close(shares.per_head.magnitude, 2 * ones(2, 3))
-    torch.testing.assert_close(shares.per_head.value_norm, -ones(2, 3))
-
-
-def test_deviation_says_by_which_factor_a_key_exceeds_the_others() -> None:
-    norms = ones(2, 3, 6)
-    norms[:, :, 4] = 64.0
-    constant = {name: CONSTANT[name] for name in ("similarity", "magnitude")}
-    shares = ledger_shares(ledger(**constant, value_norms=norms))
-    # The geometric mean of a row is 64^(1/6) = 2 times what the other keys contribute.
-    torch.testing.assert_close(shares.influence[..., 4].exp(), 32 * ones(2, 3))
-    torch.testing.assert_close(shares.influence[..., 0].exp(), ones(2, 3) / 2)
-
-
-def test_units_of_the_factors_do_not_matter() -> None:
-    layer = ledger(visible=VISIBLE)
-    assert layer.similarity is not None
-    assert layer.magnitude is not None
-    assert layer.value_norms is not None
-    scaled = replace(
-        layer,
-        similarity=layer.similarity * torch.rand(2, 3, 5, 1, dtype=torch.float64) * 1e-3,
-        magnitude=layer.magnitude * 1e6,
-        value_norms=layer.value_norms * 7,
-    )
-    one, other = ledger_shares(layer), ledger_shares(scaled)
-    for a, b in zip(
-        (*every_share(one), one.deviation), (*every_share(other), other.deviation), strict=True
-    ):
-        for name in NAMES:
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(one.influence, other.influence)
-
-
-def test_a_heads_share_is_the_weighted_mean_of_its_tokens() -> None:
-    shares = ledger_shares(ledger(visible=VISIBLE))
-    layer = ledger(visible=VISIBLE)
-    assert layer.weights is not None
-    assert layer.value_norms is not None
-    logs = (layer.weights * layer.value_norms.unsqueeze(-2)).log()
-    mean = logs.masked_fill(~VISIBLE, 0).sum(-1, keepdim=True) / VISIBLE.sum(-1, keepdim=True)
-    energy = (logs - mean).masked_fill(~VISIBLE, 0).square().sum(-2)  # [B, H, S]
-    for name in NAMES:
-        tokens = getattr(shares.per_head_and_token, name) * energy
-        torch.testing.assert_close(getattr(shares.per_head, name), tokens.sum(-1) / energy.sum(-1))
-        torch.testing.assert_close(getattr(shares.per_token, name), tokens.sum(1) / energy.sum(1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_nothing_that_varies_leaves_nothing_to_share(dtype: torch.dtype) -> None:
     shares = ledger_shares(ledger(**CONSTANT, dtype=dtype))
@@ -274,9 +221,6 @@ def test_nothing_that_varies_leaves_nothing_to_share(dtype: torch.dtype) -> None
 
 def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
     short = ledger()
-    assert short.similarity is not None
-    assert short.magnitude is not None
-    assert short.value_norms is not None
     # Sequence 1 has 4 tokens; keys 4, 5 and query 4 are padding, full of NaN.
     cut = ledger_shares(
         ledger(
@@ -289,7 +233,6 @@ def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
     queries = torch.tensor([[False] * 5, [False] * 4 + [True]])
     hidden = keys[:, None, None, :] | queries[:, None, :, None]
     layer = ledger(visible=~hidden.expand(2, 3, 5, 6) | queries[:, None, :, None])
-    assert layer.weights is not None
     padded = replace(
         layer,
         weights=layer.weights.masked_fill(hidden, math.nan),
@@ -312,8 +255,6 @@ def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
 
 def test_pairs_whose_factors_left_their_range_are_counted_apart() -> None:
     layer = ledger()
-    assert layer.similarity is not None
-    assert layer.magnitude is not None
     layer.similarity[0, 1, 2, 3] = 0
     layer.similarity[0, 1, 4, 3] = 1e-310  # subnormal: few digits are left
     layer.magnitude[1, 0, 5] = math.inf
@@ -331,10 +272,10 @@ def test_ledger_of_real_attention_has_no_bias(kernel: str) -> None:
     q, k = torch.randn(2, 1, 2, 7, 8, dtype=torch.float64)
     w1, w2 = torch.randn(2, 2, 8, 4, dtype=torch.float64) * 0.1
     if kernel == "dot":
-        similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
     else:
-        similarity, magnitude = ikattn.similarity_and_magnitude(
+        similarity, magnitude = ikattn.ops.similarity_and_magnitude(
             q, k, kernel="implicit", w1=w1, w2=w2
         )
         weights = ikattn.implicit_kernel_weights(q, k, w1, w2)

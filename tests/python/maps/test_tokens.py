@@ -194,9 +194,7 @@ def test_beams_of_several_texts_of_an_encoder_decoder_and_of_a_search_that_went_
     recording.joined(found.beam_indices[:, :2])  # whose best sequence ended earlier
 
 
-def test_a_translation_that_was_generated_is_one_call_of_encoder_and_decoder(
-    tmp_path: Path,
-) -> None:
+def test_a_translation_that_was_generated_is_one_call_of_encoder_and_decoder(tmp_path):
     model = tiny_model("T5ForConditionalGeneration")
     ids = torch.tensor([[5, 6, 7, 8]])
     with record(model, maps=("alti", "value_norms")) as recording:
@@ -247,9 +245,7 @@ def test_left_padding_of_a_prompt_is_none_of_the_joined_map() -> None:
         assert joined[name].key_padding.tolist() == [[True, True, False, False, False, False]]
 
 
-def test_a_tokenizer_names_the_tokens_of_every_call(
-    generated: Any, byte_level: Any, tmp_path: Path
-) -> None:
+def test_a_tokenizer_names_the_tokens_of_every_call(generated, byte_level, tmp_path):
     (recording, _), whole = generated
     all_of_them = readable_tokens(byte_level, whole[0].tolist())
     labels = [
@@ -301,9 +297,7 @@ def test_a_tokenizer_cannot_name_what_was_no_ids(byte_level: Any, tmp_path: Path
         ([], {}, []),
     ],
 )
-def test_words_of_subwords(
-    tokens: list[str], options: dict[str, Any], expected: list[int | None]
-) -> None:
+def test_words_of_subwords(tokens, options, expected):
     assert words_of_subwords(tokens, **options) == expected
 
 

@@ -1,4 +1,4 @@
-"""ikattn.calibrate, and convert(calibration=...): implicit kernels fitted to softmax attention."""
+"""ikattn.calibrate: implicit kernels fitted to softmax attention."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ def weights_of(module: nn.MultiheadAttention, x: Tensor, **masks: Tensor) -> Ten
 
 
 def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Of each head, [H], from weights [N, H, L, S]."""
+    """Returns the error of each head, [H], of weights [N, H, L, S]."""
     return ((found - expected).square().sum((0, 2, 3)) / expected.square().sum((0, 2, 3))).sqrt()
 
 
-def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(
-    encoder: nn.TransformerEncoder,
-) -> None:
+def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(encoder):
     stock = copy.deepcopy(encoder.layers[0].self_attn)
     model = ikattn.convert(encoder, num_frequencies=32, seed=0)
     drawn = copy.deepcopy(model.layers[0].self_attn)
@@ -69,9 +67,7 @@ def test_weights_come_nearer_to_those_of_softmax_on_data_not_fitted_to(
 
 @pytest.mark.parametrize("spectral", ["direct", "ikan"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_models_of_16_bits_are_calibrated_in_float32(
-    encoder: nn.TransformerEncoder, dtype: torch.dtype, spectral: str
-) -> None:
+def test_models_of_16_bits_are_calibrated_in_float32(encoder, dtype, spectral):
     model = ikattn.convert(encoder, spectral=spectral, num_frequencies=32, seed=0).to(dtype)
     for report in ikattn.calibrate(model, [data().to(dtype)], steps=50):
         assert report.after.mean() < 0.9 * report.before.mean()
@@ -79,9 +75,7 @@ def test_models_of_16_bits_are_calibrated_in_float32(
     assert model(data().to(dtype)).isfinite().all()
 
 
-def test_a_fit_that_fails_leaves_the_frequencies(
-    encoder: nn.TransformerEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_that_fails_leaves_the_frequencies(encoder, monkeypatch):
     model = ikattn.convert(encoder, num_frequencies=32, seed=0).half()
     before = copy.deepcopy(model.state_dict())
     steps = iter(range(3))
@@ -127,11 +121,12 @@ def test_inference_mode_changes_nothing(encoder: nn.TransformerEncoder) -> None:
     twin = copy.deepcopy(encoder)
     x, padding = data(10), torch.arange(L) >= torch.full((10, 1), L - 2)
     batch = {"src": x, "src_key_padding_mask": padding, "mask": torch.zeros(L, L) > 0}
-    options = {"num_frequencies": 8, "seed": 0}
-    ikattn.convert(encoder, calibration=[batch], **options)
+    for model in (encoder, twin):
+        ikattn.convert(model, num_frequencies=8, seed=0)
+    ikattn.calibrate(encoder, [batch])
     with torch.inference_mode():
         inference = {name: x.clone() for name, x in batch.items()}
-        ikattn.convert(twin, calibration=[inference], **options)
+        ikattn.calibrate(twin, [inference])
     for found, expected in zip(twin.parameters(), encoder.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -149,23 +144,6 @@ def test_padding_has_no_part_in_the_fit(encoder: nn.TransformerEncoder) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_convert_calibrates_what_it_converts(encoder: nn.TransformerEncoder) -> None:
-    by_hand = ikattn.convert(copy.deepcopy(encoder), num_frequencies=4, seed=0)
-    ikattn.calibrate(by_hand, [(data(5),)])
-    ikattn.convert(encoder, num_frequencies=4, seed=0, calibration=[(data(5),)])
-    for found, expected in zip(encoder.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_convert_says_what_it_does_not_calibrate(
-    encoder: nn.TransformerEncoder, caplog: pytest.LogCaptureFixture
-) -> None:
-    ikattn.convert(encoder, num_frequencies=4, select="layers.1.*")
-    ikattn.convert(encoder, num_frequencies=4, calibration=[(data(5),)])
-    (warning,) = [record for record in caplog.records if "not calibrated" in record.message]
-    assert "not calibrated, for kernel='implicit' before: layers.1.self_attn" in warning.message
-
-
 def test_single_tokens_and_padding_alone_are_refused() -> None:
     module = ikattn.MultiheadAttention(E, H, batch_first=True)
     drawn = copy.deepcopy(module.state_dict())
@@ -179,9 +157,7 @@ def test_single_tokens_and_padding_alone_are_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"p": "learned"}, {"spectral": "mikan"}], ids=str)
-def test_generators_and_learned_orders_are_calibrated_too(
-    encoder: nn.TransformerEncoder, options: dict[str, str]
-) -> None:
+def test_generators_and_learned_orders_are_calibrated_too(encoder, options):
     model = ikattn.convert(encoder, num_frequencies=8, seed=0, **options)
     orders = [module.magnitude and module.magnitude.p for module in attention_modules(model)]
     report = ikattn.calibrate(model, [data()], steps=20)
@@ -207,8 +183,6 @@ class Unused(nn.Module):
 def test_errors_say_what_was_expected_and_got(encoder: nn.TransformerEncoder) -> None:
     with pytest.raises(ValueError, match="expected a model with implicit kernels"):
         ikattn.calibrate(encoder, [data()])
-    with pytest.raises(ValueError, match="calibration is for kernel='implicit', got kernel='rbf'"):
-        ikattn.convert(encoder, "rbf", calibration=[data()])
     model = ikattn.convert(encoder, num_frequencies=4)
     with pytest.raises(ValueError, match="at least one batch"):
         ikattn.calibrate(model, [])

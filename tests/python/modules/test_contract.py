@@ -327,10 +327,7 @@ def test_hooks_run_once_each_in_order_and_can_change_what_passes(kernel):
     plain = module(x, x, x)[0]
     handles = [
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: (
-                seen.append("pre"),
-                ((args[0] * 2, *args[1:]), kwargs),
-            )[1],
+            lambda _, args, kwargs: (seen.append("pre"), ((args[0] * 2, *args[1:]), kwargs))[1],
             with_kwargs=True,
         ),
         module.register_forward_hook(
@@ -376,18 +373,6 @@ def test_meta_modules_give_meta_outputs_of_upstreams_shapes(kernel):
 
 
 @each_kernel
-def test_modules_pickled_before_the_kernel_was_known_and_after_agree(kernel):
-    """A pickle holds the class by name and the attributes; nothing else is needed."""
-    module, x = make(kernel, add_bias_kv=True, kdim=7, dropout=0.3).eval(), batch(L, N, E)
-    memory = batch(S, N, 7), batch(S, N, E)
-    twin = pickle.loads(pickle.dumps(module))
-    assert vars(twin).keys() == vars(module).keys()
-    assert not twin.training
-    torch.testing.assert_close(twin(x, *memory), module(x, *memory))
-    assert repr(twin) == repr(module)
-
-
-@each_kernel
 def test_state_of_every_form_passes_both_ways(kernel):
     for options in OPTIONS:
         ours, stock = make(kernel, **options), make("stock", **options)
@@ -401,9 +386,3 @@ def test_state_of_every_form_passes_both_ways(kernel):
         assert all(name.startswith("spectral.") for name in result.unexpected_keys)
         for name, tensor in stock.state_dict().items():
             assert torch.equal(back.state_dict()[name], tensor)
-
-
-@each_kernel
-def test_torchscript_is_refused_in_a_sentence_that_names_torch_export(kernel):
-    with pytest.raises(RuntimeError, match=r"cannot compile ikattn.*use torch\.export\.export"):
-        torch.jit.script(make(kernel))

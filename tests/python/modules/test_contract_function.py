@@ -1,4 +1,4 @@
-"""The contract of F.multi_head_attention_forward: ikattn.multi_head_attention_forward beside it."""
+"""The contract of F.multi_head_attention_forward, beside the function of ikattn.nn."""
 
 from __future__ import annotations
 
@@ -118,6 +118,14 @@ def test_the_function_drops_what_upstream_drops(training):
 
 
 X, Y, W = torch.zeros(L, N, E), torch.zeros(S, N, E), torch.zeros(H, E // H, 2)
+BIAS, STATIC, LONGER = torch.zeros(1, 1, E), *(torch.zeros(N * H, n, E // H) for n in (S, S + 1))
+
+
+def separate(**columns):
+    weights = {f"{name}_proj_weight": torch.zeros(E, n) for name, n in columns.items()}
+    return {"use_separate_proj_weight": True, **weights}
+
+
 # name: arguments that replace those of a good call
 BAD_FUNCTION_CALLS = {
     "embed_dim": {"embed_dim_to_check": E + 1},
@@ -127,31 +135,14 @@ BAD_FUNCTION_CALLS = {
     "key unlike value": {"value": Y[1:]},
     "key unlike value, separate": {"value": Y[1:], "use_separate_proj_weight": True},
     "no in_proj_weight": {"in_proj_weight": None},
-    "no q_proj_weight": {"use_separate_proj_weight": True},
-    "no k_proj_weight": {"use_separate_proj_weight": True, "q_proj_weight": torch.zeros(E, E)},
-    "no v_proj_weight": {
-        "use_separate_proj_weight": True,
-        "q_proj_weight": torch.zeros(E, E),
-        "k_proj_weight": torch.zeros(E, E),
-    },
-    "size of k_proj_weight": {
-        "use_separate_proj_weight": True,
-        "q_proj_weight": torch.zeros(E, E),
-        "k_proj_weight": torch.zeros(E, E - 1),
-        "v_proj_weight": torch.zeros(E, E),
-    },
-    "bias_k alone": {"bias_k": torch.zeros(1, 1, E)},
-    "bias_v alone": {"bias_v": torch.zeros(1, 1, E)},
-    "bias and static_k": {
-        "bias_k": torch.zeros(1, 1, E),
-        "bias_v": torch.zeros(1, 1, E),
-        "static_k": torch.zeros(N * H, S, E // H),
-    },
-    "bias and static_v": {
-        "bias_k": torch.zeros(1, 1, E),
-        "bias_v": torch.zeros(1, 1, E),
-        "static_v": torch.zeros(N * H, S, E // H),
-    },
+    "no q_proj_weight": separate(),
+    "no k_proj_weight": separate(q=E),
+    "no v_proj_weight": separate(q=E, k=E),
+    "size of k_proj_weight": separate(q=E, k=E - 1, v=E),
+    "bias_k alone": {"bias_k": BIAS},
+    "bias_v alone": {"bias_v": BIAS},
+    "bias and static_k": {"bias_k": BIAS, "bias_v": BIAS, "static_k": STATIC},
+    "bias and static_v": {"bias_k": BIAS, "bias_v": BIAS, "static_v": STATIC},
     "batch of static_k": {"static_k": torch.zeros(N, S, E // H)},
     "size of static_k": {"static_k": torch.zeros(N * H, S, E)},
     "batch of static_v": {"static_v": torch.zeros(N, S, E // H)},
@@ -164,18 +155,18 @@ BAD_FUNCTION_CALLS = {
     "padding": {"key_padding_mask": torch.zeros(N, L)},
     "padding unlike static": {
         "key_padding_mask": torch.zeros(N, S),
-        "static_k": torch.zeros(N * H, S + 1, E // H),
-        "static_v": torch.zeros(N * H, S + 1, E // H),
+        "static_k": LONGER,
+        "static_v": LONGER,
     },
     "hint without mask": {"is_causal": True},
     "batches": {"key": Y[:, 1:], "value": Y[:, 1:]},
 }
 UNLIKE_STATICS = {
-    "static_k longer than value": {"static_k": torch.zeros(N * H, S + 1, E // H)},
-    "static_v longer than key": {"static_v": torch.zeros(N * H, S + 1, E // H)},
+    "static_k longer than value": {"static_k": LONGER},
+    "static_v longer than key": {"static_v": LONGER},
     "static_k longer than static_v": {
-        "static_k": torch.zeros(N * H, S + 1, E // H),
-        "static_v": torch.zeros(N * H, S - 1, E // H),
+        "static_k": LONGER,
+        "static_v": STATIC[:, 1:],
         "add_zero_attn": True,
         "key_padding_mask": torch.zeros(N, S + 1),
     },

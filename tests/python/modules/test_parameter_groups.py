@@ -96,7 +96,7 @@ def test_a_model_without_kernels_has_no_group_of_them() -> None:
 def test_kernels_of_transformers_models_are_found(spectral: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=11)
-    model = ikattn.use_implicit_attention(transformers.GPT2LMHeadModel(config), spectral=spectral)
+    model = ikattn.convert(transformers.GPT2LMHeadModel(config), spectral=spectral)
     found = names_of(model)
     assert found["kernels"] == [name for name, _ in model.named_parameters() if "spectral" in name]
     assert found["weights"].count("transformer.wte.weight") == 1  # tied to the head

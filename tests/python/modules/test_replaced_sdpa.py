@@ -38,9 +38,7 @@ def test_what_replaces_sdpa_after_import_is_called(calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "implicit"])
-def test_other_kernels_refuse_context_parallelism(
-    kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_kernels_refuse_context_parallelism(kernel, monkeypatch):
     if not torch.distributed.is_available():
         pytest.skip("torch has no torch.distributed")
     from torch.distributed.tensor.experimental import _context_parallel
@@ -55,9 +53,7 @@ def test_other_kernels_refuse_context_parallelism(
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_float_masks_with_values_are_added_on_the_fused_path(
-    norm_first: bool, activation: str
-) -> None:
+def test_float_masks_with_values_are_added_on_the_fused_path(norm_first, activation):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
         E, H, 32, 0.0, batch_first=True, norm_first=norm_first, activation=activation

@@ -43,9 +43,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("options", [{}, {"p": "learned"}, {"spectral": "mikan"}], ids=str)
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_each_head_has_its_own_kernel(
-    options: dict[str, Any], masks: dict[str, Any], need_weights: bool
-) -> None:
+def test_each_head_has_its_own_kernel(options, masks, need_weights):
     if "spectral" in options:  # which refuses the hint that there is no future
         masks = {name: mask for name, mask in masks.items() if name != "is_causal"}
     implicit, x = module(**options), tokens()

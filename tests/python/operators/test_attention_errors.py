@@ -21,6 +21,7 @@ B, H, L, S, D, D_V, M = 2, 4, 5, 7, 8, 6, 3
 SHAPE = Sample("errors", B, H, None, L, S, D, D_V, M)
 GROUPED = {"enable_gqa": True}
 WANTED = [True] * 5 + [False] * 2
+SEED = torch.tensor([1, 2])
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,11 @@ def shaped(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> Callab
 
 
 def typed(name: str, dtype: torch.dtype) -> Callable[..., Arguments]:
-    return lambda call: {name: call[name].to(dtype)}
+    """An argument in another type; ``all`` of them, or of those the call lacks, zeros."""
+    if name == "all":
+        return lambda call: {n: x.to(dtype) for n, x in call.items() if torch.is_tensor(x)}
+    absent = {"key_bias": torch.zeros(S), "attn_mask": torch.zeros(L, S)}
+    return lambda call: {name: (absent | call)[name].to(dtype)}
 
 
 def valued(**options: object) -> Callable[..., Arguments]:
@@ -77,212 +82,121 @@ def grouped(heads: int) -> Callable[..., Arguments]:
     )
 
 
-def all_typed(dtype: torch.dtype) -> Callable[..., Arguments]:
-    return lambda call: {n: x.to(dtype) for n, x in call.items() if torch.is_tensor(x)}
+def words_of(text: str) -> tuple[str | torch.dtype, ...]:
+    words = [word.strip() for word in text.split(";")]
+    return tuple(getattr(torch, word[6:]) if word.startswith("torch.") else word for word in words)
 
 
-SHAPES = [
-    Mistake("query of 3 axes", shaped("query", H, L, D), ("query", "[B, H, L, d]", "[4, 5, 8]")),
-    Mistake("query of 5 axes", shaped("query", 1, B, H, L, D), ("query", "[1, 2, 4, 5, 8]")),
-    Mistake("key of 3 axes", shaped("key", H, S, D), ("key", "[B, G, S, d]", "[4, 7, 8]")),
-    Mistake("value of 3 axes", shaped("value", H, S, D), ("value", "[B, G, S, d_v]", "[4, 7, 8]")),
+def mistakes_of_shape(table: str) -> list[Mistake]:
+    """Lines of an argument, its wrong shape, and what the message says after its name."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    return [
+        Mistake(
+            f"{name} of {shape}",
+            shaped(name, *map(int, shape.split())),
+            (name, *words_of(says), str([*map(int, shape.split())])),
+        )
+        for name, shape, says in rows
+    ]
+
+
+def mistakes_of_type(table: str) -> list[Mistake]:
+    """Lines of an argument, its wrong type, and what the message says after its name."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    return [
+        Mistake(
+            f"{name} in {dtype}",
+            typed(name, getattr(torch, dtype)),
+            (name.replace("all", "query"), *words_of(says), getattr(torch, dtype)),
+            TypeError,
+        )
+        for name, dtype, says in rows
+    ]
+
+
+SHAPES = mistakes_of_shape("""
+    query     | 4 5 8       | [B, H, L, d]
+    query     | 1 2 4 5 8   | [B, H, L, d]
+    key       | 4 7 8       | [B, G, S, d]
+    value     | 4 7 8       | [B, G, S, d_v]
+    query     | 2 0 5 8     | at least one head
+    query     | 2 4 5 0     | head size
+    key       | 3 4 7 8     | batch size; 2
+    key       | 2 4 7 9     | head size; 8
+    value     | 2 4 8 6     | = [2, 4, 7, d_v]
+    value     | 2 2 7 6     | = [2, 4, 7, d_v]
+    value     | 1 4 7 6     | = [2, 4, 7, d_v]
+    w1        | 8 3         | [H, d, M]
+    w1        | 1 2 4 8 3   | [H, d, M]
+    w1        | 4 9 3       | d = 8
+    w1        | 2 8 3       | H = 4
+    w1        | 1 8 3       | H = 4
+    w1        | 3 4 8 3     | batch size 2
+    w1        | 4 8 0       | at least one
+    w1        | 8 4 3       | d = 8
+    w2        | 4 8 4       | shape of w1, [4, 8, 3]
+    w2        | 2 4 8 3     | shape of w1, [4, 8, 3]
+    w2        | 4 8 1       | shape of w1
+    key_bias  | 8           | [2, 4, 7]
+    key_bias  | 2 7         | [2, 4, 7]
+    key_bias  | 2 4 1 7     | [2, 4, 7]
+    attn_mask | 5 8         | [2, 4, 5, 7]
+    attn_mask | 2 5 7       | [2, 4, 5, 7]
+    attn_mask | 8 5 7       | [2, 4, 5, 7]
+    attn_mask | 1 2 4 5 7   | [2, 4, 5, 7]
+""")
+HEADS = [
     Mistake(
-        "query without heads",
-        shaped("query", B, 0, L, D),
-        ("query", "at least one head", "[2, 0, 5, 8]"),
-    ),
-    Mistake(
-        "query without size", shaped("query", B, H, L, 0), ("query", "head size", "[2, 4, 5, 0]")
-    ),
-    Mistake(
-        "key of another batch",
-        shaped("key", 3, H, S, D),
-        ("key", "batch size", "2", "[3, 4, 7, 8]"),
-    ),
-    Mistake(
-        "key of another size", shaped("key", B, H, S, 9), ("key", "head size", "8", "[2, 4, 7, 9]")
-    ),
-    Mistake(
-        "key of other heads",
+        "key of 2 heads",
         shaped("key", B, 2, S, D),
         ("key", "heads of query, 4", "2 (enable_gqa=True"),
     ),
-    Mistake("key heads that do not divide", grouped(3), ("heads of key must divide", "4", "3")),
-    Mistake("key of more heads", grouped(8), ("heads of key must divide", "4", "8")),
-    Mistake("key of no heads", grouped(0), ("heads of key must divide", "4", "0")),
-    Mistake(
-        "value of other keys",
-        shaped("value", B, H, 8, D_V),
-        ("value", "= [2, 4, 7, d_v]", "[2, 4, 8, 6]"),
-    ),
-    Mistake(
-        "value of other heads",
-        shaped("value", B, 2, S, D_V),
-        ("value", "= [2, 4, 7, d_v]", "[2, 2, 7, 6]"),
-    ),
-    Mistake(
-        "value of another batch",
-        shaped("value", 1, H, S, D_V),
-        ("value", "= [2, 4, 7, d_v]", "[1, 4, 7, 6]"),
-    ),
-    Mistake("w1 of 2 axes", shaped("w1", D, M), ("w1", "[H, d, M]", "[8, 3]")),
-    Mistake("w1 of 5 axes", shaped("w1", 1, B, H, D, M), ("w1", "[H, d, M]", "[1, 2, 4, 8, 3]")),
-    Mistake("w1 of another size", shaped("w1", H, 9, M), ("w1", "d = 8", "[4, 9, 3]")),
-    Mistake("w1 of other heads", shaped("w1", 2, D, M), ("w1", "H = 4", "[2, 8, 3]")),
-    Mistake("w1 of one head", shaped("w1", 1, D, M), ("w1", "H = 4", "[1, 8, 3]")),
-    Mistake(
-        "w1 of another batch", shaped("w1", 3, H, D, M), ("w1", "batch size 2", "[3, 4, 8, 3]")
-    ),
-    Mistake("w1 of no frequencies", shaped("w1", H, D, 0), ("w1", "at least one", "[4, 8, 0]")),
-    Mistake("w1 in the authors' order", shaped("w1", D, H, M), ("w1", "d = 8", "[8, 4, 3]")),
-    Mistake(
-        "w2 of other frequencies",
-        shaped("w2", H, D, 4),
-        ("w2", "shape of w1, [4, 8, 3]", "[4, 8, 4]"),
-    ),
-    Mistake(
-        "w2 with a batch axis of its own",
-        shaped("w2", B, H, D, M),
-        ("w2", "shape of w1, [4, 8, 3]", "[2, 4, 8, 3]"),
-    ),
-    Mistake("w2 that would broadcast", shaped("w2", H, D, 1), ("w2", "shape of w1", "[4, 8, 1]")),
-    Mistake("key_bias of other keys", shaped("key_bias", 8), ("key_bias", "[2, 4, 7]", "[8]")),
-    Mistake("key_bias [B, S]", shaped("key_bias", B, S), ("key_bias", "[2, 4, 7]", "[2, 7]")),
-    Mistake(
-        "key_bias of 4 axes",
-        shaped("key_bias", B, H, 1, S),
-        ("key_bias", "[2, 4, 7]", "[2, 4, 1, 7]"),
-    ),
-    Mistake(
-        "mask of other keys", shaped("attn_mask", L, 8), ("attn_mask", "[2, 4, 5, 7]", "[5, 8]")
-    ),
-    Mistake(
-        "mask [B, L, S]", shaped("attn_mask", B, L, S), ("attn_mask", "[2, 4, 5, 7]", "[2, 5, 7]")
-    ),
-    Mistake(
-        "mask [B H, L, S]",
-        shaped("attn_mask", B * H, L, S),
-        ("attn_mask", "[2, 4, 5, 7]", "[8, 5, 7]"),
-    ),
-    Mistake(
-        "mask of 5 axes",
-        shaped("attn_mask", 1, B, H, L, S),
-        ("attn_mask", "[2, 4, 5, 7]", "[1, 2, 4, 5, 7]"),
+    *(
+        Mistake(f"{n} grouped heads", grouped(n), ("heads of key must divide", "4", str(n)))
+        for n in (3, 8, 0)
     ),
     Mistake(
         "bool mask [B, S]",
         shaped("attn_mask", B, S, dtype=torch.bool),
         ("attn_mask", "[2, 4, 5, 7]", "[2, 7]"),
     ),
-    Mistake(
-        "dropout_seed of 3",
-        lambda call: {"dropout_p": 0.5, "dropout_seed": torch.zeros(3).long()},
-        ("dropout_seed", "int64", "[2]", "[3]"),
-    ),
-    Mistake(
-        "dropout_seed of 2 axes",
-        lambda call: {"dropout_p": 0.5, "dropout_seed": torch.zeros(1, 2).long()},
-        ("dropout_seed", "int64", "[2]", "[1, 2]"),
-    ),
 ]
-
-TYPES = [
+TYPES = mistakes_of_type("""
+    all       | int64         | float64, float32, bfloat16 or float16
+    all       | complex64     | float64
+    all       | bool          | float64
+    all       | float8_e4m3fn | float64
+    key       | float32       | dtype of query; torch.float64
+    value     | bfloat16      | dtype of query
+    w1        | bfloat16      | dtype of query
+    w1        | int32         | dtype of query
+    w2        | float32       | dtype of w1
+    key_bias  | int64         | floating point
+    key_bias  | bool          | floating point
+    key_bias  | float16       | dtype of query
+    attn_mask | int64         | bool; floating point
+    attn_mask | uint8         | bool; floating point
+    attn_mask | float16       | dtype of query
+""")
+SEEDS = [
     Mistake(
-        "everything int64",
-        all_typed(torch.int64),
-        ("query", "float64, float32, bfloat16 or float16", torch.int64),
-        TypeError,
-    ),
-    Mistake(
-        "everything complex",
-        all_typed(torch.complex64),
-        ("query", "float64", torch.complex64),
-        TypeError,
-    ),
-    Mistake("everything bool", all_typed(torch.bool), ("query", "float64", torch.bool), TypeError),
-    Mistake(
-        "everything float8",
-        all_typed(torch.float8_e4m3fn),
-        ("query", "float64", torch.float8_e4m3fn),
-        TypeError,
-    ),
-    Mistake(
-        "key of another dtype",
-        typed("key", torch.float32),
-        ("key", "dtype of query", torch.float64, torch.float32),
-        TypeError,
-    ),
-    Mistake(
-        "value of another dtype",
-        typed("value", torch.bfloat16),
-        ("value", "dtype of query", torch.bfloat16),
-        TypeError,
-    ),
-    Mistake(
-        "w1 in a lower precision",
-        typed("w1", torch.bfloat16),
-        ("w1", "dtype of query", torch.bfloat16),
-        TypeError,
-    ),
-    Mistake(
-        "w1 in a higher precision",
-        lambda call: {**all_typed(torch.float32)(call), "w1": call["w1"]},
-        ("w1", "dtype of query", torch.float32, torch.float64),
-        TypeError,
-    ),
-    Mistake(
-        "w1 of integers", typed("w1", torch.int32), ("w1", "dtype of query", torch.int32), TypeError
-    ),
-    Mistake(
-        "w2 unlike w1", typed("w2", torch.float32), ("w2", "dtype of w1", torch.float32), TypeError
-    ),
-    Mistake(
-        "key_bias of integers",
-        shaped("key_bias", S, dtype=torch.int64),
-        ("key_bias", "floating point", torch.int64),
-        TypeError,
-    ),
-    Mistake(
-        "key_bias of bools",
-        shaped("key_bias", S, dtype=torch.bool),
-        ("key_bias", "floating point", torch.bool),
-        TypeError,
-    ),
-    Mistake(
-        "key_bias of half",
-        shaped("key_bias", S, dtype=torch.float16),
-        ("key_bias", "dtype of query", torch.float16),
-        TypeError,
-    ),
-    Mistake(
-        "mask of integers",
-        shaped("attn_mask", L, S, dtype=torch.int64),
-        ("attn_mask", "bool", "floating point", torch.int64),
-        TypeError,
-    ),
-    Mistake(
-        "mask of bytes",
-        shaped("attn_mask", L, S, dtype=torch.uint8),
-        ("attn_mask", "bool", "floating point", torch.uint8),
-        TypeError,
-    ),
-    Mistake(
-        "mask of half",
-        shaped("attn_mask", L, S, dtype=torch.float16),
-        ("attn_mask", "dtype of query", torch.float16),
-        TypeError,
-    ),
-    Mistake(
-        "dropout_seed of int32",
-        lambda call: {"dropout_p": 0.5, "dropout_seed": torch.zeros(2).int()},
-        ("dropout_seed", "int64", torch.int32),
-    ),
-    Mistake(
-        "dropout_seed of floats",
-        lambda call: {"dropout_p": 0.5, "dropout_seed": torch.zeros(2)},
-        ("dropout_seed", "int64", torch.float32),
-    ),
+        f"dropout_seed {told}",
+        valued(dropout_p=0.5, dropout_seed=seed),
+        ("dropout_seed", "int64", told),
+    )
+    for seed, told in (
+        (torch.zeros(3).long(), "[3]"),
+        (torch.zeros(1, 2).long(), "[1, 2]"),
+        (torch.zeros(2).int(), torch.int32),
+        (torch.zeros(2), torch.float32),
+    )
 ]
+WIDER = Mistake(
+    "w1 in a higher precision",
+    lambda call: {**typed("all", torch.float32)(call), "w1": call["w1"]},
+    ("w1", "dtype of query", torch.float32, torch.float64),
+    TypeError,
+)
 
 NUMBERS = [
     Mistake(f"{name} = {number}", valued(**{name: number}), (name, says, number), ValueError)
@@ -295,7 +209,7 @@ NUMBERS = [
     for number in numbers
 ]
 
-ALL = [*SHAPES, *TYPES, *NUMBERS]
+ALL = [*SHAPES, *HEADS, *TYPES, *SEEDS, WIDER, *NUMBERS]
 ATTENTION_TENSORS = ("query", "key", "value", "w1", "w2", "key_bias", "attn_mask")
 
 
@@ -304,7 +218,7 @@ def correct_call() -> Arguments:
 
 
 def on(device: str, call: Arguments) -> Arguments:
-    """The same call there."""
+    """Moves a call to a device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
 
 
@@ -368,28 +282,20 @@ def test_errors_are_the_same_where_a_gradient_is_wanted(mistake: Mistake) -> Non
         ikattn.implicit_kernel_attention(**call)
 
 
-FEATURE_MISTAKES = [
-    Mistake("x of 3 axes", shaped("x", H, L, D), ("x", "[B, H, L, d]", "[4, 5, 8]")),
-    Mistake("x without heads", shaped("x", B, 0, L, D), ("x", "at least one head", "[2, 0, 5, 8]")),
-    Mistake("x of integers", typed("x", torch.int64), ("x", "float64", torch.int64), TypeError),
-    Mistake("w1 of 2 axes", shaped("w1", D, M), ("w1", "[H, d, M]", "[8, 3]")),
-    Mistake("w1 of another size", shaped("w1", H, 9, M), ("w1", "d = 8", "[4, 9, 3]")),
-    Mistake("w1 of other heads", shaped("w1", 2, D, M), ("w1", "H = 4", "[2, 8, 3]")),
-    Mistake(
-        "w1 of another batch", shaped("w1", 3, H, D, M), ("w1", "batch size 2", "[3, 4, 8, 3]")
-    ),
-    Mistake("w1 of no frequencies", shaped("w1", H, D, 0), ("w1", "at least one", "[4, 8, 0]")),
-    Mistake(
-        "w1 in a lower precision",
-        typed("w1", torch.float16),
-        ("w1", "dtype of", torch.float16),
-        TypeError,
-    ),
-    Mistake("w2 of other frequencies", shaped("w2", H, D, 4), ("w2", "shape of w1", "[4, 8, 4]")),
-    Mistake(
-        "w2 unlike w1", typed("w2", torch.float32), ("w2", "dtype of w1", torch.float32), TypeError
-    ),
-]
+FEATURE_MISTAKES = mistakes_of_shape("""
+    x  | 4 5 8     | [B, H, L, d]
+    x  | 2 0 5 8   | at least one head
+    w1 | 8 3       | [H, d, M]
+    w1 | 4 9 3     | d = 8
+    w1 | 2 8 3     | H = 4
+    w1 | 3 4 8 3   | batch size 2
+    w1 | 4 8 0     | at least one
+    w2 | 4 8 4     | shape of w1
+""") + mistakes_of_type("""
+    x  | int64     | float64
+    w1 | float16   | dtype of
+    w2 | float32   | dtype of w1
+""")
 
 
 @each_device
@@ -397,13 +303,13 @@ FEATURE_MISTAKES = [
 def test_features_name_the_wrong_argument(mistake: Mistake, device: str) -> None:
     call = of_features(correct_call())
     with pytest.raises(mistake.error, match=mistake.message("spectral_features")):
-        ikattn.spectral_features(**on(device, call | mistake.change(call)))
+        ikattn.ops.spectral_features(**on(device, call | mistake.change(call)))
 
 
 def test_features_never_speak_of_a_query() -> None:
     call = correct_call()
     with pytest.raises(RuntimeError, match="spectral_features") as caught:
-        ikattn.spectral_features(call["query"], call["w1"][:, :7])
+        ikattn.ops.spectral_features(call["query"], call["w1"][:, :7])
     assert "query" not in str(caught.value)
 
 
@@ -444,7 +350,7 @@ def test_a_feature_argument_on_another_device_is_named(name: str, inference: boo
         torch.inference_mode(inference),
         pytest.raises(RuntimeError, match=f"spectral_features: {message}"),
     ):
-        ikattn.spectral_features(**call)
+        ikattn.ops.spectral_features(**call)
 
 
 @each_mode
@@ -475,21 +381,21 @@ def test_the_operator_itself_wants_a_seed_with_its_dropout() -> None:
         torch.ops.ikattn.implicit_kernel_attention(**call)
 
 
-@pytest.mark.parametrize("dropout_p", [-0.5, 1.0, NAN])
-def test_keep_mask_wants_a_probability_below_one(dropout_p: float) -> None:
-    with pytest.raises(ValueError, match=r"dropout_keep_mask: dropout_p must be in \[0, 1\)"):
-        ikattn.ops.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, 2, 2), dropout_p)
-
-
-@pytest.mark.parametrize("seed", [torch.zeros(3).long(), torch.zeros(2), torch.zeros(1, 2).long()])
-def test_keep_mask_wants_a_pair_of_int64(seed: Tensor) -> None:
-    with pytest.raises(RuntimeError, match=r"dropout_keep_mask: dropout_seed must be an int64"):
-        ikattn.ops.dropout_keep_mask(seed, (1, 1, 2, 2), 0.5)
-
-
-def test_keep_mask_wants_sizes_that_are_not_negative() -> None:
-    with pytest.raises(RuntimeError, match=r"sizes must not be negative, got 1, 1, -2, 2"):
-        ikattn.ops.dropout_keep_mask(torch.tensor([1, 2]), (1, 1, -2, 2), 0.5)
+@pytest.mark.parametrize(
+    ("seed", "sizes", "dropout_p", "error", "message"),
+    [
+        (SEED, (1, 1, 2, 2), -0.5, ValueError, r"dropout_p must be in \[0, 1\)"),
+        (SEED, (1, 1, 2, 2), 1.0, ValueError, r"dropout_p must be in \[0, 1\)"),
+        (SEED, (1, 1, 2, 2), NAN, ValueError, r"dropout_p must be in \[0, 1\)"),
+        (torch.zeros(3).long(), (1, 1, 2, 2), 0.5, RuntimeError, "dropout_seed must be an int64"),
+        (torch.zeros(2), (1, 1, 2, 2), 0.5, RuntimeError, "dropout_seed must be an int64"),
+        (SEED[None], (1, 1, 2, 2), 0.5, RuntimeError, "dropout_seed must be an int64"),
+        (SEED, (1, 1, -2, 2), 0.5, RuntimeError, "sizes must not be negative, got 1, 1, -2, 2"),
+    ],
+)
+def test_keep_mask_names_what_is_wrong(seed, sizes, dropout_p, error, message):
+    with pytest.raises(error, match=f"dropout_keep_mask: .*{message}"):
+        ikattn.ops.dropout_keep_mask(seed, sizes, dropout_p)
 
 
 @pytest.mark.parametrize(
@@ -502,27 +408,14 @@ def test_keep_mask_wants_sizes_that_are_not_negative() -> None:
         ({"w2": torch.zeros(H, D, M).double()}, r"w2 must be given for kernel=\"implicit\" only"),
         ({"kernel": "rbf", "p": 0.2}, r"p must be a finite number >= 1 or None, got 0\.2"),
         ({"magnitude_scale": 0.1}, r"magnitude_scale must be None for kernel=\"dot\".*got 0\.1"),
-        (
-            {"key": torch.zeros(2, 2, 5, 9)},
-            r"key must have shape .* of query, .*got \[2, 2, 5, 9\]",
-        ),
-    ],
-    ids=[
-        "unknown kernel",
-        "no frequencies",
-        "frequencies for rbf",
-        "frequencies for dot",
-        "other frequencies for dot",
-        "p",
-        "magnitude of dot",
-        "shape",
+        ({"key": torch.zeros(2, 2, 5, 9)}, r"key must have .* of query, .*got \[2, 2, 5, 9\]"),
     ],
 )
 def test_decompose_names_what_does_not_fit(options: Arguments, pattern: str) -> None:
     call = correct_call()
     tokens = {"query": call["query"], "key": call["key"]}
     with pytest.raises(ValueError, match=pattern):
-        ikattn.similarity_and_magnitude(**tokens | options)
+        ikattn.ops.similarity_and_magnitude(**tokens | options)
 
 
 @pytest.mark.parametrize(
@@ -551,7 +444,7 @@ def test_backward_refuses_a_gradient_unlike_the_output(spoil: Callable[..., Tens
 
 @pytest.mark.parametrize("name", ["output", "log_normalizer"])
 def test_backward_refuses_results_of_another_call(name: str) -> None:
-    """They are read by address: a wrong shape must not be a wrong read."""
+    """Tensors are read by address: a wrong shape must not be a wrong read."""
     call = correct_call()
     output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(**call)
     results = {"output": output, "log_normalizer": log_normalizer}
@@ -582,3 +475,23 @@ def test_other_backwards_refuse_a_gradient_unlike_the_result(operator: str) -> N
         function = torch.ops.ikattn.spectral_features_backward
     with pytest.raises(RuntimeError, match=rf"grad_{operator} must be .*got"):
         function(grad, *tensors, **options)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ikattn.implicit_kernel_attention,
+        ikattn.which_kernels,
+        ikattn.reference.implicit_kernel_attention,
+        ikattn.implicit_kernel_weights,
+        ikattn.reference.implicit_kernel_weights,
+    ],
+)
+def test_an_option_that_is_none_is_a_type_error_that_names_it(function) -> None:
+    x, w1 = torch.randn(1, 2, 3, 4), torch.randn(2, 4, 5)
+    tensors = (x, x, w1) if "weights" in function.__name__ else (x, x, x, w1)
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'causal'.*is_causal"):
+        function(*tensors, causal=True)
+    edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 1], [1, 0]]), num_targets=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attn_mask'"):
+        ikattn.ops.softmax_edge_attention(*torch.randn(3, 2, 1, 4), edges, attn_mask=None)

@@ -121,17 +121,10 @@ def test_magnitude_has_no_gradient_at_zero_keys(p: float, dtype: torch.dtype) ->
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [
-        (torch.float64, 1e-60),
-        (torch.float64, 1e60),
-        (torch.float32, 1e-15),
-        (torch.float32, 1e15),
-    ],
+    [(torch.float64, 1e-60), (torch.float64, 1e60), (torch.float32, 1e-15), (torch.float32, 1e15)],
     ids=str,
 )
-def test_gradient_of_the_magnitude_is_right_where_powers_of_the_key_are_no_numbers(
-    p: float, dtype: torch.dtype, size: float
-) -> None:
+def test_gradient_of_the_magnitude_is_right_where_powers_of_the_key_are_no_numbers(p, dtype, size):
     """With w = 0 all depends on magnitude_scale |k|^2: f(c k, scale / c^2) = f(k, scale)."""
     arguments = Sample(f"sizes for p {p}", S=9, d=5).arguments(dtype) | {"p": p}
     arguments |= {"w1": torch.zeros(2, 5, 3, dtype=dtype), "w2": None, "magnitude_scale": 0.1}
@@ -175,9 +168,7 @@ def test_hidden_pairs_of_a_float_mask_have_no_gradient(sample: Sample, dtype: to
 
 
 @pytest.mark.parametrize("shape", [(64,), (4, 1, 64), (2048, 1), (4, 1, 1, 1)], ids=str)
-def test_gradients_of_broadcast_masks_are_sums_that_keep_their_digits(
-    shape: tuple[int, ...],
-) -> None:
+def test_gradients_of_broadcast_masks_are_sums_that_keep_their_digits(shape):
     torch.manual_seed(0)
     call = {"query": torch.randn(4, 4, 2048, 16), "attn_mask": torch.randn(shape)}
     call |= {name: torch.randn(4, 4, 64, 16) for name in ("key", "value")}
@@ -190,14 +181,14 @@ def test_gradients_of_broadcast_masks_are_sums_that_keep_their_digits(
         gradients(function, call, ["attn_mask"], incoming)["attn_mask"]
         for function in (attention, reference)
     )
-    # What is added up vanishes as a whole where every key of a row gets the same.
+    # The sum vanishes where every key of a row gets the same.
     scale = 0.0 if shape[-1] == 64 else 1.0
     assert error(got, wide, scale) <= max(2 * error(other, wide, scale), 1e-6)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
-    """Those of units are summed in groups of 8 MiB: three of them here, that part batch items."""
+    """Gradients of units are summed in groups of 8 MiB: three here, that part batch items."""
     torch.manual_seed(0)
     sets = (9, 2) if per_sample else (2,)
     call = {name: torch.randn(9, 2, 5, 256) for name in ("key", "value")}
@@ -217,10 +208,8 @@ def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("way", ["mask", "bias"])
-def test_rows_of_the_lowest_number_have_their_gradients(
-    way: str, dtype: torch.dtype, p: float | None
-) -> None:
-    """As Hugging Face's masks hide padding: such rows are like rows without the mask."""
+def test_rows_of_the_lowest_number_have_their_gradients(way, dtype, p):
+    """Hugging Face's masks hide padding so; such rows are like rows without the mask."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 300, 8).to(dtype).unbind()
     call = {"query": query, "key": key, "value": value}

@@ -113,8 +113,7 @@ def test_causal_and_a_mask_hide_what_either_hides(shape: str) -> None:
     hide = hidden(CAUSAL, shape)
     either = ~hide & torch.ones(CAUSAL.L, CAUSAL.S).tril().bool()
     assert_same_call(
-        arguments | {"attn_mask": ~hide},
-        arguments | {"is_causal": False, "attn_mask": either},
+        arguments | {"attn_mask": ~hide}, arguments | {"is_causal": False, "attn_mask": either}
     )
 
 
@@ -239,7 +238,7 @@ def test_weights_of_the_product_of_similarity_and_magnitude() -> None:
     for p in (None, 1.0, 1.8, 2.0, 3.0):
         for w2 in (arguments["w2"], None):
             frequencies = {"w1": arguments["w1"], "w2": w2}
-            similarity, magnitude = ikattn.similarity_and_magnitude(
+            similarity, magnitude = ikattn.ops.similarity_and_magnitude(
                 arguments["query"], arguments["key"], kernel="implicit", p=p, **frequencies
             )
             weights = similarity * magnitude.unsqueeze(-2)
@@ -253,7 +252,7 @@ def test_weights_of_the_product_of_similarity_and_magnitude() -> None:
 def test_p_2_makes_softmax_attention_of_rbf_similarity_and_magnitude(kernel: str) -> None:
     arguments = Sample("dot", L=67, S=65, d=13, d_v=65).arguments()
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    similarity, magnitude = ikattn.similarity_and_magnitude(query, key, kernel=kernel)
+    similarity, magnitude = ikattn.ops.similarity_and_magnitude(query, key, kernel=kernel)
     weights = similarity * magnitude.unsqueeze(-2)
     expected = scaled_dot_product_attention(query, key, value)
     assert_close(weights / weights.sum(-1, keepdim=True) @ value, expected, TOLERANCE)
@@ -265,7 +264,7 @@ def test_rbf_with_another_p_is_softmax_attention_with_the_norms_exchanged(p: flo
     for a factor of the row, with gap = |k|_p^2 - |k|_2^2."""
     arguments = Sample("rbf", L=67, S=65, d=16, d_v=65).arguments()
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    similarity, magnitude = ikattn.similarity_and_magnitude(query, key, kernel="rbf", p=p)
+    similarity, magnitude = ikattn.ops.similarity_and_magnitude(query, key, kernel="rbf", p=p)
     weights = similarity * magnitude.unsqueeze(-2)
     squares = [key.abs().pow(order).sum(-1).pow(2 / order) for order in (p, 2.0)]
     gap = ((squares[0] - squares[1]) / 8).unsqueeze(-2)
@@ -276,10 +275,10 @@ def test_rbf_with_another_p_is_softmax_attention_with_the_norms_exchanged(p: flo
 def test_magnitude_is_of_the_norm_of_the_key() -> None:
     key = torch.tensor([[[[3.0, -4.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]]).double()
     for p, norm in ((1.0, 7.0), (2.0, 5.0), (3.0, 91 ** (1 / 3))):
-        _, magnitude = ikattn.similarity_and_magnitude(key, key, kernel="rbf", p=p)
+        _, magnitude = ikattn.ops.similarity_and_magnitude(key, key, kernel="rbf", p=p)
         expected = torch.tensor([[[math.exp(norm**2 / 4), 1.0]]], dtype=torch.float64)
         assert_close(magnitude, expected, 1e-13)
-    _, none = ikattn.similarity_and_magnitude(key, key, kernel="rbf", p=None)
+    _, none = ikattn.ops.similarity_and_magnitude(key, key, kernel="rbf", p=None)
     assert torch.equal(none, torch.ones_like(none))
 
 
@@ -287,8 +286,8 @@ def test_dot_ignores_p() -> None:
     arguments = BY_NAME["15 queries, 17 keys"].arguments()
     query, key = arguments["query"], arguments["key"]
     for default, cubic in zip(
-        ikattn.similarity_and_magnitude(query, key),
-        ikattn.similarity_and_magnitude(query, key, p=3.0),
+        ikattn.ops.similarity_and_magnitude(query, key),
+        ikattn.ops.similarity_and_magnitude(query, key, p=3.0),
         strict=True,
     ):
         assert torch.equal(default, cubic)

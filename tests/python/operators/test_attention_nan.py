@@ -31,7 +31,7 @@ reference = ikattn.reference.implicit_kernel_attention
 
 INF, NAN = float("inf"), float("nan")
 FLOATS = DTYPES[:2]
-# What padding may hold. 1e18 is finite, but its square is the largest magnitude by far.
+# Padding may hold these. 1e18 is finite, but its square is the largest magnitude by far.
 RUBBISH = {"NaN": NAN, "inf": INF, "-inf": -INF, "1e3": 1e3, "1e18": 1e18}
 
 # Beyond one tile both ways; two heads of keys serve four of queries.
@@ -80,7 +80,7 @@ WAYS_TO_HIDE = [
 
 
 def hidden_keys(arguments: Arguments) -> Tensor:
-    """Those that no query sees, by any of the ways above."""
+    """Returns the keys that no query sees, by any of the ways above."""
     hidden = torch.arange(140) >= (70 if arguments["is_causal"] else 140)
     if arguments["attn_mask"] is not None or arguments["key_bias"] is not None:
         hidden = hidden | HIDDEN_KEYS
@@ -90,7 +90,7 @@ def hidden_keys(arguments: Arguments) -> Tensor:
 def with_rubbish(
     arguments: Arguments, rubbish: float, names: tuple[str, ...] = ("key", "value")
 ) -> Arguments:
-    """The same call, its hidden keys and values set to one number (in float16: the largest)."""
+    """Sets hidden keys and values of a call to one number (in float16: the largest)."""
     hide = hidden_keys(arguments).unsqueeze(-1)
     fitting = rubbish
     if abs(rubbish) < INF:
@@ -104,7 +104,7 @@ def parametrised_over_rubbish(dtypes: tuple[torch.dtype, ...]) -> pytest.MarkDec
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of two calls that must give the same, but may scale their exponents differently."""
+    """Returns the tolerance of calls that may scale their exponents differently."""
     return {torch.float64: 1e-12, torch.float32: 3e-6}.get(dtype, 2e-2)
 
 
@@ -113,9 +113,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 @pytest.mark.operators
 @parametrised_over_rubbish(DTYPES)
-def test_hidden_keys_and_values_never_leak(
-    hide: object, rubbish: float, dtype: torch.dtype
-) -> None:
+def test_hidden_keys_and_values_never_leak(hide, rubbish, dtype):
     arguments = hide(SHAPE.arguments(dtype))
     expected = attention(**with_rubbish(arguments, 0.0))
     assert_close(attention(**with_rubbish(arguments, rubbish)), expected, tolerance(dtype))
@@ -124,9 +122,7 @@ def test_hidden_keys_and_values_never_leak(
 @pytest.mark.parametrize("d_v", [1, 2])  # on AVX2 too, of which two share a vector
 @pytest.mark.operators
 @parametrised_over_rubbish(FLOATS)
-def test_hidden_keys_never_leak_into_their_neighbours_in_a_vector(
-    hide: object, rubbish: float, dtype: torch.dtype, d_v: int
-) -> None:
+def test_hidden_keys_never_leak_into_their_neighbours_in_a_vector(hide, rubbish, dtype, d_v):
     arguments = hide(replace(SHAPE, d_v=d_v).arguments(dtype))
     clean, spoilt = with_rubbish(arguments, 0.0), with_rubbish(arguments, rubbish)
     assert_close(attention(**spoilt), attention(**clean), tolerance(dtype))
@@ -137,9 +133,7 @@ def test_hidden_keys_never_leak_into_their_neighbours_in_a_vector(
 
 @pytest.mark.operators
 @parametrised_over_rubbish(DTYPES)
-def test_hidden_keys_and_values_never_leak_into_gradients(
-    hide: object, rubbish: float, dtype: torch.dtype
-) -> None:
+def test_hidden_keys_and_values_never_leak_into_gradients(hide, rubbish, dtype):
     arguments = hide(SHAPE.arguments(dtype))
     expected = gradients(attention, with_rubbish(arguments, 0.0))
     found = gradients(attention, with_rubbish(arguments, rubbish))
@@ -152,9 +146,7 @@ def test_hidden_keys_and_values_never_leak_into_gradients(
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.operators
 @parametrised_over_rubbish(FLOATS)
-def test_rubbish_in_the_key_or_the_value_alone_never_leaks(
-    hide: object, rubbish: float, dtype: torch.dtype, name: str
-) -> None:
+def test_rubbish_in_the_key_or_the_value_alone_never_leaks(hide, rubbish, dtype, name):
     arguments = with_rubbish(hide(SHAPE.arguments(dtype)), 0.0)
     spoilt = with_rubbish(arguments, rubbish, (name,))
     assert_close(attention(**spoilt), attention(**arguments), tolerance(dtype))
@@ -166,9 +158,7 @@ def test_rubbish_in_the_key_or_the_value_alone_never_leaks(
 @pytest.mark.parametrize("average_heads", [False, True])
 @pytest.mark.operators
 @parametrised_over_rubbish(FLOATS)
-def test_hidden_keys_never_leak_into_weights_and_their_gradients(
-    hide: object, rubbish: float, dtype: torch.dtype, average_heads: bool
-) -> None:
+def test_hidden_keys_never_leak_into_weights(hide, rubbish, dtype, average_heads):
     arguments = hide(SHAPE.arguments(dtype))
     operator = functools.partial(weights, average_heads=average_heads)
     clean, spoilt = (of_weights(with_rubbish(arguments, number)) for number in (0.0, rubbish))
@@ -190,9 +180,7 @@ def second_derivatives(arguments: Arguments) -> list[Tensor]:
 
 @pytest.mark.operators
 @parametrised_over_rubbish((torch.float64,))
-def test_hidden_keys_and_values_never_leak_into_second_derivatives(
-    hide: object, rubbish: float, dtype: torch.dtype
-) -> None:
+def test_hidden_keys_and_values_never_leak_into_second_derivatives(hide, rubbish, dtype):
     arguments = hide(SHAPE.arguments(dtype))
     clean, spoilt = (second_derivatives(with_rubbish(arguments, x)) for x in (0.0, rubbish))
     for got, expected in zip(spoilt, clean, strict=True):
@@ -216,9 +204,7 @@ def split_call(dtype: torch.dtype, mask_kind: str, rubbish: float) -> tuple[Argu
 @pytest.mark.parametrize("mask_kind", ["bool", "float"])
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_a_spoilt_key_spoils_exactly_the_rows_that_see_it(
-    dtype: torch.dtype, rubbish: float, mask_kind: str
-) -> None:
+def test_a_spoilt_key_spoils_exactly_the_rows_that_see_it(dtype, rubbish, mask_kind):
     clean, spoilt = split_call(dtype, mask_kind, rubbish)
     output = attention(**spoilt)
     assert_close(output[:, :, ::2], attention(**clean)[:, :, ::2], tolerance(dtype))
@@ -232,9 +218,7 @@ def test_a_spoilt_key_spoils_exactly_the_rows_that_see_it(
 @pytest.mark.parametrize("mask_kind", ["bool", "float"])
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_a_spoilt_key_spoils_no_gradient_of_what_cannot_see_it(
-    dtype: torch.dtype, rubbish: float, mask_kind: str
-) -> None:
+def test_a_spoilt_key_spoils_no_gradient_of_what_cannot_see_it(dtype, rubbish, mask_kind):
     clean, spoilt = split_call(dtype, mask_kind, rubbish)
     expected, found = gradients(attention, clean), gradients(attention, spoilt)
     for name in ("query", "key", "value"):
@@ -263,9 +247,7 @@ def test_a_spoilt_key_of_the_future_spoils_no_earlier_row(first: int, dtype: tor
 @pytest.mark.parametrize("rubbish", [NAN, INF], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_spoilt_query_spoils_its_own_row_only(
-    dtype: torch.dtype, rubbish: float, masked: bool
-) -> None:
+def test_a_spoilt_query_spoils_its_own_row_only(dtype, rubbish, masked):
     arguments = SHAPE.arguments(dtype)
     if masked:
         arguments["attn_mask"] = torch.zeros(70, arguments["key"].size(-2), dtype=dtype)
@@ -337,9 +319,7 @@ def test_a_spoilt_incoming_gradient_spoils_no_other_query(dtype: torch.dtype) ->
 @pytest.mark.parametrize("mask_kind", ["bool", "float"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("rubbish", [1.0, NAN, INF], ids=str)
-def test_rows_that_see_no_key_are_zero_and_have_no_gradient(
-    rubbish: float, dtype: torch.dtype, mask_kind: str
-) -> None:
+def test_rows_that_see_no_key_are_zero_and_have_no_gradient(rubbish, dtype, mask_kind):
     arguments = SHAPE.arguments(dtype)
     blind = torch.arange(70).remainder(9) == 4
     blind[64:] = True  # the last tile in full
@@ -366,10 +346,8 @@ def test_rows_that_see_no_key_are_zero_and_have_no_gradient(
 @pytest.mark.parametrize("average_heads", [False, True])
 @pytest.mark.parametrize("way", ["mask", "bias", "dropout"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_weights_of_a_spoilt_row_are_nan_where_it_sees_and_keeps(
-    dtype: torch.dtype, way: str, average_heads: bool
-) -> None:
-    """Also where its weight underflowed; what dropout drops is zero."""
+def test_weights_of_a_spoilt_row_are_nan_where_it_sees_and_keeps(dtype, way, average_heads):
+    """NaN stands where its weight underflowed, too; dropped numbers are zero."""
     call = of_weights(SHAPE.arguments(dtype))
     logits = torch.tensor([0.0, -1000.0, -INF], dtype=dtype)[torch.arange(140) % 3]
     hides: Arguments = {"attn_mask": logits} if way == "mask" else {"key_bias": logits}
@@ -458,9 +436,7 @@ def with_norms(sample: Sample, dtype: torch.dtype, spread: float) -> Arguments:
 @pytest.mark.parametrize("spread", [30.0, 70.0, 250.0, 2000.0, 20000.0])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("kind", HUGE)
-def test_any_spread_of_norms_is_as_accurate_as_in_the_reference(
-    kind: str, dtype: torch.dtype, spread: float
-) -> None:
+def test_any_spread_of_norms_is_as_accurate_as_in_the_reference(kind, dtype, spread):
     arguments = with_norms(HUGE[kind], dtype, spread)
     output = attention(**arguments)
     assert output.isfinite().all()
@@ -474,9 +450,7 @@ def test_any_spread_of_norms_is_as_accurate_as_in_the_reference(
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("size", [30.0, 1e3, 1e9, 1e18])
-def test_one_enormous_key_of_the_future_changes_no_earlier_row(
-    size: float, dtype: torch.dtype
-) -> None:
+def test_one_enormous_key_of_the_future_changes_no_earlier_row(size, dtype):
     arguments = Sample("enormous", L=130, S=130, is_causal=True).arguments(dtype)
     clean = attention(**arguments)[:, :, :100]
     clean_gradient = gradients(attention, arguments)["query"][:, :, :100]

@@ -62,9 +62,7 @@ def rounding_of_fixed_point(**arguments: Any) -> Tensor:
 
 
 @each_call(SAMPLES, dtype=DTYPES)
-def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(sample, dtype):
     arguments = sample.arguments(dtype)
     got = log_normalizer(**arguments)
     expected = in_float64(formula.log_normalizer, arguments)
@@ -81,9 +79,7 @@ def test_log_normalizer_is_the_logarithm_of_the_sum_of_the_weights(
 
 
 @each_call(few_of(SAMPLES), dtype=DTYPES)
-def test_output_is_laid_out_as_the_projection_after_it_reads_it(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_output_is_laid_out_as_the_projection_after_it_reads_it(sample, dtype):
     output = ikattn.implicit_kernel_attention(**sample.arguments(dtype))
     assert output.shape == (sample.B, sample.H, sample.L, sample.d_v)
     assert output.dtype == dtype
@@ -144,3 +140,14 @@ def test_output_needs_no_graph_where_none_is_wanted(context: type) -> None:
         output = ikattn.implicit_kernel_attention(**arguments)
     assert not output.requires_grad
     assert torch.equal(output, ikattn.implicit_kernel_attention(**arguments).detach())
+
+
+def test_the_naive_formula_is_the_reference() -> None:
+    from ikattn.ops import naive
+
+    q, k, v = torch.randn(3, 2, 4, 7, 6, dtype=torch.float64)
+    w1, w2 = 0.3 * torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    hidden = torch.where(torch.ones(7, 7).tril().bool(), 0.0, -torch.inf)
+    found = naive.attention(q, k, v, w1, w2, p=3.0, bias=hidden)
+    expected = reference(q, k, v, w1, w2, p=3.0, is_causal=True)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

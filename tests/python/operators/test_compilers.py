@@ -65,7 +65,7 @@ class Encoder(nn.Module):
 
 MODELS = {"SelfAttention": SelfAttention, "Encoder": Encoder}
 each_model = pytest.mark.parametrize("model_type", MODELS.values(), ids=MODELS)
-# What takes seconds a setting: of the implicit kernel all, of the others one each.
+# A setting takes seconds: the implicit kernel has all of them, the others one each.
 each_setting = each(
     ("kernel",),
     [(kernel,) for kernel in KERNELS],
@@ -102,9 +102,7 @@ def with_gradients(model: nn.Module, call: Call, x: Tensor, padding: Tensor) -> 
 
 
 @each_setting
-def test_compiled_once_it_computes_what_eager_does_for_every_length(
-    model_type: type[nn.Module], kernel: str, training: bool
-) -> None:
+def test_compiled_once_it_computes_what_eager_does_for_every_length(model_type, kernel, training):
     model = make(model_type, kernel, dropout=0.3).train(training)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     for number, size in enumerate(SIZES):
@@ -117,9 +115,7 @@ def test_compiled_once_it_computes_what_eager_does_for_every_length(
 
 @each_kernel
 @each_model
-def test_compiled_without_grad_it_computes_what_eager_does_for_every_length(
-    model_type: type[nn.Module], kernel: str
-) -> None:
+def test_compiled_without_grad_it_computes_what_eager_does_for_every_length(model_type, kernel):
     model = make(model_type, kernel)
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
@@ -147,7 +143,7 @@ def test_compiled_torchs_fused_path_refuses_the_values_of_a_float_mask() -> None
 
 @pytest.mark.parametrize("spectral", [None, "direct", "stationary", "ikan", "mikan"])
 def test_compiled_checkpoints_compute_what_eager_does(spectral: str | None) -> None:
-    """What keeps a regulariser needs torch's word for it that it may, as the documentation says."""
+    """A source that keeps a regulariser needs a setting of torch, which the documentation names."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True)
     options = {} if spectral is None else {"spectral": spectral, "num_frequencies": 8}
@@ -206,9 +202,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machin
 @each_mode
 @each_kernel
 @each_model
-def test_replayed_as_a_graph_it_computes_what_eager_does(
-    model_type: type[nn.Module], kernel: str, training: bool
-) -> None:
+def test_replayed_as_a_graph_it_computes_what_eager_does(model_type, kernel, training):
     """reduce-overhead: the first call warms up, the second is recorded, the others replay it."""
     model = make(model_type, kernel).train(training).to(DEVICE)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
@@ -248,9 +242,7 @@ def export(model: nn.Module) -> torch.export.ExportedProgram:
 
 
 @each_setting
-def test_exported_with_dynamic_shapes_it_computes_what_eager_does(
-    model_type: type[nn.Module], kernel: str, training: bool
-) -> None:
+def test_exported_with_dynamic_shapes_it_computes_what_eager_does(model_type, kernel, training):
     model = make(model_type, kernel).train(training)
     program = export(model).module()
     for size in SIZES:
@@ -284,7 +276,7 @@ def test_an_aot_inductor_package_computes_what_eager_does(kernel: str, tmp_path:
 
 
 def test_decompositions_leave_torchs_operators_alone() -> None:
-    program = export(make(Encoder, "implicit")).run_decompositions(ikattn.decompositions())
+    program = export(make(Encoder, "implicit")).run_decompositions(ikattn.ops.decompositions())
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not {name for name in names if name.startswith("ikattn")}
     assert "aten.layer_norm.default" in names
@@ -298,26 +290,22 @@ def test_the_contribution_operators_decompose_too() -> None:
         def forward(self, query: Tensor, value: Tensor, weight: Tensor) -> Tensor:
             given = ikattn.contributions(query.softmax(-1), value, weight).summed
             streamed = ikattn.streamed_contributions(query, query, value, weight).summed
-            assert given is not None
-            assert streamed is not None
             return given + streamed
 
     x = torch.randn(2, H, 5, 5), torch.randn(2, H, 5, E // H), torch.randn(E, E)
     program = torch.export.export(Norms(), x)
-    decomposed = program.run_decompositions(ikattn.decompositions())
+    decomposed = program.run_decompositions(ikattn.ops.decompositions())
     assert "ikattn" in str(program.graph)
     assert "ikattn" not in str(decomposed.graph)
     torch.testing.assert_close(decomposed.module()(*x), Norms()(*x), rtol=1e-4, atol=1e-5)
 
 
 @each(("kernel",), [(kernel,) for kernel in KERNELS], {"model_type": MODELS}, few=[("implicit",)])
-def test_exported_to_onnx_it_computes_what_eager_does(
-    model_type: type[nn.Module], kernel: str, tmp_path: Path
-) -> None:
+def test_exported_to_onnx_it_computes_what_eager_does(model_type, kernel, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs it: pip install onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
     model = make(model_type, kernel)
-    program = export(model).run_decompositions(ikattn.decompositions())
+    program = export(model).run_decompositions(ikattn.ops.decompositions())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own deprecations
         torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "model.onnx")
@@ -336,9 +324,7 @@ def test_exported_to_onnx_it_computes_what_eager_does(
         )
 
 
-def test_the_examples_of_the_documentation_run(
-    source_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_documentation_run(source_tree, tmp_path, monkeypatch):
     text = (source_tree / "docs" / "guide" / "exporting.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert examples

@@ -17,12 +17,12 @@ def dependent(name: str, x: Tensor, w: Tensor) -> Tensor:
     if name == "weights":
         return ikattn.implicit_kernel_weights(x, x.sin(), w)
     if name == "features":
-        return ikattn.spectral_features(x, w * x.mean(), w * x.mean())
+        return ikattn.ops.spectral_features(x, w * x.mean(), w * x.mean())
     if name == "packed":
         tokens, ends = x[0].transpose(0, 1), torch.tensor([0, x.size(2)])
         return ikattn.implicit_kernel_attention_varlen(tokens, tokens, tokens, w, w, ends, ends)
     if name == "moments":
-        features = ikattn.spectral_features(x, w)
+        features = ikattn.ops.spectral_features(x, w)
         moments, reference = operators.key_moments(features, x.sum(-1), features[..., :3])
         return operators.attention_from_moments(features, moments, reference)[0]
     if name == "contributions":
@@ -31,7 +31,7 @@ def dependent(name: str, x: Tensor, w: Tensor) -> Tensor:
         return maps.summed
     nodes = x[0].transpose(0, 1)
     rows = torch.arange(nodes.size(0) + 1)
-    edges = ikattn.Edges(rows, torch.arange(nodes.size(0)).flip(0))
+    edges = ikattn.ops.Edges(rows, torch.arange(nodes.size(0)).flip(0))
     return ikattn.implicit_kernel_edge_attention(nodes, nodes.cos(), nodes, edges, w)
 
 

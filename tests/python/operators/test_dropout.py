@@ -67,13 +67,10 @@ def documented_keep_mask(seed: Tensor, shape: tuple[int, ...], dropout_p: float)
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize(
-    ("seed", "offset"),
-    [(0, 0), (1, 2), (2**62 + 12345, 2**61 + 6789), (-1, -1), (2**32, 2**32)],
+    ("seed", "offset"), [(0, 0), (1, 2), (2**62 + 12345, 2**61 + 6789), (-1, -1), (2**32, 2**32)]
 )
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 16, 16), (1, 2, 37, 65), (3, 1, 70, 15)])
-def test_mask_is_the_documented_function_of_seed_and_position(
-    shape: tuple[int, ...], seed: int, offset: int, dropout_p: float
-) -> None:
+def test_mask_is_the_documented_function_of_seed_and_position(shape, seed, offset, dropout_p):
     numbers = torch.tensor([seed, offset])
     expected = documented_keep_mask(numbers, shape, dropout_p)
     assert torch.equal(dropout_keep_mask(numbers, shape, dropout_p), expected)
@@ -223,7 +220,7 @@ def test_no_dropout_draws_nothing_from_the_generator() -> None:
 
 
 def test_backward_uses_the_mask_of_its_forward() -> None:
-    """Also when other masks were drawn in between."""
+    """Other masks may be drawn in between."""
     call = SHAPE.arguments() | {"dropout_p": 0.5}
     call["value"].requires_grad_()
     torch.manual_seed(1)
@@ -243,8 +240,7 @@ def test_a_seed_may_be_a_strided_view() -> None:
     first, second = (attention(**(call | {"dropout_seed": seed})) for seed in (dense, strided))
     assert_identical([first], [second])
     assert torch.equal(
-        dropout_keep_mask(strided, (1, 1, 9, 9), 0.5),
-        dropout_keep_mask(dense, (1, 1, 9, 9), 0.5),
+        dropout_keep_mask(strided, (1, 1, 9, 9), 0.5), dropout_keep_mask(dense, (1, 1, 9, 9), 0.5)
     )
 
 

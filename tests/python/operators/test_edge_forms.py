@@ -42,7 +42,7 @@ each_order = pytest.mark.parametrize("p", [2.0, 1.0, 3.5, None])
 def test_softmax_attention_over_edges_is_that_of_the_definition(p):
     arguments = nodes()
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    found = ikattn.softmax_edge_attention(query, key, value, EDGES, p=p, return_weights=True)
+    found = ikattn.ops.softmax_edge_attention(query, key, value, EDGES, p=p, return_weights=True)
     wanted = by_logits(lambda i, j, h: softmax_logits(arguments, i, j, h, p), value)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     if p == 2:
@@ -87,7 +87,7 @@ def test_the_gat_form_is_that_of_the_definition(kernel, p):
             score = torch.log(s[0, 0] ** 2 + 1e-5)
         return score if p is None else score + torch.linalg.vector_norm(x, p) ** 2 / (2 * root)
 
-    found = ikattn.gat_edge_attention(edges=EDGES, p=p, return_weights=True, **arguments)
+    found = ikattn.ops.gat_edge_attention(edges=EDGES, p=p, return_weights=True, **arguments)
     torch.testing.assert_close(found, by_logits(logit, arguments["value"]), rtol=1e-9, atol=1e-11)
 
 
@@ -97,7 +97,9 @@ def test_derivatives_of_other_forms_are_those_of_differences(form, p):
     arguments = nodes() if form == "softmax" else gat_arguments()
     if form != "gat":
         arguments = {name: x for name, x in arguments.items() if name not in ("w1", "w2")}
-    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
+    function = (
+        ikattn.ops.softmax_edge_attention if form == "softmax" else ikattn.ops.gat_edge_attention
+    )
     names, inputs = list(arguments), [x.requires_grad_() for x in arguments.values()]
 
     def call(*values: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +113,9 @@ def test_derivatives_of_other_forms_are_those_of_differences(form, p):
 @pytest.mark.parametrize("form", ["softmax", "gat"])
 def test_other_forms_go_through_compile_autocast_and_opcheck(form):
     arguments = nodes(dtype=torch.float32) if form == "softmax" else gat_arguments(torch.float32)
-    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
+    function = (
+        ikattn.ops.softmax_edge_attention if form == "softmax" else ikattn.ops.gat_edge_attention
+    )
     if form == "softmax":
         del arguments["w1"], arguments["w2"]
     call = functools.partial(function, edges=EDGES, p=3.0, return_weights=True)
@@ -137,7 +141,7 @@ def test_norms_of_zero_have_a_gradient_in_the_gat_form(size):
     arguments["source"][3:5] *= size
     inputs = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
     for p in (1.0, 1.5, 4.0):
-        output = ikattn.gat_edge_attention(edges=EDGES, p=p, **inputs)
+        output = ikattn.ops.gat_edge_attention(edges=EDGES, p=p, **inputs)
         grads = torch.autograd.grad(output.square().sum(), list(inputs.values()))
         assert all(bool(grad.isfinite().all()) for grad in grads)
 
@@ -157,7 +161,9 @@ def leaky_logits(form: str, arguments: dict[str, Any], bias: Tensor) -> Tensor:
 
 
 def leaky_call(form: str) -> tuple[Any, dict[str, Any]]:
-    function = ikattn.softmax_edge_attention if form == "softmax" else ikattn.gat_edge_attention
+    function = (
+        ikattn.ops.softmax_edge_attention if form == "softmax" else ikattn.ops.gat_edge_attention
+    )
     arguments = nodes() if form == "softmax" else gat_arguments()
     del arguments["w1"], arguments["w2"]
     call = functools.partial(function, edges=EDGES, negative_slope=SLOPE, return_weights=True)
@@ -203,7 +209,7 @@ def test_a_leaky_relu_needs_logits_that_are_products():
         with pytest.raises(ValueError, match="softmax_edge_attention: negative_slope must be"):
             call(**arguments, **options)
     with pytest.raises(ValueError, match="gat_edge_attention: negative_slope must be 1"):
-        ikattn.gat_edge_attention(edges=EDGES, negative_slope=0.2, **gat_arguments())
+        ikattn.ops.gat_edge_attention(edges=EDGES, negative_slope=0.2, **gat_arguments())
 
 
 GAT_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -218,4 +224,4 @@ GAT_ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize(("changed", "error", "message"), GAT_ERRORS.values(), ids=GAT_ERRORS)
 def test_errors_of_the_gat_form_name_the_argument(changed, error, message):
     with pytest.raises(error, match=f"gat_edge_attention: {message}"):
-        ikattn.gat_edge_attention(edges=EDGES, **(gat_arguments(torch.float32) | changed))
+        ikattn.ops.gat_edge_attention(edges=EDGES, **(gat_arguments(torch.float32) | changed))

@@ -108,7 +108,7 @@ def test_gradients_are_the_authors(path: Path, mode: str, dtype: torch.dtype) ->
     sizes = [golden.expected(f"d{name}").abs().max().item() for name in names]
     for name, size, gradient in zip(names, sizes, found, strict=True):
         tolerance = FLOAT64 if dtype == torch.float64 else FLOAT32.get(name, 1.4e-5)
-        # Of a lone token all gradients but the value's vanish, but for the rounding of either code.
+        # All gradients of a lone token but the value's vanish, but for the rounding of either code.
         scale = max(sizes) if size < 1e-9 * max(sizes) else 0.0
         assert_close(gradient, golden.expected(f"d{name}"), tolerance, name, scale)
 
@@ -129,15 +129,15 @@ def test_similarity_and_magnitude_are_the_authors(path: Path, mode: str) -> None
         call = golden.core(golden.leaves())
         w1, w2 = call["w1"], call["w2"]
         for name in ("query", "key"):
-            phi = ikattn.spectral_features(call[name], w1, w2)
+            phi = ikattn.ops.spectral_features(call[name], w1, w2)
             assert_close(phi, golden.arrays[f"phi_{name[0]}"], FLOAT64, name)
         options = {name: call[name] for name in ("p", "w1", "w2", "eps", "magnitude_scale")}
-        similarity, magnitude = ikattn.similarity_and_magnitude(
+        similarity, magnitude = ikattn.ops.similarity_and_magnitude(
             call["query"], call["key"], kernel="implicit", **options
         )
         assert_close(similarity - call["eps"], golden.arrays["scores"], 1e-12)
         # The authors' norm adds that of the query, which cancels in the softmax.
-        _, of_query = ikattn.similarity_and_magnitude(
+        _, of_query = ikattn.ops.similarity_and_magnitude(
             call["query"], call["query"], kernel="implicit", **options
         )
         norm = of_query.log().unsqueeze(-1) + magnitude.log().unsqueeze(-2)

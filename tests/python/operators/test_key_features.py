@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import (
-    assert_close,
-    assert_identical,
-    assert_output_accurate,
-    in_float64,
-)
+from agreement import assert_close, assert_identical, assert_output_accurate, in_float64
 from samples import DTYPES, SAMPLES, Sample, converted, name_of
 from tiers import each_call
 
 reference = ikattn.reference.implicit_kernel_attention
 
-# Of a call, what decoding has: frequencies without a batch axis, no dropout. A causal call counts
+# Decoding has frequencies without a batch axis, and no dropout. A causal call counts
 # its queries from the first key on, decoding from the last: the same where there are as many.
 KEPT = [
     sample
@@ -98,7 +93,7 @@ def test_kept_keys_are_as_accurate_as_the_reference(sample: Sample, dtype: torch
 @each_call(KEPT)
 def test_the_kernel_is_the_composition(sample: Sample) -> None:
     call = of_features(sample)
-    found = ikattn.attention_from_features(*call)
+    found = ikattn.ops.attention_from_features(*call)
     assert_close(found, ikattn.reference.attention_from_features(*call), 1e-13)
     assert not found[:, 0, :1].any()
 
@@ -133,10 +128,10 @@ def test_the_same_bits_for_every_number_of_threads() -> None:
     for dtype in (torch.float32, torch.float64):
         call = of_features(sample, dtype)
         torch.set_num_threads(1)
-        expected = ikattn.attention_from_features(*call)
+        expected = ikattn.ops.attention_from_features(*call)
         for number in (2, 3, 7):
             torch.set_num_threads(number)
-            assert_identical([ikattn.attention_from_features(*call)], [expected])
+            assert_identical([ikattn.ops.attention_from_features(*call)], [expected])
 
 
 @pytest.mark.parametrize("value_type", DTYPES, ids=name_of)
@@ -147,7 +142,7 @@ def test_values_of_any_type_and_strides(value_type: torch.dtype) -> None:
     strided.copy_(value)
     expected = ikattn.reference.attention_from_features(query, key, logits, value)
     for given in (value, strided):
-        found = ikattn.attention_from_features(query, key, logits, given)
+        found = ikattn.ops.attention_from_features(query, key, logits, given)
         assert found.dtype == value_type
         assert_close(found, expected, 2 * torch.finfo(value_type).eps + 1e-6)
 
@@ -156,8 +151,8 @@ def test_logits_are_broadcast() -> None:
     query, key, logits, value = of_features(Sample("broadcast", S=70, L=3))
     for shape in ((2, 1, 3, 70), (1, 2, 1, 70), (1, 70), (3, 1), (1,)):
         given = torch.randn(shape, dtype=torch.float64)
-        found = ikattn.attention_from_features(query, key, given, value)
-        whole = ikattn.attention_from_features(query, key, given.expand(logits.shape), value)
+        found = ikattn.ops.attention_from_features(query, key, given, value)
+        whole = ikattn.ops.attention_from_features(query, key, given.expand(logits.shape), value)
         assert_identical([found], [whole])
 
 
@@ -167,14 +162,14 @@ def test_what_is_hidden_does_not_count_whatever_it_holds() -> None:
     query, key, logits, value = call
     logits = logits[:, :1, :1].clone()
     logits[..., ::7] = -torch.inf
-    expected = ikattn.attention_from_features(query, key, logits, value)
+    expected = ikattn.ops.attention_from_features(query, key, logits, value)
     away = logits[0, 0, 0] == -torch.inf
     for poison in (torch.nan, torch.inf):
         bad_key, bad_value = key.clone(), value.clone()
         bad_key[:, :, away] = poison
         bad_value[:, :, away] = poison
         for operator in (
-            ikattn.attention_from_features,
+            ikattn.ops.attention_from_features,
             ikattn.reference.attention_from_features,
         ):
             assert_close(operator(query, bad_key, logits, bad_value), expected, 1e-13)
@@ -203,12 +198,12 @@ def test_a_hidden_key_does_not_count_whatever_it_is(way: str, bad: float) -> Non
 
 
 def test_a_visible_value_counts_whatever_its_weight_is() -> None:
-    """And is not seen by rows that it is hidden from: NaN exactly where the operator has it."""
+    """Rows that it is hidden from do not see it: NaN stands exactly where the operator has it."""
     query, key, _, value = of_features(Sample("values", B=1, H=1, S=1100, L=3))
     logits = torch.zeros(1, 1, 3, 1100, dtype=torch.float64)
     logits[..., 1, 7], logits[..., 2, 7] = -2000, -torch.inf  # no weight; hidden
     value[0, 0, 7, 1] = torch.nan
-    found = ikattn.attention_from_features(query, key, logits, value)[0, 0]
+    found = ikattn.ops.attention_from_features(query, key, logits, value)[0, 0]
     assert found[:2, 1].isnan().all()
     assert found[2].isfinite().all()
     assert found[:, 0].isfinite().all()
@@ -220,7 +215,7 @@ def test_a_row_that_sees_nothing_has_no_gradient_whatever_it_is() -> None:
     call[2][..., 0, :] = -torch.inf
     call[0][0, 0, 0] = torch.nan
     leaves = [x.requires_grad_() for x in call]
-    output = ikattn.attention_from_features(*leaves)
+    output = ikattn.ops.attention_from_features(*leaves)
     gradients = torch.autograd.grad(output.sum(), leaves)
     assert all(x.isfinite().all() for x in gradients)
 
@@ -249,10 +244,10 @@ def test_what_is_not_a_number_reaches_the_rows_that_see_it(place: str) -> None:
     call = of_features(Sample("nan", B=1, H=1, S=1100, L=2))
     call[2] = torch.zeros(1, 1, 2, 1100, dtype=torch.float64)
     call[2][..., 0, 7] = -torch.inf  # row 0 does not see key 7
-    clean = ikattn.attention_from_features(*call)
+    clean = ikattn.ops.attention_from_features(*call)
     index = {"query": (0, 0, 1), "key": (0, 0, 7), "logits": (0, 0, 1, 7)}[place]
     call[["query", "key", "logits"].index(place)][index] = torch.nan
-    found = ikattn.attention_from_features(*call)
+    found = ikattn.ops.attention_from_features(*call)
     assert found[0, 0, 1].isnan().all()
     assert_identical([found[0, 0, 0]], [clean[0, 0, 0]])
 
@@ -263,7 +258,7 @@ def test_large_logits_do_not_overflow() -> None:
         shifted = logits.nan_to_num(neginf=0).double().round() * 8 + shift
         call = (query, key, shifted.float(), value)
         truth = ikattn.reference.attention_from_features(*(x.double() for x in call))
-        assert_close(ikattn.attention_from_features(*call), truth, 1e-5)
+        assert_close(ikattn.ops.attention_from_features(*call), truth, 1e-5)
 
 
 # --- Transformations ------------------------------------------------------------------------------
@@ -273,8 +268,8 @@ def test_a_recorded_call_is_differentiable_twice() -> None:
     call = [x.clone() for x in of_features(Sample("grad", B=1, L=2, S=3, M=2, d_v=2))]
     call[2] = torch.randn(1, 1, 1, 3, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in call]
-    assert torch.autograd.gradcheck(ikattn.attention_from_features, leaves)
-    assert torch.autograd.gradgradcheck(ikattn.attention_from_features, leaves)
+    assert torch.autograd.gradcheck(ikattn.ops.attention_from_features, leaves)
+    assert torch.autograd.gradgradcheck(ikattn.ops.attention_from_features, leaves)
 
 
 def test_opcheck() -> None:
@@ -288,21 +283,21 @@ def test_opcheck() -> None:
 
 def test_vmap_and_autocast() -> None:
     call = of_features(Sample("vmap", S=70, L=3), torch.float32)
-    expected = ikattn.attention_from_features(*call)
+    expected = ikattn.ops.attention_from_features(*call)
     stacked = [torch.stack([x, x]) for x in call]
-    for part in torch.vmap(ikattn.attention_from_features)(*stacked):
+    for part in torch.vmap(ikattn.ops.attention_from_features)(*stacked):
         assert_close(part, expected, 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_identical([ikattn.attention_from_features(*call)], [expected])
-        recorded = ikattn.attention_from_features(call[0].clone().requires_grad_(), *call[1:])
+        assert_identical([ikattn.ops.attention_from_features(*call)], [expected])
+        recorded = ikattn.ops.attention_from_features(call[0].clone().requires_grad_(), *call[1:])
     assert_close(recorded, expected, 1e-6)
 
 
 def test_every_way_lays_its_output_out_alike() -> None:
     call = of_features(Sample("strides", H=4, G=2, L=3, d_v=6), torch.float32)
     strides = (72, 6, 24, 1)
-    assert ikattn.attention_from_features(*call).stride() == strides
-    assert ikattn.attention_from_features(*(x.to("meta") for x in call)).stride() == strides
+    assert ikattn.ops.attention_from_features(*call).stride() == strides
+    assert ikattn.ops.attention_from_features(*(x.to("meta") for x in call)).stride() == strides
     operator = torch.ops.ikattn.attention_from_features.default
     composed = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *call)
     assert composed.stride() == strides
@@ -312,10 +307,10 @@ def test_a_compiled_step_is_the_step() -> None:
     w1, w2 = 0.1 * torch.randn(2, 2, 16, 8)
 
     def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        phi = ikattn.spectral_features(key, w1, w2)
+        phi = ikattn.ops.spectral_features(key, w1, w2)
         logits = key.square().sum(-1).unsqueeze(-2) / 8
-        queries = ikattn.spectral_features(query, w1, w2)
-        return ikattn.attention_from_features(queries, phi, logits, value)
+        queries = ikattn.ops.spectral_features(query, w1, w2)
+        return ikattn.ops.attention_from_features(queries, phi, logits, value)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     for length in (5, 9):
@@ -336,7 +331,7 @@ def kept(length: int = 5, **options: Any) -> tuple[ikattn.KeyFeatures, Tensor]:
 
 def test_features_and_magnitudes_are_the_operators() -> None:
     features, key = kept(70, p=3.0, magnitude_scale=0.2)
-    assert_identical([features.features], [ikattn.spectral_features(key, features.w1)])
+    assert_identical([features.features], [ikattn.ops.spectral_features(key, features.w1)])
     magnitudes = 0.2 * torch.linalg.vector_norm(key.double(), 3.0, dim=-1).square()
     assert_close(features.log_magnitudes, magnitudes, 1e-15)
     assert repr(features) == "KeyFeatures(70 keys, 2 heads of size 8, num_frequencies=4, p=3.0)"
@@ -348,7 +343,7 @@ def test_crop_and_select_keep_what_they_say() -> None:
     features.append(key[:, :, :3])
     features.select(torch.tensor([2, 0, 0, 1]))
     expected = torch.cat([key[:, :, :50], key[:, :, :3]], 2)[[2, 0, 0, 1]]
-    assert_identical([features.features], [ikattn.spectral_features(expected, features.w1)])
+    assert_identical([features.features], [ikattn.ops.spectral_features(expected, features.w1)])
     query, value = torch.randn(4, 2, 1, 8), torch.randn(4, 2, 53, 8)
     expected = ikattn.implicit_kernel_attention(query, expected, value, features.w1)
     assert_close(features.attend(query, value), expected, 1e-6)
@@ -378,7 +373,7 @@ def test_copies_go_on_from_one_prompt_by_themselves(copied: Any, in_inference_mo
     with torch.no_grad():
         features.append(key)
         other.append(2 * key)
-    expected = ikattn.spectral_features(torch.cat([key, 2 * key], 2), features.w1)
+    expected = ikattn.ops.spectral_features(torch.cat([key, 2 * key], 2), features.w1)
     assert_identical([other.features], [expected])
     assert_identical([features.features[:, :, :3]], [before])
     assert features.nbytes > len(pickle.dumps(features)) > features.features.nbytes  # no room
@@ -400,7 +395,7 @@ def test_a_batch_is_selected_in_inference_mode() -> None:
         again = copy.deepcopy(features)
         again.append(key)
     expected = torch.cat([key[[1, 0, 2]], key, key], 2)
-    assert_identical([again.features], [ikattn.spectral_features(expected, features.w1)])
+    assert_identical([again.features], [ikattn.ops.spectral_features(expected, features.w1)])
     assert len(features) == 6
 
 
@@ -417,7 +412,7 @@ def test_autocast_changes_nothing(autocast_append: bool, autocast_attend: bool) 
 
 
 def test_logits_follow_a_magnitude_that_rises() -> None:
-    """They are kept relative to the largest one so far."""
+    """Magnitudes are kept relative to the largest one so far."""
     torch.manual_seed(0)
     w1, key = 0.1 * torch.randn(2, 8, 4), torch.randn(3, 2, 9, 8)
     key *= torch.tensor([1, 5, 2, 20, 3, 40, 1, 1, 2])[:, None]
@@ -435,7 +430,7 @@ def test_logits_follow_a_magnitude_that_rises() -> None:
 
 
 def test_a_key_that_is_forgotten_rounds_no_logit() -> None:
-    """As in speculative decoding: what is left is as if the key had never been there."""
+    """Speculative decoding needs the rest to be as if the key had never been there."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
     w1 = 0.1 * torch.randn(2, 8, 16)
@@ -584,9 +579,7 @@ def test_what_is_wrong_is_named() -> None:
     ],
 )
 @pytest.mark.parametrize("recorded", [False, True])
-def test_wrong_arguments_of_the_operator_are_named(
-    change: dict[int, Any], kind: type[Exception], message: str, recorded: bool
-) -> None:
+def test_wrong_arguments_of_the_operator_are_named(change, kind, message, recorded):
     call: list[Any] = [*of_features(Sample("errors"), torch.float32), 1e-5]
     call[2] = torch.zeros(1)
     if recorded:
@@ -599,7 +592,7 @@ def test_wrong_arguments_of_the_operator_are_named(
     if recorded and not any(isinstance(x, Tensor) and x.requires_grad for x in call):
         call[1].requires_grad_()
     with pytest.raises(kind, match=message):
-        ikattn.attention_from_features(*call[:4], eps=call[4])
+        ikattn.ops.attention_from_features(*call[:4], eps=call[4])
 
 
 @pytest.mark.parametrize("how", ["reference", "vmap"])
@@ -608,7 +601,7 @@ def test_wrong_arguments_are_named_however_the_operator_is_called(how: str) -> N
     call = [query, key, torch.zeros(5, 5), value]
     operator = torch.ops.ikattn.attention_from_features_reference
     if how == "vmap":
-        operator = torch.vmap(ikattn.attention_from_features, in_dims=(0, None, None, None))
+        operator = torch.vmap(ikattn.ops.attention_from_features, in_dims=(0, None, None, None))
         call[0] = query.unsqueeze(0)
     with pytest.raises(RuntimeError, match=r"logits must broadcast to \[B, H, L, S\]"):
         operator(*call)

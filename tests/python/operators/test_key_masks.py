@@ -51,7 +51,7 @@ FORMS = (
 
 
 def by_pair(arguments: Arguments) -> Arguments:
-    """The same call with a mask that holds every pair."""
+    """Returns the call with a mask that holds every pair."""
     (B, H, L), S = arguments["query"].shape[:3], arguments["key"].shape[2]
     return arguments | {"attn_mask": arguments["attn_mask"].expand(B, H, L, S).contiguous()}
 

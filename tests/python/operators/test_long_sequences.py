@@ -73,9 +73,7 @@ def without(arguments: Arguments, begin: int, end: int) -> Arguments:
 @pytest.mark.parametrize(
     ("begin", "end"), [(100, 700), (64, 256), (0, 512), (0, 700), (600, 700), (65, 127)]
 )
-def test_hidden_keys_are_as_if_they_were_not_there(
-    begin: int, end: int, dtype: torch.dtype, frequencies: int, is_causal: bool
-) -> None:
+def test_hidden_keys_are_as_if_they_were_not_there(begin, end, dtype, frequencies, is_causal):
     sample = Sample("hidden", B=1, L=700, S=700, M=frequencies, d_v=6, is_causal=is_causal)
     whole = hide(sample.arguments(dtype), begin, end)
     found = gradients(attention, whole, ["query", "key", "value", "w1", "w2"])
@@ -94,9 +92,7 @@ def test_hidden_keys_are_as_if_they_were_not_there(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("queries", [0, 1, 64, 100])
-def test_keys_after_the_last_query_of_a_causal_call_count_for_nothing(
-    queries: int, dtype: torch.dtype
-) -> None:
+def test_keys_after_the_last_query_of_a_causal_call_count_for_nothing(queries, dtype):
     sample = Sample("unseen", L=queries, S=300, key_bias="1S", is_causal=True)
     arguments = sample.arguments(dtype)
     for name in ("key", "value"):

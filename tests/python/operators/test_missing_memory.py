@@ -47,7 +47,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "MultiheadAttention: no memory for projections",
     ),
     "similarity_and_magnitude": (
-        lambda: ikattn.similarity_and_magnitude(of_length(1, 1, LONG, 4), torch.ones(1, 1, 7, 4)),
+        lambda: ikattn.ops.similarity_and_magnitude(
+            of_length(1, 1, LONG, 4), torch.ones(1, 1, 7, 4)
+        ),
         "similarity_and_magnitude: no memory for similarity",
     ),
     "contributions": (
@@ -98,7 +100,7 @@ def test_a_name_that_stands_there_is_kept_and_other_errors_pass() -> None:
 
 def test_a_decorated_function_is_what_it_was() -> None:
     assert functional.attend.__doc__ is not None
-    assert ikattn.similarity_and_magnitude.__name__ == "similarity_and_magnitude"
+    assert ikattn.ops.similarity_and_magnitude.__name__ == "similarity_and_magnitude"
 
     @takes_memory_for("a table")
     def table(size: int) -> torch.Tensor:

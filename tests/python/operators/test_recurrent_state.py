@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from typing import Any
@@ -163,27 +162,6 @@ def test_states_of_two_parts_add() -> None:
     assert_close(states[2].attend(query), reference(query, key, value, w1, w2), 1e-11)
     states[2].merge(ikattn.RecurrentState(w1, w2))
     assert len(states[2]) == 40
-
-
-def test_states_are_saved_copied_and_loaded() -> None:
-    query, key, value, w1, w2 = drawn()
-    state = ikattn.RecurrentState(w1, w2)
-    state.update(key[:, :, :10], value[:, :, :10])
-    file, whole = io.BytesIO(), io.BytesIO()
-    torch.save(state.state_dict(), file)
-    torch.save(state, whole)
-    copied = copy.deepcopy(state)
-    before = state.attend(query)
-    state.update(key[:, :, 10:], value[:, :, 10:])
-    file.seek(0), whole.seek(0)
-    loaded = ikattn.RecurrentState(w1, w2)
-    loaded.load_state_dict(torch.load(file))
-    others = (loaded, copied, torch.load(whole, weights_only=False))
-    for other in others:
-        assert len(other) == 10
-        assert_identical([other.attend(query)], [before])
-        other.update(key[:, :, 10:], value[:, :, 10:])
-        assert_identical([other.attend(query)], [state.attend(query)])
 
 
 def test_it_moves_to_a_device() -> None:

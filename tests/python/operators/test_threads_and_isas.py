@@ -1,4 +1,4 @@
-"""The same bits for every number of threads and in every run; every instruction set is right."""
+"""Every number of threads and every run give equal bits; every instruction set is right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from agreement import (
     in_float64,
 )
 from processors import INSTRUCTION_SETS, SIXTEEN_BITS, processor_flags
+from programs import run
 from samples import DTYPES, FEW, Sample, of_features, of_weights
 from tiers import each_call
 
@@ -64,16 +66,14 @@ def everything(sample: Sample, dtype: torch.dtype) -> list[Tensor]:
         weights,
         averaged,
         *gradients(ikattn.implicit_kernel_weights, of_weights(arguments)).values(),
-        ikattn.spectral_features(**features),
-        *gradients(ikattn.spectral_features, features, ["x", "w1"]).values(),
+        ikattn.ops.spectral_features(**features),
+        *gradients(ikattn.ops.spectral_features, features, ["x", "w1"]).values(),
     ]
 
 
 @pytest.mark.usefixtures("threads")
 @each_call(LARGE, dtype=DTYPES)
-def test_results_are_bitwise_the_same_for_every_number_of_threads(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_results_are_bitwise_the_same_for_every_number_of_threads(sample, dtype):
     torch.set_num_threads(1)
     expected = everything(sample, dtype)
     for number in THREADS:
@@ -157,25 +157,32 @@ def in_process(variable: str, name: str, *command: str) -> subprocess.CompletedP
 @pytest.mark.parametrize("capability", INSTRUCTION_SETS)
 def test_a_process_uses_the_instruction_set_it_is_told_to(capability: str) -> None:
     program = "import torch, ikattn; print(torch.ops.ikattn.instruction_set())"
-    run = in_process("ATEN_CPU_CAPABILITY", capability, "-c", program)
-    assert run.stdout.strip() == INSTRUCTION_SETS[capability][0]
+    told = in_process("ATEN_CPU_CAPABILITY", capability, "-c", program)
+    assert told.stdout.strip() == INSTRUCTION_SETS[capability][0]
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
 def test_a_process_uses_the_sixteen_bit_instructions_it_is_told_to(name: str) -> None:
     program = "import torch, ikattn; print(torch.ops.ikattn.sixteen_bit_instructions())"
-    run = in_process("IKATTN_SIXTEEN_BITS", name, "-c", program)
-    assert run.stdout.strip() == name
+    told = in_process("IKATTN_SIXTEEN_BITS", name, "-c", program)
+    assert told.stdout.strip() == name
 
 
-@pytest.mark.parametrize("name", ["", "bf16"])
-def test_other_sixteen_bit_instructions_are_refused(name: str) -> None:
-    program = "import torch, ikattn; print(torch.ops.ikattn.sixteen_bit_instructions())"
-    environment = os.environ | {"IKATTN_SIXTEEN_BITS": name}
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
-    )
-    if name == "":
-        assert run.stdout.strip() == torch.ops.ikattn.sixteen_bit_instructions()
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("IKATTN_SIXTEEN_BITS", "bf16", "must be none, avx512_vnni, avx512_bf16 or amx, got bf16"),
+        ("IKATTN_SIXTEEN_BITS", "", None),  # as where it is unset
+        ("IKATTN_LINEAR_TIME", "sometimes", "must be auto, never or always, got sometimes"),
+        ("IKATTN_DETERMINISTIC", "always", "must be run or batch, got always"),
+    ],
+)
+def test_settings_of_no_such_name_are_refused(variable: str, value: str, message: str | None):
+    program = """import torch, ikattn
+ikattn.info()
+print(torch.ops.ikattn.sixteen_bit_instructions())"""
+    told = run(sys.executable, "-c", program, cwd=Path.cwd(), **{variable: value})
+    if message is None:
+        assert told.stdout.strip() == torch.ops.ikattn.sixteen_bit_instructions()
     else:
-        assert "must be none, avx512_vnni, avx512_bf16 or amx, got bf16" in run.stderr
+        assert f"{variable} {message}" in told.stderr

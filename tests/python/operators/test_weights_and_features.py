@@ -23,16 +23,7 @@ from agreement import (
     gradients,
     in_float64,
 )
-from samples import (
-    BY_NAME,
-    DTYPES,
-    FEW,
-    LAYOUTS,
-    SAMPLES,
-    Sample,
-    of_features,
-    of_weights,
-)
+from samples import BY_NAME, DTYPES, FEW, LAYOUTS, SAMPLES, Sample, of_features, of_weights
 from tiers import each_call, few_of
 
 weights = ikattn.implicit_kernel_weights
@@ -108,13 +99,11 @@ def test_averaged_weights_are_the_mean_over_heads(sample: Sample, dtype: torch.d
 
 
 @each_call(SOME, dtype=DTYPES, average={"per head": False, "averaged": True})
-def test_gradients_of_the_weights_are_as_accurate_as_the_references(
-    sample: Sample, dtype: torch.dtype, average: bool
-) -> None:
+def test_gradients_of_the_weights_are_as_accurate_as_the_references(sample, dtype, average):
     assert_weights_accurate(sample, dtype, average)
 
 
-# So many pairs that the backward goes through 125 queries at a time.
+# The backward goes through 125 queries at a time where pairs are so many.
 MANY_PAIRS = (
     Sample("many pairs, causal", L=130, S=2100, is_causal=True, key_bias="BHS"),
     Sample("many pairs, mask", L=130, S=2100, mask="LS", mask_kind="float with -inf"),
@@ -127,9 +116,7 @@ MANY_PAIRS = (
 @each_call(
     MANY_PAIRS, dtype=[torch.float32, torch.bfloat16], average={"per head": False, "averaged": True}
 )
-def test_gradients_of_many_weights_are_as_accurate_as_the_references(
-    sample: Sample, dtype: torch.dtype, average: bool
-) -> None:
+def test_gradients_of_many_weights_are_as_accurate_as_the_references(sample, dtype, average):
     assert_weights_accurate(sample, dtype, average)
 
 
@@ -174,20 +161,18 @@ def test_hidden_pairs_weigh_exactly_nothing(sample: Sample) -> None:
 @each_call(FEATURE_SAMPLES, dtype=DTYPES)
 def test_features_are_as_accurate_as_the_references(sample: Sample, dtype: torch.dtype) -> None:
     arguments = of_features(sample.arguments(dtype))
-    found = ikattn.spectral_features(**arguments)
+    found = ikattn.ops.spectral_features(**arguments)
     truth = reference_features(*(t if t is None else t.double() for t in arguments.values()))
     assert found.shape == (sample.B, sample.H, sample.L, 2 * sample.M)
     assert_output_accurate(found, reference_features(**arguments), truth)
 
 
 @each_call(FEATURE_SAMPLES, dtype=DTYPES)
-def test_gradients_of_the_features_are_as_accurate_as_the_references(
-    sample: Sample, dtype: torch.dtype
-) -> None:
+def test_gradients_of_the_features_are_as_accurate_as_the_references(sample, dtype):
     arguments = of_features(sample.arguments(dtype))
     names = [name for name, argument in arguments.items() if argument is not None]
-    incoming = direction(ikattn.spectral_features(**arguments))
-    got = gradients(ikattn.spectral_features, arguments, names, incoming)
+    incoming = direction(ikattn.ops.spectral_features(**arguments))
+    got = gradients(ikattn.ops.spectral_features, arguments, names, incoming)
     expected = gradients(reference_features, arguments, names, incoming)
     in_double = arguments | {name: arguments[name].double() for name in names}
     truth = gradients(reference_features, in_double, names, incoming.double())
@@ -196,12 +181,12 @@ def test_gradients_of_the_features_are_as_accurate_as_the_references(
 
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
-    """Those of 512 tokens are summed in groups of 8 MiB: three of them here, that part a pair."""
+    """Gradients of 512 tokens are summed in groups of 8 MiB: three here, that part a pair."""
     torch.manual_seed(0)
     sets = (7, 2) if per_sample else (2,)
     call = {"x": torch.randn(7, 2, 1100, 256, dtype=torch.float64)}
     call |= dict(zip(("w1", "w2"), 0.1 * torch.randn(2, *sets, 256, 256).double(), strict=True))
-    functions = (ikattn.spectral_features, ikattn.reference.spectral_features)
+    functions = (ikattn.ops.spectral_features, ikattn.reference.spectral_features)
     got, expected = (gradients(function, call, list(call)) for function in functions)
     for name, gradient in got.items():
         assert_close(gradient, expected[name], 1e-12, name)
@@ -210,8 +195,8 @@ def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
 @pytest.mark.parametrize("wanted", ["x", "w1", "w2"])
 def test_each_gradient_of_the_features_alone_is_what_it_is_among_all(wanted: str) -> None:
     arguments = of_features(FEATURE_SAMPLES[0].arguments())
-    everything = gradients(ikattn.spectral_features, arguments, ["x", "w1", "w2"])
-    alone = gradients(ikattn.spectral_features, arguments, [wanted])
+    everything = gradients(ikattn.ops.spectral_features, arguments, ["x", "w1", "w2"])
+    alone = gradients(ikattn.ops.spectral_features, arguments, [wanted])
     assert_identical(alone.values(), [everything[wanted]])
 
 
@@ -224,7 +209,7 @@ def test_features_are_cosines_and_then_sines_of_turns(stationary: bool) -> None:
     cosines = [2 * c if stationary else c + other[0] for c in (0.0, 0.0, 1.0)]
     sines = [2 * s if stationary else s + other[1] for s in (1.0, 1.0, 0.0)]
     expected = torch.tensor([[[cosines + sines]]]).double()
-    assert_close(ikattn.spectral_features(x, w1, w2), expected, 1e-15)
+    assert_close(ikattn.ops.spectral_features(x, w1, w2), expected, 1e-15)
 
 
 @pytest.mark.parametrize("stationary", [False, True])
@@ -232,10 +217,10 @@ def test_inner_products_of_features_are_the_similarity(stationary: bool) -> None
     sample = Sample("inner products", L=67, S=65, d=13, M=33, stationary=stationary)
     arguments = sample.arguments()
     w1, w2 = arguments["w1"], arguments["w2"]
-    phi_q, phi_k = (ikattn.spectral_features(arguments[n], w1, w2) for n in ("query", "key"))
+    phi_q, phi_k = (ikattn.ops.spectral_features(arguments[n], w1, w2) for n in ("query", "key"))
     s = phi_q @ phi_k.mT / (4 * sample.M)
     assert_close(s, formula.covariance(arguments["query"], arguments["key"], w1, w2), 1e-13)
-    similarity, _ = ikattn.similarity_and_magnitude(
+    similarity, _ = ikattn.ops.similarity_and_magnitude(
         arguments["query"], arguments["key"], kernel="implicit", w1=w1, w2=w2, eps=1e-3
     )
     assert_close(similarity, s.square() + 1e-3, 1e-13)
@@ -244,7 +229,7 @@ def test_inner_products_of_features_are_the_similarity(stationary: bool) -> None
 
 def test_a_stationary_kernel_of_a_token_with_itself_is_one() -> None:
     arguments = Sample("itself", stationary=True).arguments()
-    phi = ikattn.spectral_features(arguments["query"], arguments["w1"])
+    phi = ikattn.ops.spectral_features(arguments["query"], arguments["w1"])
     assert_close(phi.square().sum(-1), torch.full(phi.shape[:-1], 20.0).double(), 1e-14)
 
 
@@ -255,8 +240,8 @@ def test_large_angles_keep_the_accuracy_of_their_turns(size: float) -> None:
     w1 = torch.tensor([[[0.25, 1.0, 0.125]]]).double()
     turns = (x * w1).remainder(1.0)
     expected = 2 * torch.cat([torch.cos(2 * math.pi * turns), torch.sin(2 * math.pi * turns)], -1)
-    assert_close(ikattn.spectral_features(x, w1), expected, 1e-15)
-    single = ikattn.spectral_features(x.float(), w1.float())
+    assert_close(ikattn.ops.spectral_features(x, w1), expected, 1e-15)
+    single = ikattn.ops.spectral_features(x.float(), w1.float())
     assert_close(single, expected, 5e-7)
 
 

@@ -1,4 +1,4 @@
-"""What comes in for weights and is no number: it reaches what sees it, and nothing else."""
+"""Incoming gradients of weights that are no numbers reach what sees them, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_what_comes_in_for_a_dropped_weight_counts_for_nothing(
-    dtype: torch.dtype, rubbish: float
-) -> None:
+def test_what_comes_in_for_a_dropped_weight_counts_for_nothing(dtype, rubbish):
     arguments = call(dtype=dtype, dropout_p=0.5, dropout_seed=torch.tensor([7, 0]))
     dropped = weights(**arguments) == 0
     incoming = torch.randn(dropped.shape).masked_fill(dropped, 3.0)
@@ -57,9 +55,7 @@ def test_entropy_of_dropped_weights_has_a_gradient() -> None:
 
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=str)
 @pytest.mark.parametrize("hidden_by", ["mask", "float mask", "causal", "key_bias"])
-def test_what_comes_in_for_a_hidden_weight_counts_for_nothing(
-    hidden_by: str, rubbish: float
-) -> None:
+def test_what_comes_in_for_a_hidden_weight_counts_for_nothing(hidden_by, rubbish):
     L, S = 70, 140
     visible = torch.rand(L, S) > 0.3
     options = {
@@ -78,9 +74,7 @@ def test_what_comes_in_for_a_hidden_weight_counts_for_nothing(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bias", [-80.0, -150.0, -300.0])
-def test_what_comes_in_for_a_weight_that_underflows_spoils_what_the_row_sees(
-    bias: float, is_causal: bool
-) -> None:
+def test_what_comes_in_for_a_weight_that_underflows_spoils_what_the_row_sees(bias, is_causal):
     key_bias = torch.zeros(8)
     key_bias[3] = bias
     arguments = call(8, 8, key_bias=key_bias, is_causal=is_causal)

@@ -1,4 +1,4 @@
-"""ikattn.why_not_fast, which_kernels and info: what a call would run on."""
+"""ikattn.which_kernels and info: what a call would run on."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ def inputs() -> tuple[torch.Tensor, ...]:
     return (*torch.randn(3, 2, 4, 10, 16), torch.randn(4, 16, 32))
 
 
+def reason_of(*tensors: torch.Tensor, **options: object) -> str | None:
+    return ikattn.which_kernels(*tensors, **options).forward.reason  # type: ignore[arg-type]
+
+
 def test_nothing_is_in_the_way_on_this_processor() -> None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("this processor has neither AVX2 nor AVX-512")
-    assert ikattn.why_not_fast(*inputs()) is None
-    assert ikattn.why_not_fast(*inputs(), dropout_p=0.5, is_causal=True) is None
+    assert reason_of(*inputs()) is None
+    assert reason_of(*inputs(), dropout_p=0.5, is_causal=True) is None
 
 
 def test_a_processor_without_vector_units_is_named() -> None:
     program = (
         "import torch, ikattn; x = torch.randn(1, 1, 2, 8); "
-        "print(ikattn.why_not_fast(x, x, x, torch.randn(1, 8, 4)))"
+        "print(ikattn.which_kernels(x, x, x, torch.randn(1, 8, 4)).forward.reason)"
     )
     printed = subprocess.run(
         [sys.executable, "-c", program],
@@ -46,8 +50,7 @@ def test_a_processor_without_vector_units_is_named() -> None:
 
 @pytest.mark.skipif(HAS_CUDA_KERNELS, reason="this library has CUDA kernels")
 def test_a_library_without_cuda_kernels_says_so() -> None:
-    reason = ikattn.why_not_fast(*inputs(), device="cuda")
-    assert reason is not None
+    reason = reason_of(*inputs(), device="cuda")
     assert "built without CUDA kernels" in reason
 
 
@@ -84,8 +87,7 @@ def test_calls_on_a_gpu_without_kernels_are_refused() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_library_with_cuda_kernels_and_no_gpu_says_so() -> None:
     half = [x.half() for x in inputs()[:3]]
-    reason = ikattn.why_not_fast(*half, inputs()[3], device="cuda")
-    assert reason is not None
+    reason = reason_of(*half, inputs()[3], device="cuda")
     assert "torch finds no GPU" in reason
     said = ikattn.which_kernels(*half, inputs()[3], device="cuda")
     assert said == (KernelChoice("none", "none", reason),) * 2
@@ -93,36 +95,33 @@ def test_a_library_with_cuda_kernels_and_no_gpu_says_so() -> None:
 
 @needs_kernels_and_gpu
 def test_what_keeps_a_call_from_the_tensor_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = ikattn.why_not_fast(*(x.double() for x in inputs()), device="cuda")
+    reason = reason_of(*(x.double() for x in inputs()), device="cuda")
     assert reason == "not on tensor cores: float64"
     monkeypatch.setenv("IKATTN_KERNELS", "-split")
-    reason = ikattn.why_not_fast(*inputs(), device="cuda")
+    reason = reason_of(*inputs(), device="cuda")
     assert reason is not None
     assert "IKATTN_KERNELS=+split" in reason
     monkeypatch.setenv("IKATTN_KERNELS", "+split")
-    assert ikattn.why_not_fast(*inputs(), device="cuda") is None
-    wide = ikattn.why_not_fast(*inputs()[:3], inputs()[3].repeat(1, 1, 20), device="cuda")
+    assert reason_of(*inputs(), device="cuda") is None
+    wide = reason_of(*inputs()[:3], inputs()[3].repeat(1, 1, 20), device="cuda")
     assert wide is not None
     assert "fp32_precision" in wide
     half = [x.half() for x in inputs()[:3]]
-    assert ikattn.why_not_fast(*half, inputs()[3], device="cuda") is None
+    assert reason_of(*half, inputs()[3], device="cuda") is None
     mask = torch.zeros(10, 10, dtype=torch.float16, requires_grad=True)
-    reason = ikattn.why_not_fast(*half, inputs()[3], attn_mask=mask, device="cuda")
-    assert reason is not None
+    reason = reason_of(*half, inputs()[3], attn_mask=mask, device="cuda")
     assert "gradient of attn_mask" in reason
 
 
 def test_bad_arguments_are_errors_as_in_the_call() -> None:
     query, key, value, w1 = inputs()
-    with pytest.raises((RuntimeError, ValueError), match=r"why_not_fast: .*key"):
-        ikattn.why_not_fast(query, key[..., :3], value, w1)
+    with pytest.raises((RuntimeError, ValueError), match=r"which_kernels: .*key"):
+        reason_of(query, key[..., :3], value, w1)
     with pytest.raises(RuntimeError, match="device"):
-        ikattn.why_not_fast(query, key, value, w1, device="nowhere")
+        reason_of(query, key, value, w1, device="nowhere")
 
 
-def test_info_names_the_architectures_and_whether_hopper_has_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_info_names_the_architectures_and_whether_hopper_has_its_own(monkeypatch):
     monkeypatch.setenv("IKATTN_KERNELS", "-hopper")
 
     def said(architectures: str, warpgroups: bool) -> str:
@@ -157,7 +156,7 @@ def test_memory_that_is_not_there_is_named() -> None:
     for call, what in (
         (lambda: ikattn.implicit_kernel_attention(q, k, k, w1), "attention: no memory for the out"),
         (lambda: ikattn.implicit_kernel_weights(q, k, w1), "weights: no memory for the weights"),
-        (lambda: ikattn.spectral_features(q, w1), "features: no memory for the features"),
+        (lambda: ikattn.ops.spectral_features(q, w1), "features: no memory for the features"),
     ):
         named = rf"{what}.*: .*tried to allocate \d+ bytes"
         with pytest.raises(torch.OutOfMemoryError, match=named):
@@ -292,9 +291,7 @@ def test_no_family_is_on_that_no_gpu_has_proven(monkeypatch: pytest.MonkeyPatch)
     assert "off: int8, short" in ikattn.info()
 
 
-def test_an_unknown_family_is_an_error_that_lists_the_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unknown_family_is_an_error_that_lists_the_names(monkeypatch):
     monkeypatch.setenv("IKATTN_KERNELS", "+shrot")
     with pytest.raises(RuntimeError, match='names "shrot"') as caught:
         ikattn.info()

@@ -50,9 +50,7 @@ def attend(
 
 
 @pytest.mark.parametrize("kernel", ["stock", *KERNELS])
-def test_a_checkpoint_from_python_gives_the_same_numbers_in_cpp(
-    programs: Path, kernel: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_from_python_gives_the_same_numbers_in_cpp(programs, kernel, tmp_path):
     for number, name in enumerate(CASES):
         options, arguments = case(name, batch_first=number % 2 == 1)
         module = make(kernel, **options).eval()
@@ -65,9 +63,7 @@ def test_a_checkpoint_from_python_gives_the_same_numbers_in_cpp(
 
 
 @pytest.mark.parametrize(("p", "stationary"), [(None, True), (1.5, True), (None, False)])
-def test_options_without_state_are_told_to_the_program(
-    programs: Path, p: float | None, stationary: bool, tmp_path: Path
-) -> None:
+def test_options_without_state_are_told_to_the_program(programs, p, stationary, tmp_path):
     _, arguments = case("two bool masks", False)
     module = make("implicit", p=p, stationary=stationary)
     found = attend(programs, module, arguments, tmp_path)
@@ -140,9 +136,7 @@ def serve(programs: Path, package: Path, lines: list[str], *batch: int) -> list[
 
 
 @pytest.mark.parametrize("batch", [(), (1,), (3,)])
-def test_every_line_is_answered_with_what_the_model_makes_of_it(
-    programs: Path, exported: tuple[Regressor, Path], batch: tuple[int, ...]
-) -> None:
+def test_every_line_is_answered_with_what_the_model_makes_of_it(programs, exported, batch):
     model, package = exported
     sequences = [torch.randn(length, 3) for length in (4, 4, 4, 4, 70, 70, 1, 4)]
     lines = [",".join(map(repr, x.flatten().tolist())) for x in sequences]
@@ -151,9 +145,7 @@ def test_every_line_is_answered_with_what_the_model_makes_of_it(
         torch.testing.assert_close(numbers(reply), model(x[None])[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_bad_line_is_answered_in_its_place_and_spoils_no_other(
-    programs: Path, exported: tuple[Regressor, Path]
-) -> None:
+def test_a_bad_line_is_answered_in_its_place_and_spoils_no_other(programs, exported):
     model, package = exported
     lines = ["1,2,3", "1,2", "1,two,3", "", " 3, 2 ,1 \r", "1e-50,-1e-400,1", "1,2,1e50"]
     replies = serve(programs, package, lines)

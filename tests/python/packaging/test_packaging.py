@@ -89,9 +89,7 @@ def train_example(source_tree: Path, build: Path, prefix: Path | str) -> None:
 
 @pytest.mark.full
 @pytest.mark.compiles
-def test_cpp_program_trains_with_the_pip_installed_package(
-    source_tree: Path, tmp_path: Path
-) -> None:
+def test_cpp_program_trains_with_the_pip_installed_package(source_tree, tmp_path):
     train_example(source_tree, tmp_path, cmake_prefix_path())
 
 
@@ -106,9 +104,7 @@ def test_cpp_program_trains_after_cmake_install(source_tree: Path, tmp_path: Pat
     train_example(source_tree, tmp_path / "build", prefix)
 
 
-def test_find_package_names_both_versions_when_torch_differs(
-    source_tree: Path, tmp_path: Path
-) -> None:
+def test_find_package_names_both_versions_when_torch_differs(source_tree, tmp_path):
     other = tmp_path / "torch"
     version = other / "include/torch/headeronly/version.h"
     config = other / "share/cmake/Torch/TorchConfig.cmake"
@@ -139,9 +135,7 @@ def test_build_without_torch_says_how_to_get_it(source_tree: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("compiler", [("GNU", "11.4.0"), ("Clang", "15.0.7"), ("Intel", "2021.1")])
-def test_build_with_an_unsupported_compiler_names_it(
-    source_tree: Path, compiler: tuple[str, str]
-) -> None:
+def test_build_with_an_unsupported_compiler_names_it(source_tree, compiler):
     name, version = compiler
     finished = run(
         *("cmake", f"-DCMAKE_CXX_COMPILER_ID={name}", f"-DCMAKE_CXX_COMPILER_VERSION={version}"),
@@ -162,9 +156,7 @@ def test_other_instruction_sets_to_build_are_refused(source_tree: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.compiles
-def test_a_library_for_this_processor_alone_says_what_it_lacks(
-    source_tree: Path, tmp_path: Path
-) -> None:
+def test_a_library_for_this_processor_alone_says_what_it_lacks(source_tree, tmp_path):
     torch_dir = f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch"
     options = ("-DIKATTN_ISA=native", "-DWITH_CUDA=OFF", torch_dir)
     run_checked("cmake", "-S", source_tree, "-B", tmp_path, *options, cwd=source_tree)

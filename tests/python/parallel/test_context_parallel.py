@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import context_programs as programs
 import ikattn
 from context_programs import CALLS, LAYOUTS, SIZES, N
-from ikattn.nn._over_ranks import is_over_ranks
+from ikattn.nn.over_ranks import is_over_ranks
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
 from ikattn.parallel._sums import _Sharing
 from processes import run_processes
 
-# Of the largest element: float32 and bfloat16 round parts before they are merged.
+# Tolerances of the largest element: float32 and bfloat16 round parts before they are merged.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
@@ -42,9 +41,7 @@ def results(of_ranks: list[dict[str, Any]]) -> dict[Any, Any]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CALLS)
-def test_ranks_compute_what_one_process_does(
-    size: int, layout: str, name: str, results: dict[Any, Any]
-) -> None:
+def test_ranks_compute_what_one_process_does(size, layout, name, results):
     tensors, options = programs.tensors_of(**CALLS[name])
     expected = programs.differentiated(ikattn.implicit_kernel_attention, tensors, options)
     ways = [way for way in ("quadratic", "linear") if (size, layout, name, way) in results]
@@ -78,9 +75,7 @@ def alone() -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_rank_computes_first_what_it_need_not_wait_for(
-    layout: Any, count: int, reverse: bool
-) -> None:
+def test_a_rank_computes_first_what_it_need_not_wait_for(layout, count, reverse):
     """Every group once, and before those that wait as many others as there are chunks before."""
     for size, rank in ((2, 0), (2, 1), (4, 2), (4, 3)):
         sharing = _sharing(Layout(layout, size), rank, count)
@@ -133,7 +128,8 @@ def of_models(of_ranks: list[dict[str, Any]]) -> dict[Any, Any]:
     return of_ranks[0]["models"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("is_causal", "layout"), itertools.product((False, True), LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_a_converted_encoder(is_causal: bool, layout: str, of_models: dict[Any, Any]) -> None:
     model = programs.make_encoder()
     x, padding = programs.encoder_inputs()
@@ -314,9 +310,7 @@ def test_a_context_ends_whatever_happens_within(alone: None) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_are_computed_again_within_the_context(
-    alone: None, use_reentrant: bool
-) -> None:
+def test_checkpoints_are_computed_again_within_the_context(alone, use_reentrant):
     module = ikattn.MultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(1, 4, 8, requires_grad=True)
 
@@ -342,7 +336,7 @@ def test_models_of_transformers_that_cannot_be_shared_out(alone: None) -> None:
     with context_parallel(model), pytest.raises(NotImplementedError, match="more than padding"):
         model(ids, position_ids=packed, use_cache=False)
     with context_parallel(model), pytest.raises(NotImplementedError, match="got a cache"):
-        model(ids, past_key_values=ikattn.feature_cache(model))
+        model(ids, past_key_values=ikattn.decoding_cache(model, "features"))
     with context_parallel(model):
         model.set_attn_implementation("sdpa")
         with pytest.raises(RuntimeError, match="ended without the attention of its implicit"):

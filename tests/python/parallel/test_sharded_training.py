@@ -44,7 +44,7 @@ def test_one_process_draws_sharded_frequencies_as_plain_ones() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of each rank."""
     return run_processes(sharded_programs.run, tmp_path_factory.mktemp("sharded"), 4)
 
 
@@ -56,9 +56,7 @@ def assert_same(found: Results, expected: Results, tolerance: float = TOLERANCE)
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_sharded_frequencies_are_drawn_as_in_one_process(
-    source: str, results: list[dict[str, Any]]
-) -> None:
+def test_sharded_frequencies_are_drawn_as_in_one_process(source, results):
     model = make_encoder(source)
     for layer in model.layers:
         layer.self_attn.reset_parameters()  # in float64; frequencies are those of the same seed
@@ -76,9 +74,7 @@ def test_what_four_ranks_save_two_load(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("source", GENERATED)
-def test_ddp_averages_over_the_noise_of_its_ranks(
-    source: str, results: list[dict[str, Any]]
-) -> None:
+def test_ddp_averages_over_the_noise_of_its_ranks(source, results):
     expected = sharded_programs.train_with_noise(source, None)
     for of_rank in results:
         for what in expected:

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of each rank."""
     return run_processes(head_programs.run, folder, 4)
 
 
@@ -54,18 +54,14 @@ def assert_same(found: Results, expected: Results, tolerance: float = TOLERANCE)
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MODULES)
-def test_ranks_compute_what_one_process_does(
-    name: str, ranks: int, results: list[dict[str, Any]]
-) -> None:
+def test_ranks_compute_what_one_process_does(name, ranks, results):
     expected = head_programs.evaluate(head_programs.make_module(name), per_head=ranks == 4)
     for of_rank in results:
         assert_same(of_rank[f"{name}, {ranks}"], expected)
 
 
 @pytest.mark.parametrize("way", ["encoder", "with fsdp"])
-def test_an_encoder_trains_to_what_one_process_gets(
-    way: str, results: list[dict[str, Any]]
-) -> None:
+def test_an_encoder_trains_to_what_one_process_gets(way, results):
     expected = head_programs.train(head_programs.make_encoder())
     assert expected["gradient of layers.0.self_attn.spectral.w1"].any()
     for of_rank in results:
@@ -136,9 +132,7 @@ def test_a_compiled_call_is_the_same(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.usefixtures("results")
-def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(results, folder):
     expected = dict(head_programs.make_encoder().named_parameters())
     for of_rank in results:
         assert_same(of_rank["checkpoint"], expected, 0.0)

@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ikattn
+
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 pytest.importorskip("transformers.distributed.tensor_parallel")
 
 import llama_programs
 from agreement import assert_close
-from ikattn.integrations.transformers import from_pretrained, use_implicit_attention
+from ikattn.integrations.transformers import from_pretrained
 from llama_programs import KERNELS, LLAMA, TOKENS
 from processes import run_processes
 
@@ -24,13 +26,13 @@ TOLERANCE = 1e-11  # all of it in float64
 
 
 def test_kernels_are_in_the_plan_where_their_heads_are() -> None:
-    model = use_implicit_attention(llama_programs.make_model(), num_frequencies=6)
+    model = ikattn.convert(llama_programs.make_model(), num_frequencies=6)
     assert model.tp_plan["model.layers.*.self_attn.spectral"] == "ikattn_heads"
     assert model.model.tp_plan["layers.*.self_attn.spectral"] == "ikattn_heads"
     whole = llama_programs.make_model()
     whole.tp_plan = {"model.layers.*.self_attn.q_proj": "colwise_gather_output"}
-    assert len(use_implicit_attention(whole, num_frequencies=6).tp_plan) == 1
-    assert not use_implicit_attention(llama_programs.make_bert(), num_frequencies=6).tp_plan
+    assert len(ikattn.convert(whole, num_frequencies=6).tp_plan) == 1
+    assert not ikattn.convert(llama_programs.make_bert(), num_frequencies=6).tp_plan
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of each rank."""
     return run_processes(llama_programs.run, folder, 2)
 
 
 @pytest.mark.parametrize("way", [*KERNELS, "by torch"])
-def test_two_ranks_compute_what_one_process_does(
-    way: str, results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_two_ranks_compute_what_one_process_does(way, results, folder):
     model = from_pretrained(LLAMA, folder / (way if way in KERNELS else "direct"))
     expected = llama_programs.evaluate(model)
     assert expected["gradient of model.layers.0.self_attn.q_proj.weight"].any()
@@ -67,9 +67,7 @@ def test_two_ranks_average_keys_as_one_process_does(results: list[dict[str, Any]
             assert_close(of_rank["bert"][name], x, TOLERANCE, name, 1e-3 * abs(expected["loss"]))
 
 
-def test_each_rank_holds_the_frequencies_of_its_heads(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_each_rank_holds_the_frequencies_of_its_heads(results, folder):
     whole = from_pretrained(LLAMA, folder / "direct").model.layers[0].self_attn.spectral.w1
     assert torch.equal(torch.cat([of_rank["local"] for of_rank in results]), whole)
 
@@ -81,11 +79,9 @@ def test_what_two_ranks_save_one_process_loads(folder: Path) -> None:
         assert torch.equal(found.state_dict()[name], x)
 
 
-def test_a_model_that_was_shared_out_before_takes_the_first_ranks_frequencies(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_a_model_that_was_shared_out_before_takes_the_first_ranks_frequencies(results, folder):
     first = results[0]["changed when loaded"]
-    plain = use_implicit_attention(LLAMA.from_pretrained(folder / "softmax"), num_frequencies=6)
+    plain = ikattn.convert(LLAMA.from_pretrained(folder / "softmax"), num_frequencies=6)
     plain.load_state_dict(first["state"], strict=False)
     for of_rank in results:
         found = of_rank["changed when loaded"]
@@ -105,7 +101,7 @@ ERRORS = {
     "whole generators": "RuntimeError: ikattn_implicit: LlamaAttention got queries of 2 heads, and",
     "key heads": "ValueError: ikattn_implicit, keys: expected a number of ranks that divides the 1",
     "keys of all": "RuntimeError: ikattn_implicit: LlamaAttention got keys of 2 heads, expected",
-    "wrapped": "ValueError: use_implicit_attention: expected a model that is not wrapped yet, got",
+    "wrapped": "ValueError: convert: expected a model that is not wrapped yet, got",
     "without kernels": "RuntimeError: LlamaAttention has the attention implementation",
 }
 

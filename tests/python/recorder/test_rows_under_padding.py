@@ -24,7 +24,7 @@ LENGTHS = [6, 4, 3]
 
 
 def own_rows(found: Contributions, b: int) -> dict[str, Tensor]:
-    """What a sequence has of each map, ratio and reduction of queries and keys, by name."""
+    """Returns a sequence's part of each map, ratio and reduction of queries and keys, by name."""
     padding = found.query_padding
     there = slice(None) if padding is None else ~padding[b]
     rows = {n: x for n, axes in AXES.items() if "L" in axes if (x := getattr(found, n)) is not None}
@@ -63,9 +63,7 @@ def options_of(reduce: Any, queries: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("queries", QUERIES, ids=str)
 @pytest.mark.parametrize("reduce", [None, TopK(2), GROUPS], ids=["whole", "top_k", "groups"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_padded_llama_are_those_of_each_sequence_alone(
-    side: str, reduce: Any, queries: Any
-) -> None:
+def test_rows_of_a_padded_llama_are_those_of_each_sequence_alone(side, reduce, queries):
     pytest.importorskip("transformers")
     model, options = build("llama"), options_of(reduce, queries)
     ids = [torch.randint(3, 30, (n,)) for n in LENGTHS]
@@ -79,9 +77,7 @@ def test_rows_of_a_padded_llama_are_those_of_each_sequence_alone(
 
 @pytest.mark.parametrize("queries", QUERIES, ids=str)
 @pytest.mark.parametrize("reduce", [None, "diagonal", GROUPS], ids=["whole", "diagonal", "groups"])
-def test_rows_of_a_padded_encoder_are_those_of_each_sequence_alone(
-    reduce: Any, queries: Any
-) -> None:
+def test_rows_of_a_padded_encoder_are_those_of_each_sequence_alone(reduce, queries):
     model, options = encoder(), {"reduce": reduce, "queries": queries}
     options["maps"] = ("summed", "with_residual", "encoder", "alti", "per_head", "mixing_ratio")
     x = torch.randn(3, 6, 16)
@@ -213,9 +209,7 @@ def test_converted_layers_count_as_stock_ones_do() -> None:
         assert_close(found[1, :4], own[0], TOLERANCE)
 
 
-def test_cross_attention_of_a_written_block_has_the_padding_of_the_self_attention_beside_it() -> (
-    None
-):
+def test_cross_attention_has_the_padding_of_the_self_attention_beside_it() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from attention_cases import H
-from ikattn.spectral import (
-    Ikan,
-    Mikan,
-    correlation_factor,
-    gaussian_copula_log_density,
-    gaussian_kl,
-)
+from ikattn.spectral import Ikan, Mikan
+from ikattn.spectral.copula import correlation_factor, gaussian_copula_log_density, gaussian_kl
 from spectral_cases import each_generator, generator, tokens
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a source of frequencies, or what it returns, is named."""
+"""Errors name the fault of a source of frequencies, or of what it returns."""
 
 from __future__ import annotations
 

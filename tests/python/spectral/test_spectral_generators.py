@@ -11,7 +11,9 @@ from torch import Tensor
 
 import ikattn
 from attention_cases import E, H, L, N, batch, ignore
-from ikattn.spectral import SOURCES, Direct, Ikan, Mikan, OddNetwork
+from ikattn.spectral import Direct, Ikan, Mikan
+from ikattn.spectral.factory import SOURCES
+from ikattn.spectral.networks import OddNetwork
 from spectral_cases import D, M, each_generator, generator, leaky, perturbed, tokens
 
 
@@ -210,7 +212,7 @@ def test_fixed_points_are_normal_and_the_same_in_every_type():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("training", [False, True])
 def test_parameters_of_another_type_may_stand_in(kind, dtype, training):
-    """As under FSDP with mixed precision: no method of the module hears of it."""
+    """FSDP with mixed precision does so, and no method of the module hears of it."""
     source = generator(kind).float().train(training)
     expected = copy.deepcopy(source).to(dtype)
     parameters = {name: w.to(dtype) for name, w in source.named_parameters()}

@@ -12,7 +12,8 @@ from torch import nn
 
 import ikattn
 from attention_cases import E, H, L, N, batch, ignore, make
-from ikattn.spectral import SOURCES, Direct, Ikan, Stationary
+from ikattn.spectral import Direct, Ikan, Stationary
+from ikattn.spectral.factory import SOURCES
 from spectral_cases import M, perturbed
 from tiers import each
 

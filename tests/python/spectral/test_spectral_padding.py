@@ -1,4 +1,4 @@
-"""What is padding never enters the pooling of Mikan."""
+"""Padding never enters the pooling of Mikan."""
 
 from __future__ import annotations
 
@@ -102,27 +102,19 @@ def test_copies_are_found_under_compile_and_export():
         torch.testing.assert_close(run(*arguments)[0], expected)
 
 
-def test_nested_queries_are_averaged_as_far_as_they_go():
+@pytest.mark.parametrize("key_lengths", [(4, 2), None], ids=["keys of their own", "the same"])
+def test_nested_input_is_averaged_as_far_as_it_goes(key_lengths):
     module = make("implicit", spectral=Mikan(H, E // H, M, dtype=torch.float64), batch_first=True)
     perturbed(module.spectral, 0.2)
     module.eval()
-    queries, keys = ([batch(length, E) for length in lengths] for lengths in ((3, 6), (4, 2)))
+    queries = [batch(length, E) for length in (3, 6)]
+    keys = queries if key_lengths is None else [batch(length, E) for length in key_lengths]
     with torch.no_grad():
-        q, k = map(torch.nested.nested_tensor, (queries, keys))
+        q = torch.nested.nested_tensor(queries)
+        k = q if key_lengths is None else torch.nested.nested_tensor(keys)
         output, _ = module(q, k, k, need_weights=False)
         for query, key, got in zip(queries, keys, output.unbind(), strict=True):
             torch.testing.assert_close(got, module(query, key, key)[0])
-
-
-def test_nested_input_is_pooled_as_far_as_it_goes():
-    module = make("implicit", spectral=Mikan(H, E // H, M, dtype=torch.float64), batch_first=True)
-    module.eval()
-    rows = [batch(length, E) for length in (3, 6)]
-    with torch.no_grad():
-        nested = torch.nested.nested_tensor(rows)
-        output, _ = module(nested, nested, nested, need_weights=False)
-        for row, got in zip(rows, output.unbind(), strict=True):
-            torch.testing.assert_close(got, module(row, row, row)[0])
 
 
 def test_a_sequence_of_padding_alone_gives_finite_frequencies():

@@ -265,8 +265,6 @@ def assert_as_precise_as_upstream(mask: str, wanted: Arguments, dtype: torch.dty
         if want is None:
             assert got is None
             continue
-        assert got is not None
-        assert exact is not None
         assert got.dtype == want.dtype
         errors = [(x.double() - exact).abs().max().item() for x in (got, want)]
         rounding = torch.finfo(dtype).eps * exact.abs().max().item()
@@ -410,7 +408,7 @@ def function_of(module: Any, function: Callable[..., Any], **new: Any) -> Callab
 
 
 def kernel_options(module: Any) -> Arguments:
-    """Those of ``multi_head_attention_forward`` after upstream's."""
+    """Returns the options of ``multi_head_attention_forward`` after upstream's."""
     if module.kernel != "implicit":
         return {"kernel": module.kernel, "p": module.p}
     w1, w2 = module.spectral.frequencies()

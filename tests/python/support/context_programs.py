@@ -1,4 +1,4 @@
-"""What each of four processes does in the tests of context parallelism.
+"""The programs of four processes in the tests of context parallelism.
 
 One process computes the whole; ranks of groups of two and of four compute their parts, which are
 put together again.
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ikattn
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
+from processes import messages_of
 
 B, H, N, D, D_V, M, E = 2, 4, 128, 8, 6, 3, 16
 SIZES = (2, 4)
@@ -90,7 +91,7 @@ def differentiated(attend: Any, tensors: dict[str, Tensor], options: Any) -> dic
 def on_ranks(
     name: str, layout: Layout, group: Any, rank: int, algorithm: str | None
 ) -> dict[str, Tensor]:
-    """The same by the ranks of a group; the whole, put together."""
+    """Returns the result of the ranks of a group, put together."""
     tensors, options = tensors_of(**CALLS[name])
     axes = {**TOKENS, "grad_output": 2}
     parts = {
@@ -154,7 +155,7 @@ def make_llama() -> Any:
     sizes = {"hidden_size": E, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 9}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=H, num_key_value_heads=2)
     model = transformers.LlamaModel(config).double()
-    return ikattn.use_implicit_attention(model, num_frequencies=M, seed=1)
+    return ikattn.convert(model, num_frequencies=M, seed=1)
 
 
 def encoder_inputs() -> tuple[Tensor, Tensor]:
@@ -216,11 +217,11 @@ def models() -> dict[str, Any]:
 
 
 def refuse() -> dict[str, str]:
-    """What each rank hears where the third alone refuses: of the function, and of a module."""
+    """Returns the errors of each rank where the third alone refuses."""
     tensors, _ = tensors_of()
     del tensors["grad_output"]
     parts = {key: x.chunk(4, 2)[0] if key in TOKENS else x for key, x in tensors.items()}
-    is_third, heard = dist.get_rank() == 2, {}
+    is_third = dist.get_rank() == 2
     mask = torch.ones(1, dtype=torch.bool) if is_third else None
     module, x = ikattn.MultiheadAttention(8, 2, batch_first=True), torch.ones(1, 4, 8)
 
@@ -232,17 +233,11 @@ def refuse() -> dict[str, str]:
         "function": lambda: context_parallel_attention(**parts, attn_mask=mask),
         "module": of_module,
     }
-    for name, call in calls.items():
-        try:
-            call()
-            heard[name] = "nothing"
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            heard[name] = f"{type(error).__name__}: {error}"
-    return heard
+    return messages_of(calls)
 
 
 def disagree() -> dict[str, str]:
-    """What each rank says where the third is called with something else."""
+    """Returns the errors of each rank where the third is called with something else."""
     changes: dict[str, Any] = {
         "length": lambda x: {"query": x["query"][:, :, :16]},
         "dtype": lambda x: {"w1": x["w1"].float(), "w2": x["w2"].float()},

@@ -126,7 +126,7 @@ def replaced(arguments: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str,
 
 
 def vectors(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """What each query takes from each token, as vectors: [B, L, S, D] for every summed map."""
+    """Returns the vectors that each query takes from each token, [B, L, S, D], by summed map."""
     weights = arguments["attn_weights"].double()
     value, projection = arguments["value"].double(), arguments["out_proj_weight"].double()
     B, H, L, S = weights.shape

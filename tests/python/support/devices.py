@@ -36,7 +36,7 @@ def _library_of_interpreter() -> Path:
 
 def _load_interpreter() -> None:
     torch.ops.load_library(_library_of_interpreter())
-    # What torch calls of a device's module. Its random numbers are those of the CPU.
+    # torch calls these of a device's module. Its random numbers are those of the CPU.
     module = ModuleType("torch.interpreter")
     calls = {
         "_lazy_init": lambda: None,

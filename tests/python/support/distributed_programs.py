@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests of distributed training.
+"""The programs of two processes in the tests of distributed training.
 
 It is a module of its own because the processes import it.
 """
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ikattn
+from processes import whole
 
 PROCESSES, STEPS = 2, 3
 N, L, E, H, M = 4, 5, 16, 4, 5
@@ -33,7 +34,7 @@ Parameters = dict[str, Tensor]
 
 GENERATED = ("ikan", "mikan")
 
-# What is sharded on its own, besides the model as a whole.
+# These are sharded on their own, besides the model as a whole.
 PARTS: dict[str, Callable[[nn.Module], bool]] = {
     "layers": lambda module: isinstance(module, nn.TransformerEncoderLayer),
     "attention": lambda module: isinstance(module, ikattn.MultiheadAttention),
@@ -51,12 +52,12 @@ def make_model(seed: int = 0, **options: Any) -> nn.Module:
 def evaluate_generated(
     source: str, shard: Callable[[nn.Module], nn.Module] = lambda model: model
 ) -> Parameters:
-    """What a model gives whose frequencies are generated, after a step of training."""
+    """Returns the output of a model whose frequencies are generated, after a step of training."""
     model = shard(make_model(spectral=source, num_frequencies=M + 1))
     x = torch.randn(N, L, E, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.manual_seed(2)
     model(x).square().mean().backward()
-    gradients = [_whole(w.grad) for w in model.parameters() if w.grad is not None]
+    gradients = [whole(w.grad) for w in model.parameters() if w.grad is not None]
     return {
         "output": model.eval()(x).detach(),
         "gradients": torch.stack([g.norm() for g in gradients]),
@@ -74,11 +75,11 @@ def train(model: nn.Module, rows: slice) -> dict[str, Parameters]:
         optimiser.zero_grad()
         (model(x, src_key_padding_mask=padding) - y).pow(2).mean().backward()
         if not gradients:
-            gradients = {name: _whole(w.grad) for name, w in model.named_parameters()}
+            gradients = {name: whole(w.grad) for name, w in model.named_parameters()}
         optimiser.step()
     return {
         "gradients": gradients,
-        "parameters": {name: _whole(w.detach()) for name, w in model.named_parameters()},
+        "parameters": {name: whole(w.detach()) for name, w in model.named_parameters()},
     }
 
 
@@ -124,13 +125,7 @@ def _train_sharded(part: str, rows: slice, folder: Path) -> dict[str, Parameters
 
     other = _sharded(make_model(seed=1), part)
     set_model_state_dict(other, dict(results["state"]), options=WHOLE)  # which changes its entries
-    results["set again"] = {name: _whole(w.detach()) for name, w in other.named_parameters()}
+    results["set again"] = {name: whole(w.detach()) for name, w in other.named_parameters()}
     local = model.layers[0].self_attn.spectral.w1.to_local()
     results["share of w1"] = {"": local.detach().clone()}
     return results
-
-
-def _whole(x: Any) -> Tensor:
-    """A tensor of which every rank may hold a part, copied."""
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole.clone()

@@ -13,7 +13,7 @@ N_Q, N_K, H, SIZE, VALUE_SIZE, M = 7, 9, 2, 4, 3, 5
 # Source and target: unsorted, twice the same edge, a self loop, targets 2 and 6 without any.
 EDGE_INDEX = torch.tensor([[3, 0, 8, 3, 1, 4, 2, 5, 0, 0], [1, 0, 5, 1, 4, 4, 3, 3, 5, 0]])
 E = EDGE_INDEX.shape[1]
-EDGES = ikattn.Edges.from_coo(*EDGE_INDEX, num_targets=N_Q)
+EDGES = ikattn.ops.Edges.from_coo(*EDGE_INDEX, num_targets=N_Q)
 
 
 def nodes(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Any]:

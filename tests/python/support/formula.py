@@ -38,7 +38,7 @@ def covariance(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor | None) -> Ten
 def covariance_stored_in(
     dtype: torch.dtype, query: Tensor, key: Tensor, w1: Tensor, w2: Tensor | None
 ) -> Tensor:
-    """Of features of that type, and rounded to it; angles need more digits than it has."""
+    """Computes features in that type, and rounds to it; angles need more digits than it has."""
     phi_q, phi_k = (ikattn.reference.spectral_features(x, w1, w2).to(dtype) for x in (query, key))
     return (phi_q @ phi_k.mT / (4 * w1.shape[-1])).to(query)
 

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share. Importing it skips them where they cannot run.
+"""Shared parts of the tests on a GPU. Importing it skips them where they cannot run.
 
 IKATTN_TEST_DEVICE=interpreter: without a GPU, in the interpreter (devices.py).
 """
@@ -50,7 +50,7 @@ def memory_limited_to(free: int) -> Iterator[None]:
 
 
 def on_gpu(arguments: dict[str, Any], layout: str = "contiguous") -> dict[str, Any]:
-    """The same call there. A copy between devices is dense: a sample's layout comes after it."""
+    """Moves a call. A copy between devices is dense: a sample's layout comes after it."""
 
     def moved(argument: Any) -> Any:
         if isinstance(argument, ikattn.maps.NormStats):
@@ -82,7 +82,8 @@ def assert_on_tensor_cores(call: Arguments) -> None:
     """That a call goes there; of the interpreter's device the library cannot be asked."""
     if not IN_THE_INTERPRETER:
         tensors = [call[name] for name in ("query", "key", "value", "w1", "w2")]
-        assert ikattn.why_not_fast(*tensors, is_causal=call.get("is_causal", False)) is None
+        choice = ikattn.which_kernels(*tensors, is_causal=call.get("is_causal", False)).forward
+        assert choice.unit not in ("none", "cuda_cores"), choice
 
 
 def turn(patch: pytest.MonkeyPatch, setting: str) -> None:

@@ -6,24 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = [
-    "Attention",
-    "B",
-    "Block",
-    "D",
-    "Functional",
-    "H",
-    "L",
-    "LayerScale",
-    "Parallel",
-    "vectors",
-]
+from recorded_models import pair_vectors
+
+__all__ = ["Attention", "B", "Block", "D", "Functional", "H", "L", "LayerScale"]
+__all__ += ["Parallel", "vectors"]
 
 B, L, D, H = 2, 5, 16, 4
 
 
 class Attention(nn.Module):
-    """As people write it: one projection for q, k and v, and F.scaled_dot_product_attention."""
+    """Attention as people write it: one projection, and F.scaled_dot_product_attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,9 +72,8 @@ class Functional(Block):
 
 
 def vectors(attention: Attention, x: Tensor) -> Tensor:
-    """What every pair adds to the output, [B, L, S, D]."""
+    """Returns what every pair adds to the output, [B, L, S, D]."""
     q, k, v = attention.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     weights = (q @ k.mT / (D / H) ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-    projection = attention.proj.weight.unflatten(1, (H, -1))
-    return torch.einsum("bhts,bhsd,ehd->btse", weights, v, projection)
+    return pair_vectors(weights, v, attention.proj.weight)

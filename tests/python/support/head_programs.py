@@ -1,4 +1,4 @@
-"""What each of four processes does in the tests of tensor parallelism.
+"""The programs of four processes in the tests of tensor parallelism.
 
 Attention of the same seed is computed by one process (``evaluate`` of ``make_module``) and by the
 ranks of a mesh, of all four and of two.
@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ikattn
 from ikattn.parallel import HeadParallel, tensor_parallel_plan
 from ikattn.spectral import Direct, Mikan
+from processes import messages_of, whole
 
 N, L, S, E, H, M = 2, 5, 6, 16, 4, 6
 RANKS = (2, 4)
@@ -76,7 +73,7 @@ def evaluate(module: ikattn.MultiheadAttention, per_head: bool = False) -> Resul
     loss.backward()
     found = {"output": output, "weights": weights, "loss": loss}
     found |= {f"gradient of input {i}": x.grad for i, x in enumerate((*inputs, *masks))}
-    found |= {name: _whole(w.grad) for name, w in module.named_parameters()}
+    found |= {name: whole(w.grad) for name, w in module.named_parameters()}
     return {name: x.detach() for name, x in _packed(found).items()}
 
 
@@ -97,7 +94,7 @@ def train(model: nn.Module, rows: slice = slice(None)) -> Results:
         model(x[rows]).square().mean().backward()
         if not gradients:
             named = model.named_parameters()
-            gradients = {f"gradient of {name}": _whole(w.grad) for name, w in named}
+            gradients = {f"gradient of {name}": whole(w.grad) for name, w in named}
         optimiser.step()
     return _packed(gradients | whole_state(model))
 
@@ -229,7 +226,7 @@ def _compile(mesh: DeviceMesh) -> Results:
         call = torch.compile(module, backend="aot_eager") if name == "compiled" else module
         output, _ = call(x, x, x, need_weights=False)
         output.square().sum().backward()
-        gradient = _whole(module.spectral.w1.grad)
+        gradient = whole(module.spectral.w1.grad)
         found |= {f"{name} output": output.detach(), f"{name} gradient": gradient}
     return found
 
@@ -277,24 +274,12 @@ def _errors(mesh: DeviceMesh, pairs: DeviceMesh) -> dict[str, str]:
         "sizes": lambda: shared(x[..., 1:], x, x),
         "mask": lambda: shared(x, x, x, attn_mask=torch.zeros(H, L, L)),
     }
-    messages = {}
-    for name, call in calls.items():
-        try:
-            call()
-            messages[name] = "no error"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
+    return messages_of(calls)
 
 
 def whole_state(model: nn.Module) -> Results:
     """All parameters of all ranks, as a plain model has them."""
-    return _packed({name: _whole(w.detach()) for name, w in model.named_parameters()})
-
-
-def _whole(x: Any) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole.clone()
+    return _packed({name: whole(w.detach()) for name, w in model.named_parameters()})
 
 
 def _packed(values: Results) -> Results:

@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests of transformers' tensor parallelism."""
+"""The programs of two processes in the tests of transformers' tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ikattn
-from ikattn.integrations.transformers import (
-    feature_cache,
-    from_pretrained,
-    use_implicit_attention,
-)
+from ikattn.integrations.transformers import decoding_cache, from_pretrained
 from ikattn.parallel import tensor_parallel_plan
 from ikattn.spectral import Generator
+from processes import messages_of, whole
 
 LLAMA = transformers.AutoModelForCausalLM
 TOKENS = torch.tensor([[1, 5, 7, 9, 3], [2, 2, 8, 4, 6]])
@@ -43,9 +36,9 @@ def make_model(key_heads: int = 2) -> Any:
 def save_models(folder: Path) -> None:
     """The checkpoints that the processes load."""
     for name, options in KERNELS.items():
-        model = use_implicit_attention(make_model(), num_frequencies=6, seed=1, **options)
+        model = ikattn.convert(make_model(), num_frequencies=6, seed=1, **options)
         model.save_pretrained(folder / name)
-    use_implicit_attention(make_model(1), num_frequencies=6).save_pretrained(folder / "one key")
+    ikattn.convert(make_model(1), num_frequencies=6).save_pretrained(folder / "one key")
     make_model().save_pretrained(folder / "softmax")
 
 
@@ -58,10 +51,10 @@ def evaluate(model: Any) -> dict[str, Tensor]:
         loss = loss + ikattn.regularization_loss(model) / 10
     loss.backward()
     found = {"logits": output.logits.detach(), "loss": loss.detach()}
-    found |= {f"gradient of {name}": _whole(w.grad) for name, w in model.named_parameters()}
+    found |= {f"gradient of {name}": whole(w.grad) for name, w in model.named_parameters()}
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     found["tokens"] = model.eval().generate(TOKENS, **options)
-    kept = model.generate(TOKENS, past_key_values=feature_cache(model), **options)
+    kept = model.generate(TOKENS, past_key_values=decoding_cache(model, "features"), **options)
     assert torch.equal(kept, found["tokens"])
     return found
 
@@ -89,8 +82,8 @@ def _change_loaded(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Ranks that draw different frequencies take the first one's."""
     model = LLAMA.from_pretrained(folder / "softmax", **plan)
     torch.manual_seed(10 + dist.get_rank())
-    use_implicit_attention(model, num_frequencies=6)
-    state = {name: _whole(w.detach()) for name, w in model.named_parameters()}
+    ikattn.convert(model, num_frequencies=6)
+    state = {name: whole(w.detach()) for name, w in model.named_parameters()}
     return {"state": state, "logits": model(TOKENS).logits.detach()}
 
 
@@ -112,7 +105,7 @@ def make_bert() -> Any:
 
 
 def use_mikan(model: Any) -> Any:
-    return use_implicit_attention(model, num_frequencies=6, seed=1, spectral="mikan")
+    return ikattn.convert(model, num_frequencies=6, seed=1, spectral="mikan")
 
 
 def evaluate_bert(model: Any) -> dict[str, Tensor]:
@@ -121,7 +114,7 @@ def evaluate_bert(model: Any) -> dict[str, Tensor]:
     output = model(TOKENS, attention_mask=torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]))[0]
     loss = (output * torch.linspace(0, 1, 32)).sum() + ikattn.regularization_loss(model) / 10
     loss.backward()
-    found = {f"gradient of {name}": _whole(w.grad) for name, w in model.named_parameters()}
+    found = {f"gradient of {name}": whole(w.grad) for name, w in model.named_parameters()}
     return {"output": output.detach(), "loss": loss.detach()} | found
 
 
@@ -160,19 +153,7 @@ def _errors(folder: Path, plan: dict[str, Any]) -> dict[str, str]:
         )(TOKENS),
         "key heads": lambda: from_pretrained(LLAMA, folder / "one key", **plan),
         "keys of all": lambda: _shared_by_torch(folder, "q")(TOKENS),
-        "wrapped": lambda: use_implicit_attention(fully_shard(make_model())),
+        "wrapped": lambda: ikattn.convert(fully_shard(make_model())),
         "without kernels": lambda: LLAMA.from_pretrained(folder / "direct", **plan)(TOKENS),
     }
-    messages = {}
-    for name, call in calls.items():
-        try:
-            call()
-            messages[name] = "no error"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
-
-
-def _whole(x: Any) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole.clone()
+    return messages_of(calls)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 LIMIT = 300.0  # seconds, of all processes
 ANSWER = datetime.timedelta(seconds=120)  # in which each rank must come to a collective
@@ -50,3 +51,20 @@ def _begin(rank: int, program: Callable[[Path], Any], folder: str, processes: in
         torch.save(program(Path(folder)), f"{folder}/{program.__name__}.{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def whole(x: Any) -> Tensor:
+    """Returns a tensor of which every rank may hold a part, copied."""
+    gathered: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return gathered.detach().clone()
+
+
+def messages_of(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Returns the message of each call, or "no error"."""
+    messages = dict.fromkeys(calls, "no error")
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages

@@ -1,18 +1,16 @@
-"""What the kernels ask of a processor, and what this one has."""
+"""Instructions that the kernels ask of a processor, and those that this one has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-# What a name of ATEN_CPU_CAPABILITY makes of the kernels, and what the processor must have.
+# Instruction sets by their name in ATEN_CPU_CAPABILITY, and what the processor must have.
 INSTRUCTION_SETS = {
     "default": ("baseline", ()),
     "avx2": ("avx2", ("avx2", "fma")),
     "avx512": ("avx512", ("avx512f", "avx512dq", "avx512bw", "avx512vl")),
 }
-# What IKATTN_SIXTEEN_BITS may ask for, and what the processor must have. "amd": bfloat16 in AVX-512
+# Values of IKATTN_SIXTEEN_BITS, and what the processor must have. "amd": bfloat16 in AVX-512
 # is no faster than float32 elsewhere, and not used.
 AVX512 = INSTRUCTION_SETS["avx512"][1]
 SIXTEEN_BITS = {
@@ -24,14 +22,8 @@ SIXTEEN_BITS = {
 
 
 def processor_flags() -> set[str]:
-    """What the processor has, and "amd"; of its first core, for all are alike."""
+    """Returns the flags of the first core, for all are alike, and "amd"."""
     information = Path("/proc/cpuinfo")
     text = information.read_text() if information.exists() else ""
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
     return {*flags, *(["amd"] if "AuthenticAMD" in text else [])}
-
-
-def skip_without(capability: str) -> None:
-    """Torch takes ATEN_CPU_CAPABILITY at its word, on a processor without it, too."""
-    if missing := set(INSTRUCTION_SETS[capability][1]) - processor_flags():
-        pytest.skip(f"the processor lacks {', '.join(sorted(missing))}")

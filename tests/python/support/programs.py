@@ -41,8 +41,6 @@ def run_python(
 def import_program(path: Path) -> ModuleType:
     """The module of a file that no package holds."""
     spec = util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

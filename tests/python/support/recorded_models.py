@@ -1,14 +1,17 @@
-"""torch's own modules with biases and gammas that are not trivial, for the tests of recording."""
+"""Models with biases and gammas that are not trivial, their maps step by step, and threads."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ikattn
 from ikattn.maps import Recording
+from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder import record
 
 TOLERANCE = 1e-12  # all of it in float64
@@ -48,3 +51,36 @@ def recorded(model: Any, inputs: Any, maps: Any = "all", **options: Any) -> Reco
     with torch.no_grad(), record(model, maps, **options) as recording:
         model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return recording
+
+
+def pair_vectors(weights: Tensor, value: Tensor, projection: Tensor) -> Tensor:
+    """Returns what every pair adds to the output, [B, L, S, D]; heads may share their values."""
+    heads = weights.size(1)
+    value = value.repeat_interleave(heads // value.size(1), 1)
+    by_head = projection.unflatten(1, (heads, -1))
+    return torch.einsum("bhts,bhsd,ehd->btse", weights, value, by_head)
+
+
+def through_norm(y: Tensor, norm: nn.Module, given: Tensor) -> Tensor:
+    """Takes vectors of pairs through a norm that was ``given`` their sum."""
+    stats = NormStats.of(norm, given)
+    y = y - y.mean(-1, keepdim=True) if stats.centered else y
+    return y * stats.weight / stats.scale[..., None, None]
+
+
+def run_in_threads(*functions: Callable[[], None]) -> None:
+    """Runs functions at the same time, and raises what one of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors

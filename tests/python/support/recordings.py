@@ -50,7 +50,7 @@ def tokens_of(prefix: str) -> list[list[str]]:
 
 
 def encoder_recording(layers: int = 2, batches: int = 1, **options: object) -> Recording:
-    """Of an encoder, each batch of two sequences."""
+    """Returns a recording of an encoder, each batch of two sequences."""
     known = {
         f"encoder.layer.{i}.attention.self": Layer(
             f"encoder.layer.{i}.attention.self", "self", "encoder", HEADS, "post", "bert"
@@ -75,7 +75,7 @@ def encoder_recording(layers: int = 2, batches: int = 1, **options: object) -> R
 
 
 def translation_recording() -> Recording:
-    """Of an encoder and a decoder: four target tokens read five of the source."""
+    """Returns a recording of a translation: four target tokens read five of the source."""
     known = {
         "encoder": Layer("encoder", "self", "encoder", HEADS, "post", "marian"),
         "decoder": Layer("decoder", "self", "decoder", HEADS, "post", "marian"),

@@ -21,7 +21,6 @@ Arguments = dict[str, Any]
 # The arguments that may have a gradient, in the order of the operator.
 DIFFERENTIABLE = ("query", "key", "value", "w1", "w2", "key_bias", "attn_mask")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LOWER_DTYPES = DTYPES[1:]
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -181,16 +180,8 @@ def _mask_samples() -> list[Sample]:
 
 def _size_samples() -> list[Sample]:
     sizes = (
-        (1, 3, 5),
-        (2, 2, 2),
-        (8, 8, 1),
-        (40, 24, 32),
-        (63, 63, 31),
-        (64, 64, 64),
-        (64, 65, 33),
-        (65, 65, 33),
-        (70, 1, 5),
-        (8, 130, 5),
+        *((1, 3, 5), (2, 2, 2), (8, 8, 1), (40, 24, 32), (63, 63, 31), (64, 64, 64), (64, 65, 33)),
+        *((65, 65, 33), (70, 1, 5), (8, 130, 5)),
         *((9, 8, M) for M in (4, 7, 8, 9, 16, 17, 40)),  # around vectors and halves of them
     )
     return [
@@ -400,21 +391,21 @@ def differentiable(arguments: Arguments) -> list[str]:
 
 
 def with_gradients(arguments: Arguments, names: list[str] | None = None) -> Arguments:
-    """The same call on leaves that require a gradient (all that can, unless names are given)."""
+    """Returns the call on leaves that require a gradient (all that can, unless names are given)."""
     wanted = differentiable(arguments) if names is None else names
     return arguments | {name: arguments[name].detach().requires_grad_() for name in wanted}
 
 
 def converted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
-    """The same numbers in another dtype."""
+    """Converts the numbers of a call to another dtype."""
     return arguments | {name: arguments[name].to(dtype) for name in differentiable(arguments)}
 
 
 def of_weights(arguments: Arguments) -> Arguments:
-    """The same call for ``ikattn.implicit_kernel_weights``."""
+    """Returns the call for ``ikattn.implicit_kernel_weights``."""
     return {name: argument for name, argument in arguments.items() if name != "value"}
 
 
 def of_features(arguments: Arguments) -> Arguments:
-    """The call of ``ikattn.spectral_features`` on the queries of a call."""
+    """The call of ``ikattn.ops.spectral_features`` on the queries of a call."""
     return {"x": arguments["query"], "w1": arguments["w1"], "w2": arguments["w2"]}

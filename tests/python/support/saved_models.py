@@ -8,24 +8,9 @@ from typing import Any
 import torch
 
 WORDS = [
-    "the",
-    "animal",
-    "did",
-    "not",
-    "cross",
-    "street",
-    "because",
-    "it",
-    "was",
-    "too",
-    "tired",
-    "she",
-    "poured",
-    "water",
-    ".",
-    "ein",
-    "Tier",
-]
+    "the", "animal", "did", "not", "cross", "street", "because", "it", "was", "too", "tired", "she",
+    "poured", "water", ".", "ein", "Tier"
+]  # fmt: skip
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 32, "max_position_embeddings": 16}
 

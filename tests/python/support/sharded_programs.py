@@ -1,4 +1,4 @@
-"""What each of four processes does in the tests of FSDP2, DDP and pipelines."""
+"""The programs of four processes in the tests of FSDP2, DDP and pipelines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ikattn
+from processes import whole
 
 N, L, E, H, M, STEPS = 4, 5, 16, 4, 6, 2
 SOURCES = ("direct", "stationary", "ikan", "mikan")
@@ -110,7 +111,7 @@ def train_with_noise(source: str, rank: int | None) -> dict[str, Results]:
 
 
 def _errors(mesh: DeviceMesh) -> dict[str, str]:
-    """What is said of models that are converted when they are wrapped."""
+    """Returns the errors of models that are converted when they are wrapped."""
     layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
     inside = nn.Sequential(fully_shard(copy.deepcopy(layer), mesh=mesh))
     messages = {}
@@ -140,11 +141,6 @@ def _pipeline(is_traced: bool) -> Results:
     output = schedule.step(*([x] if rank == 0 else []), **target)
     found = {name: w.grad for name, w in named.items()}
     return found if output is None else found | {"output": output.detach()}
-
-
-def whole(w: Any) -> Tensor:
-    x: Tensor = w.full_tensor() if hasattr(w, "full_tensor") else w
-    return x.detach().clone()
 
 
 def _is_of_kernel(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the tests of ikattn.spectral share: small generators and tokens for them."""
+"""Small generators and tokens for the tests of ikattn.spectral."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ each_generator = pytest.mark.parametrize("kind", [Ikan, Mikan])
 
 
 def perturbed(module: nn.Module, size: float = 0.5) -> nn.Module:
-    """The same module with every parameter moved, so that none is at a special value."""
+    """Moves every parameter of a module, so that none is at a special value."""
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in module.parameters():

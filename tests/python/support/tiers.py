@@ -5,7 +5,7 @@
 * ``commit``: every sample in one dtype, the dtypes taking turns; the handful in all of them.
 * ``full``: every sample in every dtype, and the tests marked ``full``.
 
-CONTRIBUTING.md lists what ``full`` alone proves.
+tests/README.md lists what ``full`` alone proves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TIER not in TIERS:
 
 
 def turn(count: int, index: int) -> int:
-    """Which of ``count`` settings has turn ``index``.
+    """Returns which of ``count`` settings has turn ``index``.
 
     Turns shift by one after each round: options that repeat in a list of samples would otherwise
     meet the same setting again and again.
@@ -38,10 +38,7 @@ def turn(count: int, index: int) -> int:
 
 
 def covering(
-    rows: Sequence[Row],
-    settings: Sequence[Setting],
-    few: Collection[Row] = (),
-    tier: str = TIER,
+    rows: Sequence[Row], settings: Sequence[Setting], few: Collection[Row] = (), tier: str = TIER
 ) -> list[tuple[Row, Setting]]:
     """The pairs that a test runs on in a tier.
 

@@ -8,7 +8,7 @@ import torch
 
 
 def tiny_tokenizer(padding_side: str = "right") -> Any:
-    """Of words between spaces; 0 to 3 are <pad>, <s>, </s>, <unk>, and wi is i + 4."""
+    """Returns a tokenizer of words; 0 to 3 are <pad>, <s>, </s>, <unk>, and wi is i + 4."""
     import tokenizers
     import transformers
 

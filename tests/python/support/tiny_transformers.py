@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What configs call their sizes. Those that a config does not know are left out.
+# Sizes by the names of configs. Names that a config does not know are left out.
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 16),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -63,7 +63,6 @@ def build_tiny(kind: str) -> Any:
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         return model
-    assert error is not None
     raise error
 
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from agreement import assert_close
 from hand_written_blocks import D, H, LayerScale
 from ikattn.maps import Recording
-from recorded_models import randomize
+from recorded_models import pair_vectors, randomize
 
 
 class Layer(nn.Module):
-    """What the layers of this file have. Those that turn hold the items where the module has not.
+    """The parts of the layers of this file. A layer that turns has items where its module has not.
 
     Its tensors are items first, ``[B, L, D]``, if ``batch_first`` and no turning, or both not.
     """
@@ -50,7 +50,7 @@ class Sums(NamedTuple):
 
 
 class ViT(Layer):
-    """As torchvision's EncoderBlock."""
+    """A block like torchvision's EncoderBlock."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.ln_1(x)
@@ -63,7 +63,7 @@ class ViT(Layer):
 
 
 class Clip(Layer):
-    """As open_clip's ResidualAttentionBlock."""
+    """A block like open_clip's ResidualAttentionBlock."""
 
     def __init__(self, *how: bool) -> None:
         super().__init__(*how)
@@ -117,7 +117,7 @@ class Sandwich(Layer):
 
 
 class Detr(Layer):
-    """As DETR's encoder layer: positions are added to queries and keys, norms are after sums."""
+    """A block like DETR's: positions are added to queries and keys, norms are after sums."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = x + places_like(x)
@@ -161,12 +161,38 @@ class Wrapped(Layer):
         return Sums("post", x, x, x, norms=((self.ln_1, total), (self.ln_2, half + self.mlp(half))))
 
 
+class TorchPost(nn.TransformerEncoderLayer):
+    """An encoder layer of torch, whose maps are those of its blocks."""
+
+    def __init__(self, batch_first: bool = True, turns: bool = False, pre: bool = False) -> None:
+        super().__init__(D, H, 32, batch_first=batch_first, norm_first=pre)
+        randomize(self)
+
+    @property
+    def attn(self) -> Any:
+        return self.self_attn
+
+    def sums(self, x: Tensor, y: Callable[..., Tensor]) -> Sums:
+        if self.norm_first:
+            h = self.norm1(x)
+            return Sums("pre", h, h, x, norms=((self.norm2, x + y(h, h)),))
+        total = x + y(x, x)
+        half = self.norm1(total)
+        second = half + self._ff_block(half)
+        return Sums("post", x, x, x, norms=((self.norm1, total), (self.norm2, second)))
+
+
+class TorchPre(TorchPost):
+    def __init__(self, *how: bool) -> None:
+        super().__init__(*how, pre=True)
+
+
 def places_like(x: Tensor) -> Tensor:
     return 0.3 * torch.linspace(-1, 1, D).sin().expand_as(x)
 
 
 def pairs(attention: Any, query: Tensor, value: Tensor) -> Tensor:
-    """What every pair adds to the output, [B, L, S, D]; keys are of the queries' tokens."""
+    """Returns what every pair adds to the output, [B, L, S, D]; keys are of the queries' tokens."""
     rows = zip(
         (query, query, value),
         attention.in_proj_weight.chunk(3),
@@ -175,8 +201,7 @@ def pairs(attention: Any, query: Tensor, value: Tensor) -> Tensor:
     )
     q, k, v = (F.linear(*each).unflatten(-1, (H, -1)).transpose(1, 2) for each in rows)
     weights = (q @ k.mT / (D / H) ** 0.5).softmax(-1)
-    by_head = attention.out_proj.weight.unflatten(1, (H, -1))
-    return torch.einsum("bhts,bhsd,ehd->btse", weights, v, by_head)
+    return pair_vectors(weights, v, attention.out_proj.weight)
 
 
 def through(norm: Any, given: Tensor, y: Tensor) -> Tensor:
@@ -207,6 +232,10 @@ def assert_maps(recording: Recording, layer: Any, x: Tensor) -> None:
     for map_, (norm, given) in zip(names, own.norms, strict=False):
         y = through(norm, given, y)
         assert_close(getattr(maps, map_), y.norm(dim=-1), 1e-9, map_)
+        mixed = y.diagonal(dim1=1, dim2=2).mT
+        others = (y.sum(2) - mixed).norm(dim=-1)
+        ratio = others / (others + mixed.norm(dim=-1))
+        assert_close(maps.mixing_ratio[map_], ratio, 1e-9, f"mixing ratio of {map_}")
     assert (maps.encoder is None) == (len(own.norms) == 0)
     assert (maps.with_norm is None) == (own.block == "pre")
 

@@ -125,9 +125,9 @@ def keyword_of_cache() -> str:
 
 def convert(model: Any, **options: Any) -> Any:
     """The model with kernels in it, of frequencies so large that they are far from flat."""
-    from ikattn.integrations.transformers import use_implicit_attention
+    import ikattn
 
-    use_implicit_attention(model, **{"num_frequencies": FREQUENCIES, "seed": 1, **options})
+    ikattn.convert(model, **{"num_frequencies": FREQUENCIES, "seed": 1, **options})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".spectral." in name:

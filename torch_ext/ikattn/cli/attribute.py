@@ -14,7 +14,7 @@ from ikattn._whole_files import whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.loading import Loaded, hushed, load, warn_of_missing
 from ikattn.explain.attribution import Attribution, attribute
-from ikattn.explain.attribution._texts import encoded, taken_by, target_of_text, with_first_token
+from ikattn.explain.attribution.texts import encoded, taken_by, target_of_text, with_first_token
 from ikattn.maps.pictures import text_width
 
 
@@ -173,7 +173,7 @@ def _ask(question: Question, loaded: Loaded) -> Attribution:
         answer: Any = _generated(question, model, inputs, room)
         inputs = with_first_token(model, inputs)
     else:
-        inputs, answer = target_of_text(model, inputs, question.target, tokenizer, "attribute")
+        inputs, answer = target_of_text(model, inputs, question.target, tokenizer)
         loaded.check(torch.tensor(answer))
     if not answer:
         raise AnalyzeError("the model answers nothing")
@@ -189,7 +189,7 @@ def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]
     if question.pair is None:
         chat = [{"role": "user", "content": question.prompt}]
         given: Any = chat if question.chat else question.prompt
-        return encoded(model, given, tokenizer, "attribute")[0]
+        return encoded(model, given, tokenizer)[0]
     made = dict(tokenizer(question.prompt, question.pair, return_tensors="pt"))
     return {name: x.to(model.device) for name, x in taken_by(model, made).items()}
 

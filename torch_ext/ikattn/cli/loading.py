@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ikattn.cli.errors import AnalyzeError, Notice, doing
 from ikattn.integrations.transformers import from_pretrained
-from ikattn.integrations.transformers._implicit import settings_of
+from ikattn.integrations.transformers.conversion import settings_of
 
 _TRIED = 4  # tokens
 
@@ -115,7 +115,7 @@ def load(
         options |= about | {"output_loading_info": True}
         if settings_of(config) is None:
             model, info = kind.from_pretrained(name, **options)
-        else:  # use_implicit_attention gave it frequencies
+        else:  # convert gave it frequencies
             model, info = from_pretrained(kind, name, **options)
     missing = [own for own, _ in model.named_parameters() if own in info["missing_keys"]]
     model = model.eval() if device is None else model.to(device).eval()

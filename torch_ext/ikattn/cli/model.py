@@ -14,7 +14,7 @@ from torch import Tensor
 from ikattn.cli.errors import AnalyzeError, Notice, doing
 from ikattn.cli.job import GROUPS, Job, Line, single_maps
 from ikattn.cli.loading import Loaded, hushed, load, warn_of_missing
-from ikattn.explain.attribution._texts import taken_by
+from ikattn.explain.attribution.texts import taken_by
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.recording import Recording

@@ -1,26 +1,30 @@
-"""Swaps the attention of an existing model for ``ikattn.MultiheadAttention``, and back."""
+"""The door: gives the attention of a model the implicit kernel, whatever kinds it holds."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from ikattn.conversion.calibration import CalibratedModule, calibrate
-from ikattn.nn._kernels import Kernel
+from ikattn.conversion.modules import (
+    AttentionModule,
+    conversion_report,
+    kinds,
+    select_modules,
+)
 from ikattn.nn.functional import check_kernel
-from ikattn.nn.multihead_attention import MultiheadAttention
-from ikattn.nn.selection import AttentionModule, Selection, check_unwrapped, select_modules
-from ikattn.spectral import Mikan, Spectral
+from ikattn.nn.kernels import Kernel
+from ikattn.nn.kinds import KernelSettings, Kind, Sizes
+from ikattn.nn.selection import Selection, check_unwrapped, describe_unseen, unseen_attention
+from ikattn.spectral.factory import Spectral
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_NESTED_BEFORE = "_use_nested_tensor_before_ikattn"
 
 _logger = logging.getLogger("ikattn")
 
@@ -32,13 +36,20 @@ def convert(
     *,
     select: Selection | None = None,
     p: float | Literal["learned"] | None = 2.0,
-    num_frequencies: int = 64,
+    num_frequencies: int | None = None,
     spectral: Spectral = "direct",
     stationary: bool = False,
     seed: int | None = None,
-    calibration: Iterable[Any] | None = None,
+    sizes: Sizes | None = None,
 ) -> Model:
-    """Makes every nn.MultiheadAttention of a model an ``ikattn.MultiheadAttention``, in place.
+    """Gives every attention module of a model the implicit kernel, in place.
+
+    It knows three kinds, of which a model may hold several. ``nn.MultiheadAttention`` becomes
+    ``ikattn.MultiheadAttention``. GATConv, GATv2Conv and TransformerConv of PyTorch Geometric
+    become the layers of ``ikattn.integrations.pyg``. A module of transformers that calls its
+    ``AttentionInterface`` gets an ``ImplicitKernel`` as its child ``spectral``, and the model the
+    attention implementation "ikattn_implicit", which reads it: self- and cross-attention, with
+    caches, grouped heads and every mask.
 
     The modules stay the same objects and keep all they hold: weights (an optimiser made before
     keeps working), device, dtype, training and requires_grad flags, hooks, sharing. Frequencies are
@@ -50,29 +61,43 @@ def convert(
     modules whose ``forward`` someone replaced. The logger "ikattn" says at level INFO what was
     done. Convert before torch.compile and before wrapping for distributed training.
 
+    Of transformers, ``save_pretrained`` saves frequencies and options with the model, and
+    ``ikattn.integrations.transformers.from_pretrained`` loads them; loaded in another way, such as
+    by ``AutoModel`` or ``pipeline``, the model raises. A model's own scaling of query . key acts on
+    the query: the kernel takes query and key such that dot-product attention of them would be
+    exp(q . k / sqrt(d)). Where the scaling is 1 / sqrt(d) these are the model's; in models that
+    hide it in the query, or in its weights (T5, OPT, Whisper), the query is multiplied by sqrt(d).
+
     Args:
-        model: Any module; it may be an nn.MultiheadAttention itself.
-        kernel: "dot", "rbf" or "implicit".
-        select: Which ones. A predicate of name and module; a pattern of names as in a shell
+        model: Any module; it may be an attention module itself.
+        kernel: "implicit"; nn.MultiheadAttention and the layers of PyG also take "dot" and "rbf".
+        select: Which modules. A predicate of name and module; a pattern of names as in a shell
             ("encoder.*"); a type, of the module or of one that holds it
             (``nn.TransformerDecoderLayer``); a list of patterns and types; None: all. A module with
-            several names is selected by any of them.
-        p, num_frequencies, stationary: As for ``MultiheadAttention``.
-        spectral: As for ``MultiheadAttention``. Of a module, each attention module gets a copy,
-            with the same first values. Of "mikan" the cross-attention of nn.TransformerDecoderLayer
-            gets ``pool="key"``: it is not told which queries are padding, or still to come.
+            several names is selected by any of them. A model of transformers has one attention
+            implementation: all of its modules are selected, or none.
+        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude;
+            "learned", but for transformers: one for each head.
+        num_frequencies: M, of each query head. None: 64, in layers of PyG 16.
+        spectral: Where frequencies come from, as for ``MultiheadAttention``; transformers take
+            names alone. Of a module, each attention module gets a copy, with the same first values.
+            Of "mikan" the cross-attention of nn.TransformerDecoderLayer and the modules of
+            transformers get ``pool="key"``: they are not told which queries are padding, or still
+            to come. Where attention of transformers is causal, "mikan" is refused.
+        stationary: One set of frequencies per head in place of two.
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
-        calibration: Batches of input, to start the implicit kernel near the softmax attention that
-            it replaces: as ``ikattn.calibrate`` does with its own defaults. For trained models.
+        sizes: For modules of transformers of which this package does not know it: from the module
+            to its number of query heads and head size, (H, d).
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.
-        ValueError: There is nothing to convert, an option is wrong, DDP or FSDP is around the model
-            already, or there is calibration data for a kernel other than "implicit". Whatever is
-            raised, nothing has changed then.
+        ValueError: There is nothing to convert, an option is wrong or not one of the selected
+            modules', the number of heads of a module is not known, kernels of a transformers model
+            have other options already, or DDP or FSDP is around the model. Nothing has changed
+            then.
 
     Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
     (arXiv 2006.06147).
@@ -84,62 +109,58 @@ def convert(
         'implicit'
     """
     check_kernel(kernel, None if p == "learned" else p)
-    if calibration is not None and kernel != "implicit":
-        raise ValueError(f"calibration is for kernel='implicit', got kernel={kernel!r}")
-    options: dict[str, Any] = {
-        "p": p,
-        "num_frequencies": num_frequencies,
-        "spectral": spectral,
-        "stationary": stationary,
-        "seed": seed,
-    }
     candidates = select_modules(model, select)
     convertible = [found for found in candidates if found.is_plain]
     refused = [found for found in candidates if not found.is_plain]
     if not convertible:
         raise ValueError(f"nothing that can be converted: {_describe(refused)}")
+    settings = KernelSettings(kernel, p, num_frequencies, spectral, stationary, seed, sizes)
+    by_kind = _by_kind(convertible)
+    if sizes is not None and all(kind.title != "attention of transformers" for kind in by_kind):
+        held = ", ".join(kind.title for kind in by_kind)
+        raise ValueError(f"convert: sizes is for attention of transformers, got {held}")
+    for kind, modules in by_kind.items():
+        kind.check(model, modules, settings)
     to_change = [found for found in convertible if found.kernel != kernel]
     if to_change and (kernel == "implicit" or (kernel == "rbf" and p == "learned")):
         check_unwrapped("convert", model)  # there will be new parameters
-    of_keys = _cross_attention(model) if spectral == "mikan" else set()
-    report: tuple[CalibratedModule, ...] = ()
     with _all_or_nothing(model, [found.module for found in to_change]):
-        for found in to_change:
-            alone = found.module in of_keys
-            _change(found.module, kernel, _keys_alone(options) if alone else options)
-            options["seed"] = None if seed is None else options["seed"] + 1
-        _settle_nesting(model)
-        if calibration is not None and to_change:
-            names = [found.names[0] for found in to_change]
-            report = calibrate(model, calibration, select=lambda name, _: name in names)
+        for number, found in enumerate(to_change):
+            own = settings._replace(seed=None if seed is None else seed + number)
+            if isinstance(spectral, nn.Module):
+                own = own._replace(spectral=copy.deepcopy(spectral))
+            found.kind.change(model, found.module, own)
+        for kind in by_kind:
+            kind.settle(model, settings)
     if to_change:
         _logger.info("kernel=%r now: %s", kernel, ", ".join(map(str, to_change)))
     if len(to_change) < len(convertible):
         kept = [str(found) for found in convertible if found not in to_change]
         _logger.info("kernel=%r before: %s", kernel, ", ".join(kept))
-        if calibration is not None:
-            _logger.warning(
-                "not calibrated, for kernel='implicit' before: %s; ikattn.calibrate does it",
-                ", ".join(kept),
-            )
     if refused:
         _logger.warning("not converted: %s", _describe(refused))
-    for calibrated in report:
-        _logger.info("calibrated %s", calibrated)
+    unseen = unseen_attention(model, (found.module for found in conversion_report(model)))
+    if unseen:
+        warnings.warn(
+            f"convert: {describe_unseen(unseen)} look like attention and stay as they are: they "
+            "are no nn.MultiheadAttention, and do not call transformers' AttentionInterface",
+            stacklevel=3,
+        )
     return model
 
 
 def revert(model: Model, *, select: Selection | None = None) -> Model:
-    """Makes every ``ikattn.MultiheadAttention`` of a model an nn.MultiheadAttention, in place.
+    """Takes the kernels of this package out of a model, in place.
 
-    What ``convert`` did is undone: the class, the forward pre-hook, the encoders' nesting of padded
-    input. Weights stay as they are now, trained or not; frequencies are dropped. An optimiser that
-    was told of them keeps them, without gradients. Pass what ``convert`` was given: encoders around
-    a part of it are not reached. Modules made as ``ikattn.MultiheadAttention``
-    are reverted too; subclasses of it are left, with a warning.
+    What ``convert`` did is undone: classes, hooks, the encoders' nesting of padded input, the
+    attention implementation of a transformers model ("sdpa" where the one before is not known).
+    Weights stay as they are now, trained or not; frequencies are dropped. An optimiser that was
+    told of them keeps them, without gradients. Pass what ``convert`` was given: encoders around a
+    part of it are not reached. Modules made as those of this package are reverted too; subclasses
+    of them are left, with a warning.
 
     Args:
-        model: Any module; it may be an ``ikattn.MultiheadAttention`` itself.
+        model: Any module; it may be an attention module itself.
         select: As for ``convert``.
 
     Returns:
@@ -159,30 +180,30 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
     ours = [found for found in candidates if found.is_ours]
     refused = [found for found in candidates if not found.is_plain]
     if not ours:
-        others = ", ".join(f"{found} is {found.describe()}" for found in candidates)
-        raise ValueError(f"nothing to revert: {others}")
+        raise ValueError(f"nothing to revert: {_describe(candidates)}")
+    by_kind = _by_kind(ours)
+    for kind, modules in by_kind.items():
+        kind.check_undo(model, modules)
     for found in ours:
-        assert isinstance(found.module, MultiheadAttention)
-        found.module.remove_kernel()
-    _settle_nesting(model)
-    _logger.info("nn.MultiheadAttention again: %s", ", ".join(map(str, ours)))
+        found.kind.undo(found.module)
+    for kind in by_kind:
+        kind.settle(model)
+    _logger.info("as before convert again: %s", ", ".join(map(str, ours)))
     if refused:
         _logger.warning("not reverted: %s", _describe(refused))
     return model
 
 
-def _change(module: Any, kernel: Kernel, options: dict[str, Any]) -> None:
-    """Changes the module's class, as torch.nn.utils.parametrize does: all that it holds stays."""
-    spectral = options["spectral"]
-    if isinstance(spectral, nn.Module):
-        spectral = copy.deepcopy(spectral)
-    module.__class__ = MultiheadAttention
-    module.set_kernel(kernel, **{**options, "spectral": spectral})
+def _by_kind(found: Sequence[AttentionModule]) -> dict[Kind, list[nn.Module]]:
+    grouped: dict[Kind, list[nn.Module]] = {}
+    for one in found:
+        grouped.setdefault(one.kind, []).append(one.module)
+    return grouped
 
 
 @contextmanager
 def _all_or_nothing(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
-    """Makes the modules what they were if something fails."""
+    """Gives the modules their class and contents back if something fails."""
     before = [(x, x.__class__, [dict(part) for part in _held_by(x)]) for x in modules]
     try:
         yield
@@ -192,58 +213,15 @@ def _all_or_nothing(model: nn.Module, modules: list[nn.Module]) -> Iterator[None
             for now, then in zip(_held_by(module), held, strict=True):
                 now.clear()  # the same dictionary: handles of hooks know it
                 now.update(then)
-        _settle_nesting(model)
+        for kind_of_attention in kinds():
+            kind_of_attention.settle(model)
         raise
 
 
 def _held_by(module: nn.Module) -> list[dict[Any, Any]]:
-    """What a change of kernel changes."""
+    """Returns the dictionaries that a change of kernel changes."""
     return [vars(module), module._modules, module._forward_pre_hooks]
 
 
-def _cross_attention(model: nn.Module) -> set[nn.Module]:
-    """The cross-attention of torch's decoder layers."""
-    layers = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
-    return {layer.multihead_attn for layer in layers}
-
-
-def _keys_alone(options: dict[str, Any]) -> dict[str, Any]:
-    """The same options for a MIKAN that averages keys alone."""
-
-    def source(attention: nn.MultiheadAttention) -> Mikan:
-        weight = attention.out_proj.weight
-        return Mikan(
-            attention.num_heads,
-            attention.head_dim,
-            options["num_frequencies"],
-            pool="key",
-            stationary=options["stationary"],
-            seed=options["seed"],
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-
-    return {**options, "spectral": source, "stationary": False}
-
-
-def _settle_nesting(model: nn.Module) -> None:
-    """Keeps nn.TransformerEncoder from nesting padded input, which pays only on its fused path.
-
-    That is the path of the dot kernel. Where all kernels are such again, what was set comes back.
-    """
-    for encoder in model.modules():
-        if not isinstance(encoder, nn.TransformerEncoder):
-            continue
-        if any(getattr(module, "kernel", "dot") != "dot" for module in _ours(encoder)):
-            vars(encoder).setdefault(_NESTED_BEFORE, encoder.use_nested_tensor)
-            encoder.use_nested_tensor = False
-        elif _NESTED_BEFORE in vars(encoder):
-            encoder.use_nested_tensor = vars(encoder).pop(_NESTED_BEFORE)
-
-
-def _ours(model: nn.Module) -> Iterable[MultiheadAttention]:
-    return (module for module in model.modules() if isinstance(module, MultiheadAttention))
-
-
-def _describe(refused: list[AttentionModule]) -> str:
+def _describe(refused: Sequence[AttentionModule]) -> str:
     return "; ".join(f"{found} is {found.describe()}" for found in refused)

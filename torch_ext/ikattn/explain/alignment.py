@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -21,33 +22,21 @@ from torch import Tensor
 from ikattn.maps.summary import check_padding, full_precision
 from ikattn.maps.tokens import is_special
 
-__all__ = [
-    "AlignmentScores",
-    "GoldAlignments",
-    "Links",
-    "alignment_error_rate",
-    "alignment_scores",
-    "read_alignments",
-    "read_gold_alignments",
-    "word_alignment",
-    "words_of_subwords",
-]
-
 Links: TypeAlias = set[tuple[int, int]]
-"""The links of one pair of sentences."""
+"""Links of one pair of sentences."""
 
 WordOfToken: TypeAlias = Sequence[int | None]
-"""For each token the number of its word, None for a special one: a tokenizer's ``word_ids()``."""
+"""Numbers of each token's word, None for a special one: a tokenizer's ``word_ids()``."""
 
 _LINK = re.compile(r"(\d+)([-p])(\d+)")
 
 
-class GoldAlignments(NamedTuple):
-    """What annotators agreed on, for each pair of sentences.
+class Alignments(NamedTuple):
+    """Word alignments of pairs of sentences.
 
     Attributes:
-        sure: Links that must be found.
-        possible: Links that may be found; the sure ones are among them.
+        sure: The links that must be found, for each pair.
+        possible: The links that may be found, for each pair; the sure ones are among them.
     """
 
     sure: list[Links]
@@ -58,7 +47,7 @@ class AlignmentScores(NamedTuple):
     """How well alignments A agree with sure links S and possible links P, over all sentences.
 
     Attributes:
-        error_rate: 1 - (|A and P| + |A and S|) / (|A| + |S|).
+        error_rate: 1 - (|A and P| + |A and S|) / (|A| + |S|), in [0, 1].
         precision: |A and P| / |A|; NaN without a link in A.
         recall: |A and S| / |S|; NaN without a link in S.
         links: |A|.
@@ -71,16 +60,17 @@ class AlignmentScores(NamedTuple):
 
 
 def read_alignments(
-    path: str | os.PathLike[str], *, first_index: int = 0, target_first: bool = False
-) -> list[Links]:
-    """Reads alignments in Pharaoh format: a line per sentence, links like ``0-0 1-2``.
+    path: str | os.PathLike[str], *, first_index: int, target_first: bool = False
+) -> Alignments:
+    """Reads alignments in Pharaoh or talp format: a line for each pair of sentences.
 
-    Links marked as possible (``4p5``) are links like any other here.
+    ``9-8`` is a sure link and ``25p22`` a possible one.
 
     Args:
         path: The file.
-        first_index: The number of the first word in the file, 0 or 1.
-        target_first: Links are target-source in the file.
+        first_index: The number of a sentence's first word in the file: 0 is usual in Pharaoh files,
+            1 in talp files.
+        target_first: Whether links are target-source in the file.
 
     Returns:
         The links of each line, as (source, target) counted from 0. An empty line is a pair of
@@ -92,46 +82,14 @@ def read_alignments(
 
     Example:
         >>> import pathlib, tempfile
-        >>> from ikattn.explain.alignment import read_alignments
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "test.talp"
-        >>> _ = path.write_text("0-0 2-1\\n")
-        >>> sorted(read_alignments(path)[0])
-        [(0, 0), (2, 1)]
-    """
-    return _read(path, first_index, target_first).possible
-
-
-def read_gold_alignments(
-    path: str | os.PathLike[str], *, first_index: int = 1, target_first: bool = False
-) -> GoldAlignments:
-    """Reads annotated alignments in talp format: ``9-8`` is a sure link, ``25p22`` a possible one.
-
-    Args:
-        path, target_first: As in :func:`read_alignments`.
-        first_index: The number of the first word in the file; 1 is usual in this format.
-
-    Returns:
-        The links of each line, as (source, target) counted from 0; possible includes sure.
-
-    Raises:
-        ValueError, OSError: As :func:`read_alignments`.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from ikattn.explain.alignment import read_gold_alignments
+        >>> from ikattn.explain import read_alignments
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "alignment.talp"
         >>> _ = path.write_text("1-1 3p2\\n")
-        >>> gold = read_gold_alignments(path)
-        >>> gold.sure, gold.possible == [{(0, 0), (2, 1)}]
-        ([{(0, 0)}], True)
+        >>> read_alignments(path, first_index=1) == ([{(0, 0)}], [{(0, 0), (2, 1)}])
+        True
     """
-    return _read(path, first_index, target_first)
-
-
-def _read(path: str | os.PathLike[str], first_index: int, target_first: bool) -> GoldAlignments:
-    gold = GoldAlignments([], [])
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
+    found = Alignments([], [])
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         sure: Links = set()
         possible: Links = set()
         for text in line.split():
@@ -139,16 +97,17 @@ def _read(path: str | os.PathLike[str], first_index: int, target_first: bool) ->
             link = (int(match[1]) - first_index, int(match[3]) - first_index) if match else (-1, -1)
             if match is None or min(link) < 0:
                 raise ValueError(
-                    f"{os.fspath(path)}, line {number}: links must look like 4-7 (sure) or 4p7 "
-                    f"(possible), counted from {first_index}, got {text!r}"
+                    f"read_alignments: {os.fspath(path)}, line {number}: links must look like 4-7 "
+                    f"(sure) or 4p7 (possible), counted from first_index={first_index}, got "
+                    f"{text!r}"
                 )
             link = (link[1], link[0]) if target_first else link
             possible.add(link)
             if match[2] == "-":
                 sure.add(link)
-        gold.sure.append(sure)
-        gold.possible.append(possible)
-    return gold
+        found.sure.append(sure)
+        found.possible.append(possible)
+    return found
 
 
 def alignment_scores(
@@ -156,7 +115,7 @@ def alignment_scores(
     sure: Sequence[Iterable[tuple[int, int]]],
     possible: Sequence[Iterable[tuple[int, int]]] | None = None,
 ) -> AlignmentScores:
-    """Error rate, precision and recall of alignments; counts are summed over all sentences.
+    """Scores alignments by error rate, precision and recall; counts are over all sentences.
 
     Args:
         hypotheses: The links of each pair of sentences; a link given twice counts once.
@@ -165,13 +124,15 @@ def alignment_scores(
             sure.
 
     Returns:
-        The scores.
+        ``error_rate``, ``precision``, ``recall`` and the number of ``links`` in hypotheses.
 
     Raises:
         ValueError: The numbers of sentences differ, or there is no link in hypotheses and sure.
 
+    Source: Och and Ney 2003.
+
     Example:
-        >>> from ikattn.explain.alignment import alignment_scores
+        >>> from ikattn.explain import alignment_scores
         >>> alignment_scores([{(0, 0), (1, 2)}], [{(0, 0)}], [{(1, 1)}])
         AlignmentScores(error_rate=0.33333333333333337, precision=0.5, recall=1.0, links=2)
     """
@@ -179,7 +140,7 @@ def alignment_scores(
         possible = [()] * len(sure)
     if not len(hypotheses) == len(sure) == len(possible):
         raise ValueError(
-            "alignment_error_rate: hypotheses, sure and possible must hold as many sentences, got "
+            "alignment_scores: hypotheses, sure and possible must hold as many sentences, got "
             f"{len(hypotheses)}, {len(sure)} and {len(possible)}"
         )
     links = in_possible = in_sure = of_sure = 0
@@ -189,7 +150,10 @@ def alignment_scores(
         in_sure += len(a & s)
         in_possible += len(a & (p | s))
     if links + of_sure == 0:
-        raise ValueError("alignment_error_rate: hypotheses or sure must hold a link, got none")
+        raise ValueError(
+            f"alignment_scores: hypotheses or sure must hold a link, got none in {len(sure)} "
+            "pairs of sentences"
+        )
     return AlignmentScores(
         error_rate=1 - (in_possible + in_sure) / (links + of_sure),
         precision=in_possible / links if links else float("nan"),
@@ -198,39 +162,22 @@ def alignment_scores(
     )
 
 
-def alignment_error_rate(
-    hypotheses: Sequence[Iterable[tuple[int, int]]],
-    sure: Sequence[Iterable[tuple[int, int]]],
-    possible: Sequence[Iterable[tuple[int, int]]] | None = None,
-) -> float:
-    """The alignment error rate, 1 - (|A and P| + |A and S|) / (|A| + |S|), in [0, 1].
-
-    Args and errors: those of :func:`alignment_scores`.
-
-    Example:
-        >>> from ikattn.explain.alignment import alignment_error_rate
-        >>> alignment_error_rate([{(0, 0), (1, 1)}], sure=[{(0, 0)}], possible=[{(1, 1)}])
-        0.0
-    """
-    return alignment_scores(hypotheses, sure, possible).error_rate
-
-
 _BEGINNINGS = ("▁", "Ġ")  # sentencepiece; byte-level BPE
 
 
 def words_of_subwords(
     tokens: Sequence[str], *, begin: str | None = None, special: Iterable[str] = ()
 ) -> list[int | None]:
-    """The number of each token's word, from the marks that subwords bear.
+    """Returns the number of each token's word, by the marks that subwords bear.
 
-    For tokenizers without ``word_ids()``. Words begin with sentencepiece's "▁" or byte-level BPE's
-    "Ġ", or are continued by WordPiece's "##im" and subword-nmt's "im@@". The first token begins a
-    word with or without a mark.
+    It serves tokenizers without ``word_ids()``. Words begin with sentencepiece's "▁" or byte-level
+    BPE's "Ġ", or are continued by WordPiece's "##im" and subword-nmt's "im@@". The first token
+    begins a word with or without a mark.
 
     Args:
-        tokens: Of one sentence.
+        tokens: The tokens of one sentence.
         begin: The mark that words begin with. None: whichever of those above the tokens bear.
-        special: Tokens that belong to no word, such as a tokenizer's ``all_special_tokens``. Those
+        special: Tokens that belong to no word, such as a tokenizer's ``all_special_tokens``; tokens
             of the usual shapes (``</s>``, ``[CLS]``, ``<|endoftext|>``, ``en_XX``) never do. The
             token of unknown words (``<unk>``, ``[UNK]``) is a word, listed or not.
 
@@ -288,7 +235,7 @@ def word_alignment(
     setting: Literal["AWO", "AWI"] = "AWO",
     key_padding: Tensor | None = None,
 ) -> list[Links]:
-    """The source word that each target word draws from most, according to a map.
+    """Links each target word to the source word that it draws from most, according to a map.
 
     The map is summed over the subwords of a source word and averaged over those of a target word.
     Each target word is linked to the source word with the largest number (of equal ones the first),
@@ -298,12 +245,12 @@ def word_alignment(
     Args:
         map: ``[B, L, S]`` of cross-attention: ``weights`` averaged over heads, ``summed`` or
             ``alti``; or the first result of :func:`ikattn.explain.alti_plus`.
-        source_words: For each sentence the word of each source token, None for special ones (a
-            tokenizer's ``word_ids()``, :func:`words_of_subwords`). Columns beyond its length do not
-            compete.
-        target_words: For each sentence the word of each target token y_0, y_1, ..., likewise. These
-            are the tokens to be predicted (labels), **without** the one that starts the decoder.
-        setting: Whose row belongs to token y_k: "AWO" (alignment with output), row k, where y_k is
+        source_words: Words of the source tokens, a list for each sentence, None for special tokens
+            (a tokenizer's ``word_ids()``, :func:`words_of_subwords`). Columns beyond its length do
+            not compete.
+        target_words: Words of the target tokens y_0, y_1, ..., likewise. The tokens are those to be
+            predicted (labels), **without** the one that starts the decoder.
+        setting: The row of token y_k: "AWO" (alignment with output), row k, where y_k is
             predicted, or "AWI" (alignment with input), row k + 1, where y_k is the decoder's input.
         key_padding: bool ``[B, S]``, True = padding: columns that do not compete. Needed only if
             source_words has entries for them that matter.
@@ -318,7 +265,7 @@ def word_alignment(
 
     Example:
         >>> import torch
-        >>> from ikattn.explain.alignment import word_alignment
+        >>> from ikattn.explain import word_alignment
         >>> map = torch.tensor([[[0.3, 0.3, 0.4, 0.0], [0.1, 0.1, 0.2, 0.6]]])
         >>> word_alignment(map, [[0, 0, 1, None]], [[0, 1]])
         [{(0, 0)}]
@@ -350,15 +297,13 @@ def word_alignment(
     return links
 
 
-# In the tensors of word numbers, beside numbers from 0.
-_SPECIAL = -1
-_PADDING = -2
+_SPECIAL, _PADDING = -1, -2  # in tensors of word numbers, beside numbers from 0
 
 
 def _word_numbers(
     words: Sequence[WordOfToken], name: str, B: int, length: int, axis: str, device: torch.device
 ) -> Tensor:
-    """The word of every token, [B, length], _SPECIAL for None and _PADDING beyond a sentence.
+    """Returns the word of every token, [B, length], or _SPECIAL, or _PADDING beyond a sentence.
 
     A target may have one entry more than there are rows, if that is special: AWI has no row of the
     end of the sentence where the decoder is not fed with it.
@@ -372,7 +317,9 @@ def _word_numbers(
         of_tokens = list(of_tokens)
         while len(of_tokens) > length and of_tokens[-1] is None:
             of_tokens.pop()
-        if len(of_tokens) > length or any(x is not None and x < 0 for x in of_tokens):
+        known = [x for x in of_tokens if x is not None]
+        are_words = all(isinstance(x, Integral) and x >= 0 for x in known)
+        if len(of_tokens) > length or not are_words:
             raise ValueError(
                 f"word_alignment: {name}[{b}] must hold at most {length} ({axis} of map) word "
                 f"numbers from 0, or None, got {len(of_tokens)}: {of_tokens}"
@@ -383,9 +330,9 @@ def _word_numbers(
 
 
 def _source_columns(map: Tensor, of_keys: Tensor) -> tuple[Tensor, int]:
-    """Sums over the columns of a word: [B, L, words + S], and how many words.
+    """Adds up the columns of each word: [B, L, words + S], and how many words.
 
-    The last S columns are the special tokens', each at its own place, 0 at all others.
+    Special tokens have the last S columns, each its own place, and 0 at all others.
     """
     B, L, S = map.shape
     words = max(int(of_keys.max()) + 1, 0) if of_keys.numel() else 0
@@ -396,7 +343,7 @@ def _source_columns(map: Tensor, of_keys: Tensor) -> tuple[Tensor, int]:
 
 
 def _target_sums(columns: Tensor, of_rows: Tensor) -> Tensor:
-    """Sums over the rows of a word, [B, words, columns]: largest where the mean is."""
+    """Adds up the rows of each word, [B, words, columns]: largest where the mean is."""
     B, L, width = columns.shape
     words = max(int(of_rows.max()) + 1, 0) if of_rows.numel() else 0
     index = of_rows.masked_fill(of_rows < 0, words)  # a row for all that is no word, dropped below

@@ -13,11 +13,9 @@ from torch import Tensor
 from ikattn.maps.layers import RecordedMaps, check_whole
 from ikattn.maps.through_layers import rollout
 
-__all__ = ["alti_plus"]
-
 
 def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tensor]:
-    r"""The rollout of an encoder-decoder's ALTI maps.
+    r"""Rolls out an encoder-decoder's ALTI maps.
 
     With E the rollout of the encoder, the decoder's vectors are followed through its layers:
 
@@ -35,9 +33,9 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
     are found by it (Dale et al., ACL 2023).
 
     Args:
-        recording: Of an encoder-decoder, with the map "alti" of every layer of attention: of a call
-            over the source and the whole translation, or ``joined()`` of those of ``generate``.
-        batch: Which of its calls.
+        recording: Maps "alti" of every layer of attention in an encoder-decoder: of a call over the
+            source and the whole translation, or ``joined()`` of those of ``generate``.
+        batch: The number of a call.
 
     Returns:
         ``[B, L, S]`` and ``[B, L, L]``: what each token of the source, and each token that the
@@ -58,6 +56,10 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
         True
     """
     recording.check_recorded()
+    if not -len(recording.batches) <= batch < len(recording.batches):
+        raise ValueError(
+            f"alti_plus: batch must be one of the {len(recording.batches)} calls, got {batch}"
+        )
     maps = recording.batches[batch]
     names = [name for name in recording.layers if name in maps]
     crossing = [i for i, name in enumerate(names) if recording.layers[name].kind == "cross"]

@@ -16,8 +16,6 @@ from ikattn.maps.importance import token_index
 from ikattn.maps.summary import Maps
 from ikattn.maps.through_layers import Residual, padding_of, steps_of
 
-__all__ = ["attention_flow"]
-
 
 def attention_flow(
     maps: Maps,
@@ -29,7 +27,7 @@ def attention_flow(
     residual: Residual = None,
     padding: Tensor | None = None,
 ) -> Tensor:
-    """How much can flow from an output token to each input token, if maps are capacities.
+    """Measures how much can flow from an output token to each input token, maps being capacities.
 
     An edge from token i after layer l to token j before it carries at most ``A_l[i, j]``. Rollout
     adds the products along all paths; the largest flow takes no more through a token than its edges
@@ -37,16 +35,16 @@ def attention_flow(
     sentences, not for documents.
 
     Args:
-        maps, map, normalize, layers, residual, padding: As for :func:`ikattn.rollout`; attention
-            flow as published is ``map="weights", residual=0.5``.
-        position: As for :func:`token_importance`, no slice.
+        maps, map, normalize, layers, residual, padding: Arguments of :func:`ikattn.rollout`;
+            attention flow as published is ``map="weights", residual=0.5``.
+        position: A token's place, as for :func:`token_importance`, or one for each sequence.
 
     Returns:
         ``[B, L]``, 0 at padding; not normalised: each is at most the sum of a row.
 
     Raises:
         ModuleNotFoundError: networkx is missing.
-        ValueError, KeyError, LookupError: As :func:`token_importance`.
+        ValueError, KeyError, LookupError: Errors of :func:`token_importance`.
 
     Example:
         >>> import pytest, torch
@@ -57,6 +55,10 @@ def attention_flow(
         tensor([[1., 1.]])
     """
     networkx = optional("networkx", "attention_flow", "networkx")
+    if isinstance(position, slice):
+        raise TypeError(
+            f"attention_flow: position must be an int or an int64 tensor [B], got {position}"
+        )
     layers = None if layers is None else list(layers)
     steps = steps_of(maps, normalize, map, layers, residual, padding, "attention_flow")
     hidden = padding_of(maps, layers, padding, "attention_flow")

@@ -15,8 +15,6 @@ from ikattn.maps.sequences import AXES, SequenceMaps, sequences
 from ikattn.maps.summary import row_shares
 from ikattn.maps.tokens import Tokens
 
-__all__ = ["to_bertviz"]
-
 _MAPS = tuple(name for name, axes in AXES.items() if axes.endswith("LS"))
 _SHARES = ("weights", "alti")  # rows that say already how much each key has of the whole
 
@@ -31,16 +29,16 @@ def to_bertviz(
     target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
     shares: bool = True,
 ) -> dict[str, Any]:
-    """One sequence's maps as the arguments of ``bertviz.head_view`` and ``bertviz.model_view``.
+    """Returns one sequence's maps as arguments of ``bertviz.head_view`` and ``model_view``.
 
     Args:
         recording: Has the map, in all layers of an encoder, of a decoder, or between them.
         map: A map of queries and keys. Those without heads, such as "summed", are one head.
         batch: The forward call.
         sequence: Its place in that batch.
-        tokens, target_tokens: As for ``recording.to_html``: None, as recorded or numbers.
-        shares: Rows of norms are divided by their sums, as BertViz draws a pair by a number
-            between 0 and 1: what each key has of its row, in each head by itself. "weights" and
+        tokens, target_tokens: Names, as for ``recording.to_html``. None: as recorded, or numbers.
+        shares: Whether rows of norms are divided by their sums, in each head by itself, because
+            BertViz draws a pair by a number between 0 and 1. "weights" and
             "alti" stay as they are.
 
     Returns:
@@ -68,7 +66,13 @@ def to_bertviz(
     if map not in _MAPS:
         raise ValueError(f"to_bertviz: map must be one of {', '.join(_MAPS)}, got {map!r}")
     recording.check_recorded()
-    shown = _sequence(recording, batch, sequence, tokens, target_tokens)
+    found = {(x.batch, x.index): x for x in sequences(recording, tokens, target_tokens)}
+    if (batch, sequence) not in found:
+        raise ValueError(
+            "to_bertviz: batch and sequence must be one of the recording's "
+            f"{len(recording.batches)} calls and one of its sequences, got {batch} and {sequence}"
+        )
+    shown = found[batch, sequence]
     groups: dict[str, list[Layer]] = {}
     for name in shown.layers:
         layer = recording.layers[name]
@@ -96,26 +100,10 @@ def to_bertviz(
     return arguments
 
 
-def _sequence(
-    recording: RecordedMaps,
-    batch: int,
-    sequence: int,
-    tokens: Tokens | None,
-    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None,
-) -> SequenceMaps:
-    for found in sequences(recording, tokens, target_tokens):
-        if (found.batch, found.index) == (batch, sequence):
-            return found
-    raise ValueError(
-        f"to_bertviz: batch and sequence must be one of the {len(recording.batches)} calls and one "
-        f"of its sequences, got {batch} and {sequence}"
-    )
-
-
 def _attention(
     shown: SequenceMaps, layers: Sequence[Layer], map: str, shares: bool
 ) -> list[Tensor]:
-    """Of each layer ``[1, H, L, S]``, all of one shape.
+    """Returns ``[1, H, L, S]`` for each layer, all of one shape.
 
     Raises:
         ValueError: A view cannot show them.
@@ -124,7 +112,10 @@ def _attention(
     for layer in layers:
         values: Tensor | None = getattr(shown.layers[layer.name], map)
         if values is None:
-            raise ValueError(f"to_bertviz: layer {layer.name!r} has no map {map!r}, others have")
+            raise ValueError(
+                f"to_bertviz: layer {layer.name!r} has no map {map!r}, which others have: take one "
+                "that all have, or record with layers="
+            )
         values = values if values.dim() == 3 else values.unsqueeze(0)
         L, S = values.shape[-2:]
         if found and values.shape != found[0].shape[1:]:

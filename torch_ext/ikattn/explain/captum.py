@@ -6,22 +6,22 @@ Sizes: B batch, S tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ikattn.explain.attribution import Attribution, attribute
+from ikattn.explain.attribution import attribute
 from ikattn.explain.attribution._linear import Activation
 from ikattn.explain.attribution._model import logits_of
 
 try:
     from captum.attr import Attribution as Method
-except ModuleNotFoundError:  # which none of it needs
+except ModuleNotFoundError:  # the classes work without it
     Method = object
 
-__all__ = ["ALTILogit", "DecompX", "Rollout"]
 
 Inputs = TypeVar("Inputs", Tensor, tuple[Tensor, ...])
 Index: TypeAlias = "int | tuple[int, ...]"
@@ -43,16 +43,16 @@ class _OfTokens(Method):  # type: ignore[misc]
     def attribute(
         self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
     ) -> Inputs:
-        """What each token adds to a number that the model gives.
+        """Scores each token by what it adds to a number that the model gives.
 
         The model is called as captum calls it, ``forward(*inputs, *additional_forward_args)``.
 
         Args:
-            inputs: Ids of tokens, ``[B, S]``. Of an encoder-decoder those of the encoder; or both,
-                in a tuple, if they are the first arguments of ``forward``, of whatever order, and
-                are named ``input_ids`` and ``decoder_input_ids``.
-            target: Where in the output, as captum has it: of ``[B, V]`` a class, of ``[B, L, V]`` a
-                tuple of a position, with padding, and a class; or a list with one for each example.
+            inputs: Ids of tokens, ``[B, S]``. Of an encoder-decoder those of the encoder; or both
+                in a tuple, if they are the first arguments of ``forward``, in any order, and are
+                named ``input_ids`` and ``decoder_input_ids``.
+            target: A place in the output, as captum has it: of ``[B, V]`` a class, of ``[B, L, V]``
+                a tuple of a position, with padding, and a class; or a list of one for each example.
                 None: the output is ``[B]`` or ``[B, 1]``. The logit at a position of a decoder is
                 that of the next token.
             additional_forward_args: An argument of ``forward`` or a tuple of them, such as the
@@ -63,7 +63,7 @@ class _OfTokens(Method):  # type: ignore[misc]
 
         Raises:
             ValueError: Inputs that are no ids, or a target that the output has not.
-            RuntimeError: As of :func:`ikattn.attribute`.
+            RuntimeError: Errors of :func:`ikattn.attribute`.
         """
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         for ids in given:
@@ -76,12 +76,12 @@ class _OfTokens(Method):  # type: ignore[misc]
         more = () if more is None else more if isinstance(more, tuple) else (more,)
         named = inspect.signature(self.forward_func.forward).bind(*given, *more).arguments
 
-        def chosen(output: Any) -> Tensor:
-            return _chosen(output, target)
-
+        chosen = partial(_chosen, target=target)
         found = attribute(self.forward_func, named, chosen, method=self.method, **self.options)
-        own = _scores_by_input(found, named)
         names = list(named)[: len(given)]
+        own = {names[0]: found.scores}
+        if found.prefix_scores is not None:
+            own = {"input_ids": found.scores, "decoder_input_ids": found.prefix_scores}
         for name, ids in zip(names, given, strict=True):
             if name not in own or own[name].shape != ids.shape:
                 raise ValueError(
@@ -99,7 +99,7 @@ class DecompX(_OfTokens):
 
     Args:
         forward_func: A module in eval mode, not a function.
-        activation: As of :func:`ikattn.attribute`.
+        activation: "slope" or "tangent", as in :func:`ikattn.attribute`.
 
     Example:
         >>> import pytest, torch
@@ -140,37 +140,27 @@ class Rollout(_OfTokens):
         super().__init__(forward_func, f"rollout:{map}")
 
 
-def _scores_by_input(found: Attribution, named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The scores of the inputs whose tokens blocks read, by their names."""
-    if found.prefix_scores is not None:
-        return {"input_ids": found.scores, "decoder_input_ids": found.prefix_scores}
-    return {next(iter(named)): found.scores}
-
-
 def _chosen(output: Any, target: Target) -> Tensor:
-    """The numbers ``[B]`` that captum's target stands for."""
-    values = (
-        torch.atleast_1d(output) if isinstance(output, Tensor) else logits_of(output, "attribute")
-    )
-    B = values.size(0)
+    """Returns the numbers ``[B]`` that captum's target stands for."""
+    values: Any = output if isinstance(output, Tensor) else logits_of(output, "attribute")
+    values = torch.atleast_1d(values)
+    B, *sizes = values.shape
     if target is None and values.numel() == B:
-        return values.reshape(B)
+        only: Tensor = values.reshape(B)
+        return only
     index: Any = target
-    if isinstance(target, Tensor):  # of one number it is that of all examples
+    if isinstance(target, Tensor):  # one number is that of all examples
         index = target.item() if target.numel() == 1 else target.tolist()
     indices = index if isinstance(index, list) else [index] * B
     places = [i if isinstance(i, tuple) else (i,) for i in indices]
-    sizes = values.shape[1:]
-    if len(places) != B or any(not _is_within(place, sizes) for place in places):
+    inside = all(
+        len(place) == len(sizes)
+        and all(type(i) is int and -S <= i < S for i, S in zip(place, sizes, strict=True))
+        for place in places
+    )
+    if len(places) != B or not inside:
         raise ValueError(
             f"attribute: target must be a place in the output {list(values.shape)} after B, "
             f"or a list of one for each of the {B} examples, got {target!r}"
         )
     return torch.stack([values[b][place] for b, place in enumerate(places)])
-
-
-def _is_within(place: Sequence[Any], sizes: Sequence[int]) -> bool:
-    return len(place) == len(sizes) and all(
-        isinstance(i, int) and not isinstance(i, bool) and -size <= i < size
-        for i, size in zip(place, sizes, strict=True)
-    )

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ikattn._optional import optional
 from ikattn.explain.attribution import attribute
 
-__all__ = ["METHODS", "register"]
-
 METHODS = (
     "decompx",
     "alti_logit",
@@ -36,7 +34,7 @@ def register() -> tuple[str, ...]:
     A score is a token's part in the logit of a target token, whether ``attributed_fn`` is left out
     or "logit"; other functions are refused. Each sequence is attributed without its padding.
     "decompx" takes one forward pass of it and one backward pass for each target token; the others
-    begin anew for each target token. Of encoder-decoders there is "decompx" alone.
+    begin anew for each target token. Encoder-decoders have "decompx" alone.
 
     Returns:
         The names.
@@ -72,17 +70,17 @@ class PaddedIds(NamedTuple):
     mask: Tensor
 
     def of(self, b: int, end: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ids of a sequence without padding, ``[1, S_b]``, and where they are, ``[S_b]``."""
+        """Returns the ids of a sequence without padding, ``[1, S_b]``, and their places."""
         at = self.mask[b, :end].nonzero()[:, 0]
         return self.ids[b, at][None], at
 
 
 class StepScores(NamedTuple):
-    """Scores of target tokens; NaN for those that nothing predicts, 0 of padding.
+    """Scores of target tokens on the CPU; NaN where nothing predicts one, 0 at padding.
 
     Attributes:
-        source: ``[B, n, S]``, of an encoder's tokens; None where there is no encoder.
-        target: ``[B, n, L]``, of the tokens before the target.
+        source: ``[B, n, S]``, those of an encoder's tokens; None where there is no encoder.
+        target: ``[B, n, L]``, those of the tokens before the target.
     """
 
     source: Tensor | None
@@ -98,82 +96,70 @@ def step_scores(
     last: int,
     **options: Any,
 ) -> StepScores:
-    """The scores of target tokens ``first`` to ``last``, counted with padding.
+    """Scores target tokens ``first`` to ``last``, counted with padding.
 
     Args:
-        model: Of transformers, in eval mode.
-        method, options: As of :func:`ikattn.attribute`.
+        model: A model of transformers, in eval mode.
+        method, options: Arguments of :func:`ikattn.attribute`.
         source: The encoder's tokens; None: a decoder alone.
         target: The tokens that the decoder reads.
         first, last: The first target token, and the one after the last.
 
     Raises:
-        RuntimeError, ValueError: As of :func:`ikattn.attribute`, or scores of tokens that come
+        RuntimeError, ValueError: Errors of :func:`ikattn.attribute`, or scores of tokens that come
             after their target.
     """
     B, L = target.ids.shape
-    n = last - first
-    found = StepScores(
-        None if source is None else torch.full((B, n, source.ids.size(1)), torch.nan),
-        torch.full((B, n, L), torch.nan),
-    )
+    sizes = [None if source is None else source.ids.size(1), L]
+    made = [None if S is None else torch.full((B, last - first, S), torch.nan) for S in sizes]
     for b in range(B):
         ids, at = target.of(b, last)
         steps = at[1:] - first  # nothing predicts the first token
         steps = steps[steps >= 0].cpu()
         if not len(steps):
             continue
-        inputs = {"input_ids": ids}
+        inputs, places = {"input_ids": ids}, [at, at]
         if source is not None:
-            source_ids, source_at = source.of(b)
+            source_ids, places[0] = source.of(b)
             inputs = {"input_ids": source_ids, "decoder_input_ids": ids}
         rows = _rows(model, method, inputs, len(steps), options)
-        found.target[b, steps] = _padded(rows.target, at, L)
-        if source is not None and found.source is not None and rows.source is not None:
-            found.source[b, steps] = _padded(rows.source, source_at, source.ids.size(1))
-    return found
+        for whole, own, where in zip(made, rows, places, strict=True):
+            if whole is not None and own is not None:
+                padded = torch.zeros(len(steps), whole.size(-1))
+                padded[:, where.cpu()] = own.detach().to("cpu", torch.float32)
+                whole[b, steps] = padded
+    assert made[1] is not None
+    return StepScores(made[0], made[1])
 
 
 def _rows(
     model: nn.Module, method: str, inputs: dict[str, Tensor], n: int, options: dict[str, Any]
 ) -> StepScores:
-    """Of the last n tokens of one sequence: scores ``[n, S]`` and ``[n, L]``."""
+    """Scores the last n tokens of one sequence: ``[n, S]`` and ``[n, L]``."""
     L = inputs.get("decoder_input_ids", inputs["input_ids"]).size(1)
     if method == "decompx":
-        rows = _decomposed(model, inputs, slice(L - n, L), options)
+        found = attribute(model, inputs, slice(L - n, L), each=True, **options)
+        rows = StepScores(None, found.scores[0])
+        if found.prefix_scores is not None:
+            rows = StepScores(found.scores[0], found.prefix_scores[0])
     else:
         rows = StepScores(None, torch.zeros(n, L))
         for row, t in enumerate(range(L - n, L)):
             before = {**inputs, "input_ids": inputs["input_ids"][:, : t + 1]}
             found = attribute(model, before, slice(t, t + 1), method=method, **options)
             rows.target[row, : t + 1] = found.scores[0]
-    if bool(rows.target.triu(L - n).any()):
+    later = rows.target.triu(L - n)
+    if bool(later.any()):
         raise ValueError(
-            "ikattn.explain.inseq: the model reads tokens after the one that it predicts, "
-            "and inseq attributes those before"
+            f"ikattn.explain.inseq: {type(model).__name__} reads tokens after the one that it "
+            f"predicts, whose scores are up to {float(later.abs().max()):.3g}; inseq attributes "
+            "those before"
         )
     return rows
 
 
-def _decomposed(
-    model: nn.Module, inputs: dict[str, Tensor], targets: slice, options: dict[str, Any]
-) -> StepScores:
-    found = attribute(model, inputs, targets, each=True, **options)
-    if "decoder_input_ids" not in inputs:
-        return StepScores(None, found.scores[0])
-    assert found.prefix_scores is not None
-    return StepScores(found.scores[0], found.prefix_scores[0])
-
-
-def _padded(rows: Tensor, at: Tensor, size: int) -> Tensor:
-    """Rows ``[n, S_b]`` among padding, ``[n, S]``, on the CPU in float32, as inseq keeps them."""
-    padded = torch.zeros(rows.size(0), size)
-    padded[:, at.cpu()] = rows.detach().to("cpu", torch.float32)
-    return padded
-
-
 def _base() -> type:
-    """A class of inseq's registry without a name, the parent of all methods."""
+    """Makes a class of inseq's registry without a name, the parent of all methods."""
     from inseq.attr.feat import FeatureAttribution
     from inseq.attr.feat.attribution_utils import check_attribute_positions
     from inseq.attr.step_functions import get_step_function
@@ -219,7 +205,7 @@ def _base() -> type:
                 PaddedIds(batch.source_ids, batch.source_mask) if is_seq2seq else None,
                 PaddedIds(batch.target_ids, batch.target_mask),
                 first,
-                min(last + 1, size) if is_seq2seq else last,  # as far as inseq goes
+                min(last + 1, size) if is_seq2seq else last,  # inseq goes as far
                 **kwargs["attribution_args"],
             )
             try:

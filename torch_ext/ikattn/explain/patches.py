@@ -17,10 +17,8 @@ from torch import Tensor
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
 
-__all__ = ["patch_maps", "plot_patches"]
-
 _FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
-_FOR, _AGAINST = "#e67800", "#006ec8"  # as in texts: orange for, blue against
+_FOR, _AGAINST = "#e67800", "#006ec8"  # colours of texts: orange for, blue against
 _INK, _QUIET = "#1d2126", "#656c75"
 
 
@@ -31,10 +29,10 @@ def patch_maps(
     grid: tuple[int, int] | None = None,
     specials: int | None = None,
 ) -> Tensor:
-    """Scores of an image model's tokens as a grid of patches.
+    """Returns scores of an image model's tokens as a grid of patches.
 
-    Of vision transformers such as ViT, DeiT, CLIP, SigLIP and DINOv2, whose tokens are all special
-    ones, then the patches row by row. What stands before the patches is left out.
+    The tokens of vision transformers such as ViT, DeiT, CLIP, SigLIP and DINOv2 are all special
+    ones, then the patches row by row. Special tokens are left out.
 
     Args:
         scores: ``[..., S]``: rows of a recorded map, of importance or of an attribution.
@@ -58,6 +56,8 @@ def patch_maps(
                 [4., 5., 6.]])
     """
     config = _vision_config(model)
+    if grid is not None and len(grid) != 2:
+        raise ValueError(f"patch_maps: grid must be (h, w), got {grid}")
     h, w = _grid_of(config) if grid is None else grid
     if scores.dim() == 0 or min(h, w) < 1 or (specials or 0) < 0:
         raise ValueError(
@@ -93,8 +93,8 @@ def plot_patches(
 
     Args:
         patches: ``[h, w]``, from :func:`patch_maps`.
-        picture: As the model saw it, resized and cropped, but not normalised: a PIL image, an
-            array ``[H, W, 3]``, or a tensor ``[3, H, W]``, bytes or numbers from 0 to 1.
+        picture: The picture as the model saw it, resized and cropped, not normalised: a PIL image,
+            an array ``[H, W, 3]``, or a tensor ``[3, H, W]``, bytes or numbers from 0 to 1.
         path: Ends in .png, .svg or .pdf.
         smooth: Go over from patch to patch linearly; False: patches have edges.
         title: Stands above.
@@ -132,7 +132,7 @@ def plot_patches(
 
 def _vision_config(model: Any) -> Any:
     config = getattr(model, "config", model)
-    return getattr(config, "vision_config", config)  # of CLIP and SigLIP, which read texts, too
+    return getattr(config, "vision_config", config)  # CLIP and SigLIP read texts, too
 
 
 def _grid_of(config: Any) -> tuple[int, int]:
@@ -146,7 +146,7 @@ def _grid_of(config: Any) -> tuple[int, int]:
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    """Height and width, which a config may hold as one number."""
+    """Returns height and width, which a config may hold as one number."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
@@ -164,23 +164,20 @@ def _matplotlib(module: str) -> Any:
 
 
 def _colours_of(picture: Any) -> Tensor:
-    """Numbers from 0 to 1, ``[H, W, 3]``."""
+    """Returns a picture as numbers from 0 to 1, ``[H, W, 3]``."""
     if isinstance(picture, Tensor):
-        if picture.dim() != 3 or picture.size(0) != 3 or picture.dtype == torch.bool:
-            raise ValueError(
-                "plot_patches: picture must be [3, H, W] as a tensor, an array [H, W, 3] or a PIL "
-                f"image, got {picture.dtype} {list(picture.shape)}"
-            )
-        colours = picture.detach().cpu().movedim(0, -1)
+        colours = picture.detach().cpu()
+        colours = colours.movedim(0, -1) if colours.dim() else colours
     else:
         image = picture.convert("RGB") if hasattr(picture, "convert") else picture
         array = optional("numpy", "a picture", "'ikattn[viz]'").array(image)  # a copy
-        if array.ndim != 3 or array.shape[-1] != 3 or array.dtype.kind not in "uif":
-            raise ValueError(
-                "plot_patches: picture must be a PIL image, an array [H, W, 3] or a tensor "
-                f"[3, H, W], got {type(picture).__name__} {list(array.shape)}"
-            )
-        colours = torch.from_numpy(array)
+        colours = torch.from_numpy(array) if array.dtype.kind in "uif" else torch.tensor(False)
+    if colours.dim() != 3 or colours.size(-1) != 3 or colours.dtype == torch.bool:
+        got = picture.dtype if isinstance(picture, Tensor) else type(picture).__name__
+        raise ValueError(
+            "plot_patches: picture must be a PIL image, an array [H, W, 3] or a tensor [3, H, W], "
+            f"got {got} {list(getattr(picture, 'shape', []))}"
+        )
     colours = colours.double() if colours.is_floating_point() else colours.double() / 255
     if colours.numel() == 0 or not bool(((colours >= 0) & (colours <= 1)).all()):
         least, most = (colours.min(), colours.max()) if colours.numel() else (0, 0)
@@ -193,7 +190,7 @@ def _colours_of(picture: Any) -> Tensor:
 
 
 def _figure(patches: Tensor, colours: Tensor, smooth: bool, title: str) -> Any:
-    """Two panels and a scale; lengths in inches."""
+    """Draws two panels and a scale; lengths in inches."""
     H, W = colours.shape[:2]
     width, gap, above = 3.2, 0.12, 0.4 if title else 0.12
     height = min(max(width * H / W, 0.8), 12.0)
@@ -236,7 +233,7 @@ def _figure(patches: Tensor, colours: Tensor, smooth: bool, title: str) -> Any:
 
 
 def _scale(has_negative: bool) -> Any:
-    """Colours that are clear at 0, so that the picture is seen through them."""
+    """Makes colours that are clear at 0, so that the picture is seen through them."""
     colours = _matplotlib("colors")
     strong, none = colours.to_rgba(_FOR, 0.85), colours.to_rgba(_FOR, 0.0)
     stops = [(0.0, none), (1.0, strong)]

@@ -1,1 +1,1 @@
-"""What connects this package with others: imported on demand, never required."""
+"""Connections with other libraries: imported on demand, never required."""

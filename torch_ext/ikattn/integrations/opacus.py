@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ikattn._optional import optional
-from ikattn.nn._projection import Projection
 from ikattn.nn.functional import ExtraKeys
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.projection import Projection
 from ikattn.spectral import Direct
-
-__all__ = ["PerSample", "prepare", "restore"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,7 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def prepare(model: Model, *, batch_first: bool = True) -> Model:
     """Makes a model with implicit-kernel attention one that Opacus can train, in place.
 
-    Call it after ``ikattn.convert`` or ``use_implicit_attention`` and before
+    Call it after ``ikattn.convert`` and before
     ``PrivacyEngine.make_private``. The parameters stay the same objects, outputs the same numbers
     and names in a state dict the same names. What Opacus itself does not support, such as
     nn.MultiheadAttention that was not converted, ``opacus.validators.ModuleValidator`` tells.
@@ -121,13 +119,13 @@ class PerSample(nn.Module):
         self.batch_first = batch_first
 
     def of_each(self, batch_size: int) -> Tensor:
-        """The parameter for each sample, [N, *shape], all of them the same memory."""
+        """Returns the parameter for each sample, [N, *shape], all of them the same memory."""
         batch = torch.empty(batch_size, 0) if self.batch_first else torch.empty(0, batch_size)
         copies: Tensor = self(batch)
         return copies if self.batch_first else copies.squeeze(0)
 
     def forward(self, batch: Tensor) -> Tensor:
-        """The parameter as [N, *shape] or [1, N, *shape], for a tensor [N, 0] or [0, N].
+        """Returns the parameter as [N, *shape] or [1, N, *shape], for a tensor [N, 0] or [0, N].
 
         Opacus reads the size of the batch from the input, and where the batch is in the output.
         """
@@ -142,11 +140,11 @@ class _Private(nn.Module):
     per_sample: nn.ModuleDict
 
     def value_of(self, name: str) -> nn.Parameter | None:
-        """The parameter of that name; None if there is none."""
+        """Returns the parameter of that name; None if there is none."""
         return self._held(name).value if name in self.per_sample else None
 
     def _for_samples(self, name: str, batch_size: int) -> Tensor | None:
-        """The parameter of that name for each sample, [N, *shape]; None if there is none."""
+        """Returns the parameter of a name for each sample, [N, *shape]; None if there is none."""
         return self._held(name).of_each(batch_size) if name in self.per_sample else None
 
     def _held(self, name: str) -> PerSample:
@@ -175,7 +173,7 @@ class _Private(nn.Module):
 
 
 def _parameter(name: str) -> Any:
-    """A property, in place of a parameter that is in ``per_sample``."""
+    """Returns a property, in place of a parameter that is in ``per_sample``."""
     return property(lambda self: self.value_of(name))
 
 
@@ -226,7 +224,7 @@ class PrivateMultiheadAttention(_Private, MultiheadAttention):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, L, d], keys and values [N, H, S, d], each sample by weights of its own."""
+        """Makes queries [N, H, L, d], keys and values [N, H, S, d], each by weights of its own."""
         inputs = [query, key, value]
         if not batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
@@ -283,7 +281,7 @@ def _register_samplers() -> None:
 def _gradient_of_each(
     module: PerSample, activations: list[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """The gradient of each sample's copy: [N, *shape], or [N, 1, *shape], comes in."""
+    """Takes the gradient of each sample's copy: [N, *shape], or [N, 1, *shape]."""
     if not module.value.requires_grad:
         return {}
     return {module.value: backprops.reshape(-1, *module.value.shape)}

@@ -11,11 +11,11 @@ from ikattn.maps.files import MapFileError, MapWriter
 from ikattn.maps.importance import RankedToken, rank_tokens, token_importance
 from ikattn.maps.layer_writer import LayerWriter
 from ikattn.maps.layers import Batch, Layer
-from ikattn.maps.ledger import Factors, LedgerShares, ledger_shares
+from ikattn.maps.ledger import LedgerFactors, LedgerShares, ledger_shares
 from ikattn.maps.mixing import alti
 from ikattn.maps.recording import Recording, load_maps
 from ikattn.maps.reduction import (
-    Columns,
+    ColumnSums,
     Diagonal,
     Groups,
     PairMap,
@@ -29,15 +29,15 @@ from ikattn.maps.through_layers import rollout
 
 __all__ = [
     "Batch",
-    "Columns",
+    "ColumnSums",
     "Contributions",
     "Diagonal",
     "EdgeContributions",
     "EdgeMaps",
-    "Factors",
     "Groups",
     "Layer",
     "LayerWriter",
+    "LedgerFactors",
     "LedgerShares",
     "MapFileError",
     "MapWriter",

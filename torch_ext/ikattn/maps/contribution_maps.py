@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
 from ikattn.maps.reduction import Reduced
-from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
-from ikattn.ops._decompositions import operator
+from ikattn.ops import fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ikattn.ops.exporting import operator
 
 # The maps that sum over heads, each with one more step of the block than the one before.
 SUMMED_MAPS = ("summed", "with_residual", "with_norm", "encoder")
 MAPS = ("value_norms", "per_head", *SUMMED_MAPS, "mixing_ratio")
-# In the order of the operators' results.
+# Maps in the order of the operators' results.
 _OPERATOR_MAPS = ("value_norms", *SUMMED_MAPS, "mixing_ratio")
 
 

@@ -20,7 +20,7 @@ ROUNDING_ULPS = 64
 
 
 @dataclass(frozen=True)
-class Factors:
+class LedgerFactors:
     """One number, or tensor of them, for each factor of a contribution.
 
     Attributes:
@@ -59,10 +59,10 @@ class LedgerShares:
             infinite or NaN, mostly because similarity or magnitude left the range of their dtype.
     """
 
-    per_head: Factors
-    per_token: Factors
-    per_head_and_token: Factors
-    deviation: Factors
+    per_head: LedgerFactors
+    per_token: LedgerFactors
+    per_head_and_token: LedgerFactors
+    deviation: LedgerFactors
     influence: Tensor
     variance: Tensor
     pairs: Tensor
@@ -121,7 +121,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
         >>> from ikattn.maps.ledger import ledger_shares
         >>> from ikattn.maps import Contributions
         >>> q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
-        >>> similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        >>> similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         >>> weights = (q @ k.mT / 8**0.5).softmax(-1)
         >>> ledger = Contributions(
         ...     weights=weights, similarity=similarity, magnitude=magnitude,
@@ -147,7 +147,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
     covariance = {name: (x * total).sum(-2) for name, x in of_factors.items()}
     rounding = (ROUNDING_ULPS * eps) ** 2
 
-    def shares(over: int | None) -> Factors:
+    def shares(over: int | None) -> LedgerFactors:
         pairs, below = seen_by, energy
         if over is not None:
             pairs, below = pairs.sum(over), below.sum(over)
@@ -158,7 +158,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
             above = x if over is None else x.sum(over)
             return torch.where(varies, above / divisor, 0)
 
-        return Factors(**{name: share(x) for name, x in covariance.items()})
+        return LedgerFactors(**{name: share(x) for name, x in covariance.items()})
 
     deviation = {name: x.sum(-2) / seen_by.clamp_min(1) for name, x in of_factors.items()}
     pairs = seen_by.sum(-1)
@@ -166,7 +166,7 @@ def ledger_shares(contributions: Contributions) -> LedgerShares:
         per_head=shares(-1),
         per_token=shares(1),
         per_head_and_token=shares(None),
-        deviation=Factors(**deviation),
+        deviation=LedgerFactors(**deviation),
         influence=total.sum(-2) / seen_by.clamp_min(1),
         variance=energy.sum(-1) / pairs.clamp_min(1),
         pairs=pairs,

@@ -88,14 +88,14 @@ class Reduction(Protocol):
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnSums:
     """The sums of columns, ``[.., S]``: what each token gives away, to all queries together.
 
     Example:
         >>> import torch
-        >>> from ikattn.maps.reduction import Columns, PairMap
+        >>> from ikattn.maps.reduction import ColumnSums, PairMap
         >>> map_ = torch.rand(2, 6, 5)
-        >>> reducing = Columns().begin(PairMap("layer", "summed", (2, 6, 5), None))
+        >>> reducing = ColumnSums().begin(PairMap("layer", "summed", (2, 6, 5), None))
         >>> for first in (0, 3):
         ...     reducing.add(map_[:, first : first + 3], range(first, first + 3))
         >>> torch.allclose(reducing.finish(), map_.sum(1))
@@ -336,7 +336,7 @@ class FunctionOfRows:
         return _ByRows(of_rows, axis)
 
 
-_NAMED: dict[str, Reduction] = {"columns": Columns(), "diagonal": Diagonal(), "top_k": TopK()}
+_NAMED: dict[str, Reduction] = {"columns": ColumnSums(), "diagonal": Diagonal(), "top_k": TopK()}
 
 
 def reduction_of(given: str | Reduction | Callable[[Tensor, int], Tensor]) -> Reduction:

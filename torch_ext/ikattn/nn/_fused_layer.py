@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["StepByStep", "has_values"]
-
 _COMPILED = (
     "a compiled encoder layer of torch takes the fused inference path, which hides keys and adds "
     "no other values of a float mask: before compiling call "
@@ -97,7 +95,7 @@ def _layer(
     linear2_bias: Tensor,
     *mask: Any,
 ) -> Tensor:
-    """What ``nn.TransformerEncoderLayer.forward`` computes; arguments are the fused function's."""
+    """Computes ``nn.TransformerEncoderLayer.forward`` from the fused function's arguments."""
     attn_mask, padding = masks
 
     def attend(x: Tensor) -> Tensor:

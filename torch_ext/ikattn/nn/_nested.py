@@ -7,11 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ikattn.nn._projection import Projection
-from ikattn.ops._jagged import have_same_lengths, nested_like, tokens_of
+from ikattn.nn.projection import Projection
+from ikattn.ops.jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.packed import implicit_kernel_attention_varlen
-
-__all__ = ["are_jagged", "attend_packed", "attend_padded"]
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -52,7 +50,7 @@ def attend_packed(
     Raises:
         AssertionError: Key and value differ in lengths, or sizes do not fit the weights.
     """
-    # by identity: self-attention stays one tensor, which is projected at once
+    # self-attention stays one tensor, which is projected at once
     packed = {id(x): tokens_of(x) for x in (query, key, value)}
     (_, of_queries), (_, of_keys), (_, of_values) = (packed[id(x)] for x in (query, key, value))
     if not have_same_lengths(of_values, of_keys):
@@ -101,7 +99,7 @@ def attend_padded(
             "with NestedTensor input, query, key and value must all be nested, of one layout; got "
             + ", ".join(str(x.layout) if x.is_nested else "one that is not nested" for x in inputs)
         )
-    # by identity: self-attention stays one tensor, which is projected at once
+    # self-attention stays one tensor, which is projected at once
     padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in inputs}
     q, k, v = (padded[id(x)] for x in inputs)
     of_keys, of_queries = _beyond_ends(key, k.size(1)), _beyond_ends(query, q.size(1))

@@ -19,19 +19,17 @@ from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ikattn._memory import takes_memory_for
-from ikattn.nn._kernels import Frequencies, Kernel, KernelOptions, Wanted, attend_heads
-from ikattn.nn._masks import (
+from ikattn.nn.kernels import Frequencies, Kernel, KernelOptions, Wanted, attend_heads
+from ikattn.nn.masks import (
     Masks,
     check_hint,
     check_types,
     padding_of_queries,
 )
-from ikattn.nn._projection import InProjection, Projection, check_axes, merge_heads, project
-from ikattn.nn._softmax import (
+from ikattn.nn.projection import InProjection, Projection, check_axes, merge_heads, project
+from ikattn.nn.softmax import (
     refuse_context_parallel,
 )
-
-__all__ = ["multi_head_attention_forward"]
 
 
 class ExtraKeys(NamedTuple):
@@ -76,7 +74,7 @@ def multi_head_attention_forward(
     w1: Tensor | None = None,
     w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Multi-head attention as F.multi_head_attention_forward, with a choice of kernel.
+    """Computes F.multi_head_attention_forward with a choice of kernel.
 
     Args:
         query: [L, N, E], unbatched [L, E].
@@ -208,7 +206,7 @@ def attend(
     out_proj: Callable[[Tensor], Tensor],
     batch_first: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The path of every call, once the number of axes and the types of masks are checked.
+    """Computes every call, once the number of axes and the types of masks are checked.
 
     Args:
         query: [N, L, E] if ``batch_first``, else [L, N, E]; unbatched [L, E].
@@ -230,7 +228,7 @@ def attend(
     check_hint(masks.is_causal, masks.attention)
     is_batched, batch_axis = query.dim() == 3, 0 if batch_first else 1
     if not is_batched:
-        # what was one tensor stays one, and is projected at once
+        # one tensor stays one, and is projected at once
         q = query.unsqueeze(batch_axis)
         k = q if key is query else key.unsqueeze(batch_axis)
         v = k if value is key else value.unsqueeze(batch_axis)

@@ -15,19 +15,18 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+from typing_extensions import Unpack
 
 from ikattn.nn._fused_layer import StepByStep, has_values
-from ikattn.nn._kernels import Kernel, KernelOptions, Wanted
-from ikattn.nn._masks import Masks, check_hint, check_types
 from ikattn.nn._nested import are_jagged, attend_packed, attend_padded
-from ikattn.nn._over_ranks import is_over_ranks
-from ikattn.nn._projection import InProjection, Projection, check_axes, project
-from ikattn.nn._with_kernel import WithKernel
 from ikattn.nn.functional import ExtraKeys, attend
+from ikattn.nn.kernels import Kernel, KernelOptions, Wanted
+from ikattn.nn.masks import Masks, check_hint, check_types
+from ikattn.nn.over_ranks import is_over_ranks
+from ikattn.nn.projection import InProjection, Projection, check_axes, project
 from ikattn.nn.softmax_heads import SoftmaxHeads
-from ikattn.spectral import Spectral
-
-__all__ = ["MultiheadAttention"]
+from ikattn.nn.with_kernel import ModuleOptions, WithKernel
+from ikattn.spectral.factory import Spectral
 
 _stock_forward = StockMultiheadAttention.forward
 
@@ -132,32 +131,19 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     def set_kernel(
         self,
         kernel: Kernel,
-        *,
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 64,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
 
         Args:
-            kernel, p, num_frequencies, spectral, stationary, seed: As for the constructor.
+            kernel, options: As for the constructor.
 
         Raises:
             ValueError: An option is wrong; nothing has changed then.
         """
         weight = self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
         self._choose_kernel(
-            kernel,
-            p,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            like=weight,
-            num_frequencies=num_frequencies,
-            spectral=spectral,
-            stationary=stationary,
-            seed=seed,
+            kernel, num_heads=self.num_heads, head_dim=self.head_dim, like=weight, **options
         )
         self.keep_softmax(None)
         self._keep_off_fused_path()
@@ -177,7 +163,8 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     def reset_parameters(self) -> None:
         """Draws every parameter anew, in the order and from the distributions of construction."""
         self.out_proj.reset_parameters()
-        self._reset_parameters()
+        super()._reset_parameters()
+        self._reset_kernel()
 
     def forward(
         self,
@@ -301,7 +288,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         return partial(project, InProjection.of(self))
 
     def _extra_keys(self, query: Tensor) -> ExtraKeys:
-        """The keys and values that are appended in a call with this query."""
+        """Returns the keys and values that are appended in a call with this query."""
         return ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn)
 
     def _as_leaf(self, tracer: fx.Tracer, *arguments: Any) -> Any:
@@ -399,7 +386,9 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
-        self._reset_kernel()
+        source = getattr(self, "spectral", None)  # absent while upstream's constructor runs
+        if source is None or not any(map(_is_loaded, source.parameters())):
+            self._reset_kernel()
 
     def _keep_off_fused_path(self) -> None:
         """Makes torch call ``forward`` in eval mode without grad, unless the kernel is dot.
@@ -419,4 +408,9 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
 
 
 def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A hook that does nothing: that there is one matters."""
+    """Does nothing, as a hook whose presence matters."""
+
+
+def _is_loaded(parameter: Tensor) -> bool:
+    """Whether transformers has loaded the parameter, and resets the module for others' sake."""
+    return getattr(parameter, "_is_hf_initialized", False)

@@ -13,9 +13,7 @@ from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Direct, Generator
 from ikattn.spectral.regularized import Regularized
 
-__all__ = ["parameter_groups"]
-
-# Of the learning rate; docs/experiments/recall.md compares it with a hundredth
+# The share of the learning rate; docs/experiments/recall.md compares it with a hundredth
 FREQUENCY_RATE = 0.1
 
 
@@ -26,7 +24,7 @@ def parameter_groups(
     frequency_lr: float | None = None,
     weight_decay: float = 0.01,
 ) -> list[dict[str, Any]]:
-    """The parameters of a model in groups, for an optimiser with weight decay such as AdamW.
+    """Groups the parameters of a model for an optimiser with weight decay such as AdamW.
 
     What makes the kernels is a group of its own: frequencies, the weights of their generators, and
     learned orders of the norm. It has no weight decay, which would widen the kernels, and a smaller
@@ -35,7 +33,7 @@ def parameter_groups(
     no weight decay, either.
 
     Kernels are found in ``ikattn.MultiheadAttention`` and converted models, in models of
-    ``use_implicit_attention``, in layers for PyTorch Geometric and timm, and wherever a module
+    ``ikattn.convert``, in layers for PyTorch Geometric and timm, and wherever a module
     holds a source of ``ikattn.spectral`` or an ``ikattn.ops.magnitude.LearnedOrder``. Call it after
     the conversion.
 
@@ -102,7 +100,7 @@ def parameter_groups(
 
 
 def _kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose parameters make kernels; those of somebody else's class by their place."""
+    """Returns modules whose parameters make kernels; those of others' classes by their place."""
     for module in model.modules():
         if isinstance(module, Direct | Generator | LearnedOrder):
             yield module

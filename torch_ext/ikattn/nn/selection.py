@@ -1,16 +1,12 @@
-"""Which attention modules a model has, and what of each can be changed."""
+"""How modules of a model are selected, and which of them look like attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
-from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
-
-from ikattn.nn.multihead_attention import MultiheadAttention
 
 Selection: TypeAlias = (
     Callable[[str, nn.Module], bool] | str | type[nn.Module] | Sequence[str | type[nn.Module]]
@@ -20,104 +16,8 @@ Selection: TypeAlias = (
 _WRAPPERS = ("DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
 
 
-class AttentionModule(NamedTuple):
-    """An attention module of a model, and every name it goes by there."""
-
-    module: StockMultiheadAttention
-    names: list[str]
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is an ``ikattn.MultiheadAttention`` that nobody has changed."""
-        return type(self.module) is MultiheadAttention and "forward" not in vars(self.module)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nobody else has changed what it computes."""
-        is_known = type(self.module) in (StockMultiheadAttention, MultiheadAttention)
-        return is_known and "forward" not in vars(self.module)
-
-    @property
-    def kernel(self) -> str | None:
-        """The kernel of one of ours, None of another."""
-        return getattr(self.module, "kernel", None)
-
-    def describe(self) -> str:
-        """What the module is, for a table."""
-        if hasattr(self.module, "_hf_hook"):
-            return "offloaded by accelerate: convert the model before that"
-        if not self.is_plain:
-            kind = type(self.module)
-            own_forward = " with a forward of its own" if "forward" in vars(self.module) else ""
-            return f"a {kind.__module__}.{kind.__qualname__}{own_forward}"
-        if not self.is_ours:
-            return "nn.MultiheadAttention"
-        described = f"kernel={self.kernel!r}"
-        if self.kernel != "dot":
-            described += f", p={self.module.p}"
-        if self.kernel == "implicit":
-            described += f", {type(self.module.spectral).__name__}"
-        return described
-
-    def __str__(self) -> str:
-        return " = ".join(name or "the model itself" for name in self.names)
-
-
-class ConversionReport(tuple[AttentionModule, ...]):
-    """The attention modules of a model, each once, and what each is now; prints as a table."""
-
-    __slots__ = ()
-
-    @property
-    def converted(self) -> tuple[AttentionModule, ...]:
-        """Those that are ``ikattn.MultiheadAttention``."""
-        return tuple(found for found in self if found.is_ours)
-
-    @property
-    def stock(self) -> tuple[AttentionModule, ...]:
-        """Those that ``convert`` could change."""
-        return tuple(found for found in self if found.is_plain and not found.is_ours)
-
-    @property
-    def left(self) -> tuple[AttentionModule, ...]:
-        """Those that ``convert`` leaves alone, because somebody else has changed them."""
-        return tuple(found for found in self if not found.is_plain)
-
-    def __str__(self) -> str:
-        width = max((len(str(found)) for found in self), default=0)
-        lines = [
-            f"{found!s:{width}}  {'left alone: ' * (not found.is_plain)}{found.describe()}"
-            for found in self
-        ]
-        return "\n".join(lines)
-
-
-def conversion_report(model: nn.Module) -> ConversionReport:
-    """Tells of every attention module in a model whether it is converted, could be, or not.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        A tuple, in the order of the modules' first names, that prints as a table.
-
-    Example:
-        >>> import torch, ikattn
-        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4), 2)
-        >>> _ = ikattn.convert(model, select="layers.0.*")
-        >>> print(ikattn.conversion_report(model))
-        layers.0.self_attn  kernel='implicit', p=2.0, Direct
-        layers.1.self_attn  nn.MultiheadAttention
-    """
-    by_module: dict[nn.Module, AttentionModule] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, StockMultiheadAttention):
-            by_module.setdefault(module, AttentionModule(module, [])).names.append(name)
-    return ConversionReport(by_module.values())
-
-
 def unseen_attention(model: nn.Module, seen: Iterable[nn.Module]) -> list[str]:
-    """Names of modules that look like attention, and neither hold nor are part of what is seen.
+    """Names modules that look like attention, and neither hold nor are part of what is seen.
 
     They are told by the names of their classes; the outermost of several is named.
     """
@@ -137,40 +37,9 @@ def unseen_attention(model: nn.Module, seen: Iterable[nn.Module]) -> list[str]:
 
 
 def describe_unseen(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Lists the first names, and how many more there are."""
     more = "" if len(names) <= 4 else f" and {len(names) - 4} more"
     return f"{', '.join(names[:4])}{more}"
-
-
-def select_modules(model: nn.Module, select: Selection | None) -> list[AttentionModule]:
-    """Returns the selected attention modules, each once, in the order of their first names.
-
-    Raises:
-        TypeError: The model is none, or select is no selection.
-        ValueError: There are none.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _check_selection(select)
-    report = conversion_report(model)
-    if not report:
-        types = sorted({type(module).__name__ for module in model.modules()})
-        libraries = {type(x).__module__.partition(".")[0] for x in model.modules()}
-        hint = "".join(
-            f"; for models of {library} there is ikattn.integrations.{module}"
-            for library, module in (("transformers", "transformers"), ("torch_geometric", "pyg"))
-            if library in libraries
-        )
-        raise ValueError(f"no nn.MultiheadAttention in this model of {', '.join(types)}{hint}")
-    selected = []
-    for found in report:
-        path = chain.from_iterable(path_to(model, name) for name in found.names)
-        if is_selected(found.names, found.module, path, select):
-            selected.append(found)
-    if not selected:
-        names = ", ".join(map(str, report))
-        raise ValueError(f"select={select!r} matches none of the attention modules: {names}")
-    return selected
 
 
 def check_unwrapped(function: str, model: nn.Module) -> None:
@@ -185,7 +54,8 @@ def check_unwrapped(function: str, model: nn.Module) -> None:
             )
 
 
-def _check_selection(select: object) -> None:
+def check_selection(select: object) -> None:
+    """Raises TypeError unless ``select`` is a selection."""
     several = isinstance(select, Collection) and all(isinstance(x, str | type) for x in select)
     if select is not None and not callable(select) and not several:
         raise TypeError(

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SoftmaxHeads", "Split", "by_heads"]
-
 
 class Split(NamedTuple):
     """The heads of a module by what they compute, each ascending."""
@@ -28,7 +26,7 @@ class SoftmaxHeads(nn.Module):
     heads have none.
     """
 
-    _split: Split | None = None  # of the buffer, so that no call has to wait for its numbers
+    _split: Split | None = None  # the buffer's numbers, for which no call has to wait
 
     def keep_softmax(self, heads: Tensor | Sequence[int] | None) -> None:
         """Makes heads compute softmax.
@@ -53,7 +51,7 @@ class SoftmaxHeads(nn.Module):
             self.split_heads()
 
     def split_heads(self) -> Split | None:
-        """The heads by what they compute; None where all have the module's kernel."""
+        """Splits the heads by what they compute; None if all have the module's kernel."""
         if self._split is None:
             mask = getattr(self, "softmax_heads", None)
             if mask is None:
@@ -81,7 +79,7 @@ def by_heads(
     implicit: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output [B, H, L, d_v] and weights of all heads, from two functions of numbers of heads.
+    """Joins output [B, H, L, d_v] and weights of all heads, from two functions of heads.
 
     Args:
         split: Which function is for which heads.

@@ -4,8 +4,6 @@ Importing this package registers the operators' fake kernels, which torch.compil
 take shapes from.
 """
 
-from ikattn.ops import _flops  # noqa: F401  (flops of the operators)
-from ikattn.ops._decompositions import decompositions
 from ikattn.ops._determinism import deterministic
 from ikattn.ops.attention import (
     attention_from_features,
@@ -21,9 +19,9 @@ from ikattn.ops.edges import (
     implicit_kernel_edge_attention,
     softmax_edge_attention,
 )
-from ikattn.ops.kernels import KernelChoice, Kernels, which_kernels, why_not_fast
+from ikattn.ops.exporting import decompositions
+from ikattn.ops.kernels import which_kernels
 from ikattn.ops.key_features import KeyFeatures
-from ikattn.ops.magnitude import LearnedOrder
 from ikattn.ops.moments import (
     attention_from_moments,
     causal_attention_from_moments,
@@ -35,10 +33,7 @@ from ikattn.ops.recurrent_state import RecurrentState
 
 __all__ = [
     "Edges",
-    "KernelChoice",
-    "Kernels",
     "KeyFeatures",
-    "LearnedOrder",
     "RecurrentState",
     "attention_from_features",
     "attention_from_moments",
@@ -59,5 +54,4 @@ __all__ = [
     "softmax_edge_attention",
     "spectral_features",
     "which_kernels",
-    "why_not_fast",
 ]

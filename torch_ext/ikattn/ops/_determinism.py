@@ -8,12 +8,10 @@ from typing import Literal
 
 import torch
 
-__all__ = ["deterministic"]
-
 
 @contextmanager
 def deterministic(level: Literal["run", "batch"]) -> Iterator[None]:
-    """A context in which the operators of attention promise as much as ``level`` says.
+    """Opens a context in which the operators of attention promise as much as ``level`` says.
 
     ``"run"``, what holds without: the same call gives the same bits in every run, and on the CPU
     for every number of threads. ``"batch"``: a row of the output has the same bits whatever else

@@ -1,4 +1,4 @@
-"""What KeyFeatures and RecurrentState share: a kernel that stays as it is, and tokens that meet it.
+"""The base of KeyFeatures and RecurrentState: a kernel that stays as it is, and its tokens.
 
 Sizes as in ``ikattn.ops``: B batch, H query heads, G key/value heads, d head size, M frequencies; K
 is the heads of the frequencies, H or G.
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ikattn.ops.attention import spectral_features
 from ikattn.ops.magnitude import check_order, log_magnitude
-
-__all__ = ["FixedKernel", "as_they_are", "check_floating"]
 
 
 class FixedKernel:
@@ -85,7 +83,7 @@ class FixedKernel:
         before: tuple[int, int, torch.dtype] | None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """``before``: batch, heads and type of the keys before, which is ``dtype`` or wider."""
+        """Checks keys; ``before`` has batch, heads and type of those before, ``dtype`` or wider."""
         heads, size, _ = self.w1.shape
         name = f"{type(self).__name__}.{method}"
         self._refuse_gradients(method, key)
@@ -118,7 +116,7 @@ class FixedKernel:
             )
 
     def _of_keys(self, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Features ``[B, K, S, 2 M]`` in ``dtype``, log magnitudes ``[B, G, S]`` in float64."""
+        """Returns features ``[B, K, S, 2 M]`` in ``dtype``, log magnitudes ``[B, G, S]``, wide."""
         heads, groups = self.w1.size(0), key.size(1)
         wide = key.to(dtype)
         spread = wide if heads == groups else wide.repeat_interleave(heads // groups, 1)
@@ -126,12 +124,12 @@ class FixedKernel:
         return features, log_magnitude(key.double(), self.p, self.magnitude_scale)
 
     def _of_queries(self, query: Tensor, dtype: torch.dtype) -> Tensor:
-        """Features ``[B, H, L, 2 M]``."""
+        """Returns features ``[B, H, L, 2 M]``."""
         wide = query.to(dtype)
         return spectral_features(wide, *self._frequencies_for(query.size(1), wide))
 
     def _frequencies_for(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """w1 and w2 for so many heads, of the type and on the device of a tensor; made once."""
+        """Returns w1 and w2 for so many heads, like a tensor; made once."""
 
         def prepared(w: Tensor) -> Tensor:
             return w.detach().to(like).repeat_interleave(heads // w.size(0), 0)
@@ -149,7 +147,7 @@ def _as_leaf(w: Tensor | None) -> Tensor | None:
 
 
 def as_they_are(like: Tensor) -> AbstractContextManager[Any]:
-    """No autocast: features of a lower precision would change weights by as much."""
+    """Opens a context without autocast, in which features would have a lower precision."""
     kind = like.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -172,18 +170,18 @@ def check_broadcasts(function: str, name: str, x: Tensor, shape: tuple[int, ...]
 
 
 def added(logits: Tensor, bias: Tensor) -> Tensor:
-    """Their sum; -inf in the bias hides a key whatever its logit is."""
+    """Adds a bias to logits; -inf in the bias hides a key whatever its logit is."""
     return torch.where(bias == -math.inf, -math.inf, logits + bias)
 
 
 def to_heads(x: Tensor, heads: int) -> Tensor:
-    """x [B, heads or a divisor, ..] with each head repeated for the query heads it serves."""
+    """Repeats each head of x [B, heads or a divisor, ..] for the query heads it serves."""
     own = x.size(1)
     return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)
 
 
 def with_heads(bias: Tensor, heads: int, groups: int) -> tuple[Tensor, int]:
-    """A key bias with all three axes, and which heads it has to have: these, or their groups."""
+    """Returns a key bias with all three axes, and the number of heads that it has to have."""
     whole = bias.reshape((1,) * max(0, 3 - bias.dim()) + tuple(bias.shape))
     of_groups = whole.dim() == 3 and whole.size(1) in (1, groups)
     return whole, groups if of_groups else heads

@@ -9,59 +9,17 @@ Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 202
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ikattn._memory import takes_memory_for
-from ikattn.ops import _fakes  # noqa: F401  (shapes for torch.compile and torch.export)
-from ikattn.ops._decompositions import operator
-from ikattn.ops.dropout import draw_dropout_seed
+from ikattn.ops import fakes  # noqa: F401  (shapes for torch.compile and torch.export)
+from ikattn.ops.exporting import operator
 from ikattn.ops.magnitude import check_order, log_magnitude
+from ikattn.ops.options import AttentionOptions, changed
 from ikattn.ops.packed import attend_jagged
-
-__all__ = [
-    "attention_from_features",
-    "implicit_kernel_attention",
-    "implicit_kernel_weights",
-    "similarity_and_magnitude",
-    "spectral_features",
-]
-
-
-def _changed(
-    p: float | None,
-    key_bias: Tensor | None,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    eps: float,
-    magnitude_scale: float | None,
-    dropout_seed: Tensor | None,
-) -> dict[str, Any]:
-    """The options that are not the schema's defaults: each one named costs a call 0.4 us."""
-    options: dict[str, Any] = {}
-    if p != 2.0:
-        options["p"] = p
-    if key_bias is not None:
-        options["key_bias"] = key_bias
-    if attn_mask is not None:
-        options["attn_mask"] = attn_mask
-    if dropout_p != 0.0:
-        options["dropout_p"] = dropout_p
-    if is_causal is not False:
-        options["is_causal"] = is_causal
-    if enable_gqa is not False:
-        options["enable_gqa"] = enable_gqa
-    if eps != 1e-5:
-        options["eps"] = eps
-    if magnitude_scale is not None:
-        options["magnitude_scale"] = magnitude_scale
-    if dropout_seed is not None:
-        options["dropout_seed"] = dropout_seed
-    return options
 
 
 def implicit_kernel_attention(
@@ -70,18 +28,9 @@ def implicit_kernel_attention(
     value: Tensor,
     w1: Tensor,
     w2: Tensor | None = None,
-    *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    r"""Attention whose weights are an implicit spectral kernel times the magnitude of the key.
+    r"""Computes attention by an implicit spectral kernel times the magnitude of the key.
 
     .. math::
         o_i = \sum_j \frac{(s_{ij}^2 + \epsilon)\,
@@ -106,7 +55,7 @@ def implicit_kernel_attention(
         w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, optionally with a leading batch axis, in
             cycles per unit of query; in the dtype of query or float32.
         w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
-        p: Order of the norm in a key's magnitude, any real >= 1. None: no magnitude.
+        p: Order of the norm in a key's magnitude, any real >= 1. None: no magnitude. 2 by default.
         key_bias: Added to the logit of a key in every row; broadcastable to ``[B, H, S]`` or
             ``[B, G, S]``. ``-inf`` hides a key.
         attn_mask: Broadcastable to ``[B, H, L, S]``. Bool: True = may attend. Floating point: added
@@ -139,42 +88,9 @@ def implicit_kernel_attention(
         torch.Size([2, 4, 10, 16])
     """
     if query.is_nested or key.is_nested or value.is_nested:
-        return attend_jagged(
-            query,
-            key,
-            value,
-            w1,
-            w2,
-            p=p,
-            key_bias=key_bias,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            enable_gqa=enable_gqa,
-            eps=eps,
-            magnitude_scale=magnitude_scale,
-            dropout_seed=dropout_seed,
-        )
-    if dropout_p > 0 and dropout_seed is None:
-        dropout_seed = draw_dropout_seed(query.device)
-    output, _ = operator("implicit_kernel_attention")(
-        query,
-        key,
-        value,
-        w1,
-        w2,
-        **_changed(
-            p,
-            key_bias,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            enable_gqa,
-            eps,
-            magnitude_scale,
-            dropout_seed,
-        ),
-    )
+        return attend_jagged(query, key, value, w1, w2, **options)
+    named = changed("implicit_kernel_attention", options, query)
+    output, _ = operator("implicit_kernel_attention")(query, key, value, w1, w2, **named)
     return output  # type: ignore[no-any-return]
 
 
@@ -184,18 +100,10 @@ def implicit_kernel_weights(
     w1: Tensor,
     w2: Tensor | None = None,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     average_heads: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """The weights :func:`implicit_kernel_attention` uses, after dropout.
+    """Computes the weights that :func:`implicit_kernel_attention` uses, after dropout.
 
     Args:
         query, key, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
@@ -222,30 +130,14 @@ def implicit_kernel_weights(
         >>> torch.allclose(weights.sum(-1), torch.ones(2, 10))
         True
     """
-    if dropout_p > 0 and dropout_seed is None:
-        dropout_seed = draw_dropout_seed(query.device)
+    named = changed("implicit_kernel_weights", options, query)
     return operator("implicit_kernel_weights")(  # type: ignore[no-any-return]
-        query,
-        key,
-        w1,
-        w2,
-        **_changed(
-            p,
-            key_bias,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            enable_gqa,
-            eps,
-            magnitude_scale,
-            dropout_seed,
-        ),
-        average_heads=average_heads,
+        query, key, w1, w2, average_heads=average_heads, **named
     )
 
 
 def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
-    r"""The features whose inner products are the implicit kernel.
+    r"""Computes the features whose inner products are the implicit kernel.
 
     .. math:: \phi(x) = [\cos 2\pi x w_1 + \cos 2\pi x w_2,\; \sin 2\pi x w_1 + \sin 2\pi x w_2]
 
@@ -266,7 +158,7 @@ def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor
     Example:
         >>> import torch, ikattn
         >>> x, w1 = torch.randn(2, 4, 10, 16), torch.randn(4, 16, 32)
-        >>> phi = ikattn.spectral_features(x, w1)
+        >>> phi = ikattn.ops.spectral_features(x, w1)
         >>> (phi * phi).sum(-1).allclose(torch.tensor(4.0 * 32))  # s(x, x) = 1
         True
     """
@@ -281,7 +173,7 @@ def attention_from_features(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Implicit-kernel attention whose features were made before.
+    r"""Computes implicit-kernel attention of features that were made before.
 
     .. math::
         o_i \propto \sum_j (s_{ij}^2 + \epsilon) \exp(\mathrm{logits}_{ij}) v_j, \qquad
@@ -313,9 +205,9 @@ def attention_from_features(
         >>> import torch, ikattn
         >>> q, k, v = (torch.randn(2, 4, n, 16) for n in (1, 9, 9))
         >>> w1, w2 = (0.1 * torch.randn(4, 16, 32) for _ in range(2))
-        >>> phi_q, phi_k = (ikattn.spectral_features(x, w1, w2) for x in (q, k))
+        >>> phi_q, phi_k = (ikattn.ops.spectral_features(x, w1, w2) for x in (q, k))
         >>> magnitudes = k.square().sum(-1).unsqueeze(-2) / (2 * 16**0.5)
-        >>> output = ikattn.attention_from_features(phi_q, phi_k, magnitudes, v)
+        >>> output = ikattn.ops.attention_from_features(phi_q, phi_k, magnitudes, v)
         >>> whole = ikattn.implicit_kernel_attention(q, k, v, w1, w2)
         >>> torch.allclose(output, whole, atol=1e-5)
         True
@@ -337,7 +229,7 @@ def similarity_and_magnitude(
     eps: float = 1e-5,
     magnitude_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The two factors of an attention coefficient: weight_ij = similarity_ij magnitude_j / Z_i.
+    """Computes both factors of a coefficient: weight_ij = similarity_ij magnitude_j / Z_i.
 
     Args:
         query: ``[B, H, L, d]``.
@@ -360,7 +252,7 @@ def similarity_and_magnitude(
     Example:
         >>> import torch, ikattn
         >>> q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
-        >>> similarity, magnitude = ikattn.similarity_and_magnitude(q, k)
+        >>> similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
         >>> weights = similarity * magnitude.unsqueeze(-2)
         >>> softmax = (q @ k.mT / 8**0.5).softmax(-1)
         >>> torch.allclose(weights / weights.sum(-1, True), softmax, atol=1e-6)

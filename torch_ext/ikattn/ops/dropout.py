@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draw_dropout_seed", "dropout_keep_mask", "place_dropout_seed"]
-
 
 def draw_dropout_seed(device: torch.device | str = "cpu") -> Tensor:
-    """A fresh seed and offset for dropout, from torch's default generator of the device.
+    """Draws a seed and an offset for dropout from torch's default generator of the device.
 
     Args:
         device: Where the seed is to be.
@@ -31,7 +29,7 @@ def draw_dropout_seed(device: torch.device | str = "cpu") -> Tensor:
 def dropout_keep_mask(
     dropout_seed: Tensor, shape: tuple[int, int, int, int], dropout_p: float
 ) -> Tensor:
-    """Which weights dropout keeps for a seed.
+    """Tells which weights dropout keeps for a seed.
 
     The mask is a function of seed, offset and position alone: Philox4x32-7 (Salmon et al., SC
     2011), one call per group of 4 x 4 weights, one byte per weight, dropped where the byte is below
@@ -62,7 +60,7 @@ def dropout_keep_mask(
 def place_dropout_seed(
     dropout_seed: Tensor, *, heads: int, batch: int = 0, head: int = 0, query: int = 0, key: int = 0
 ) -> Tensor:
-    """The seed of a call that is a part of a larger one, and takes the larger call's mask.
+    """Makes the seed of a part of a larger call, which takes the larger call's mask.
 
     So the mask does not depend on how a batch, its heads or its tokens are shared out: over
     devices, or over several calls.

@@ -10,15 +10,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ikattn.ops.dropout import draw_dropout_seed
-
-__all__ = [
-    "Edges",
-    "gat_edge_attention",
-    "implicit_kernel_edge_attention",
-    "softmax_edge_attention",
-]
+from ikattn.ops.options import EdgeOptions, changed
 
 
 class Edges(NamedTuple):
@@ -58,7 +52,7 @@ class Edges(NamedTuple):
         Example:
             >>> import torch, ikattn
             >>> edge_index = torch.tensor([[0, 2, 1], [1, 0, 1]])  # source, target
-            >>> edges = ikattn.Edges.from_coo(*edge_index, num_targets=3)
+            >>> edges = ikattn.ops.Edges.from_coo(*edge_index, num_targets=3)
             >>> edges.rowptr.tolist(), edges.col.tolist(), edges.order.tolist()
             ([0, 1, 3, 3], [2, 0, 1], [1, 0, 2])
         """
@@ -97,14 +91,9 @@ def implicit_kernel_edge_attention(
     w1: Tensor,
     w2: Tensor | None = ...,
     *,
-    p: float | None = ...,
-    key_bias: Tensor | None = ...,
-    edge_bias: Tensor | None = ...,
-    dropout_p: float = ...,
     eps: float = ...,
-    magnitude_scale: float | None = ...,
-    dropout_seed: Tensor | None = ...,
     return_weights: Literal[False] = ...,
+    **options: Unpack[EdgeOptions],
 ) -> Tensor: ...
 
 
@@ -117,14 +106,9 @@ def implicit_kernel_edge_attention(
     w1: Tensor,
     w2: Tensor | None = ...,
     *,
-    p: float | None = ...,
-    key_bias: Tensor | None = ...,
-    edge_bias: Tensor | None = ...,
-    dropout_p: float = ...,
     eps: float = ...,
-    magnitude_scale: float | None = ...,
-    dropout_seed: Tensor | None = ...,
     return_weights: Literal[True],
+    **options: Unpack[EdgeOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -136,16 +120,11 @@ def implicit_kernel_edge_attention(
     w1: Tensor,
     w2: Tensor | None = None,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    edge_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
     eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     return_weights: bool = False,
+    **options: Unpack[EdgeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention of every node to those that have an edge into it.
+    r"""Attends from every node to those that have an edge into it.
 
     .. math::
         o_i = \sum_{e: j \to i} \frac{(s_{ij}^2 + \epsilon)\,
@@ -194,7 +173,7 @@ def implicit_kernel_edge_attention(
 
     Example:
         >>> import torch, ikattn
-        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
         >>> q, k, v = (torch.randn(3, 4, 8) for _ in range(3))
         >>> w1, w2 = (0.1 * torch.randn(4, 8, 16) for _ in range(2))
         >>> output, weights = ikattn.implicit_kernel_edge_attention(
@@ -207,16 +186,9 @@ def implicit_kernel_edge_attention(
         "implicit_kernel_edge_attention",
         (query, key, value, edges.rowptr, edges.col, w1, w2),
         edges,
-        {
-            "p": p,
-            "key_bias": key_bias,
-            "edge_bias": edge_bias,
-            "dropout_p": dropout_p,
-            "eps": eps,
-            "magnitude_scale": magnitude_scale,
-            "dropout_seed": dropout_seed,
-        },
         return_weights,
+        options,
+        eps=eps,
     )
 
 
@@ -227,14 +199,9 @@ def softmax_edge_attention(
     value: Tensor,
     edges: Edges,
     *,
-    p: float | None = ...,
-    key_bias: Tensor | None = ...,
-    edge_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    magnitude_scale: float | None = ...,
-    dropout_seed: Tensor | None = ...,
     negative_slope: float = ...,
     return_weights: Literal[False] = ...,
+    **options: Unpack[EdgeOptions],
 ) -> Tensor: ...
 
 
@@ -245,14 +212,9 @@ def softmax_edge_attention(
     value: Tensor,
     edges: Edges,
     *,
-    p: float | None = ...,
-    key_bias: Tensor | None = ...,
-    edge_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    magnitude_scale: float | None = ...,
-    dropout_seed: Tensor | None = ...,
     negative_slope: float = ...,
     return_weights: Literal[True],
+    **options: Unpack[EdgeOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -262,16 +224,11 @@ def softmax_edge_attention(
     value: Tensor,
     edges: Edges,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    edge_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     negative_slope: float = 1.0,
     return_weights: bool = False,
+    **options: Unpack[EdgeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention over edges by the RBF kernel times the magnitude; by default softmax attention.
+    r"""Attends over edges by the RBF kernel times the magnitude; by default by softmax.
 
     .. math::
         o_i = \sum_{e: j \to i} \frac{\exp(-|q_i - k_j|_2^2 / (2 \sqrt{d}) + g_j
@@ -295,25 +252,18 @@ def softmax_edge_attention(
 
     Example:
         >>> import torch, ikattn
-        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
         >>> q, k, v = (torch.randn(3, 4, 8) for _ in range(3))
-        >>> ikattn.softmax_edge_attention(q, k, v, edges).shape
+        >>> ikattn.ops.softmax_edge_attention(q, k, v, edges).shape
         torch.Size([3, 4, 8])
     """
     return _attend(
         "softmax_edge_attention",
         (query, key, value, edges.rowptr, edges.col),
         edges,
-        {
-            "p": p,
-            "key_bias": key_bias,
-            "edge_bias": edge_bias,
-            "dropout_p": dropout_p,
-            "magnitude_scale": magnitude_scale,
-            "dropout_seed": dropout_seed,
-            "negative_slope": negative_slope,
-        },
         return_weights,
+        options,
+        negative_slope=negative_slope,
     )
 
 
@@ -327,15 +277,10 @@ def gat_edge_attention(
     w1: Tensor | None = ...,
     w2: Tensor | None = ...,
     *,
-    p: float | None = ...,
-    key_bias: Tensor | None = ...,
-    edge_bias: Tensor | None = ...,
-    dropout_p: float = ...,
     eps: float = ...,
-    magnitude_scale: float | None = ...,
-    dropout_seed: Tensor | None = ...,
     negative_slope: float = ...,
     return_weights: Literal[False] = ...,
+    **options: Unpack[EdgeOptions],
 ) -> Tensor: ...
 
 
@@ -349,15 +294,10 @@ def gat_edge_attention(
     w1: Tensor | None = ...,
     w2: Tensor | None = ...,
     *,
-    p: float | None = ...,
-    key_bias: Tensor | None = ...,
-    edge_bias: Tensor | None = ...,
-    dropout_p: float = ...,
     eps: float = ...,
-    magnitude_scale: float | None = ...,
-    dropout_seed: Tensor | None = ...,
     negative_slope: float = ...,
     return_weights: Literal[True],
+    **options: Unpack[EdgeOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -370,17 +310,12 @@ def gat_edge_attention(
     w1: Tensor | None = None,
     w2: Tensor | None = None,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    edge_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
     eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     negative_slope: float = 1.0,
     return_weights: bool = False,
+    **options: Unpack[EdgeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""The paper's form for GAT: a learned vector attends to the two ends of every edge.
+    r"""Attends by the paper's form for GAT: a learned vector, and the two ends of every edge.
 
     .. math::
         o_i = \sum_{e: j \to i} \frac{(s(a, x_e)^2 + \epsilon)\,
@@ -417,27 +352,20 @@ def gat_edge_attention(
 
     Example:
         >>> import torch, ikattn
-        >>> edges = ikattn.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
+        >>> edges = ikattn.ops.Edges.from_coo(*torch.tensor([[0, 2, 1], [1, 0, 1]]), num_targets=3)
         >>> z = torch.randn(3, 4, 8)
         >>> a, w1, w2 = torch.randn(4, 16), torch.randn(4, 16, 5), torch.randn(4, 16, 5)
-        >>> ikattn.gat_edge_attention(a, z, z, z, edges, w1, w2).shape
+        >>> ikattn.ops.gat_edge_attention(a, z, z, z, edges, w1, w2).shape
         torch.Size([3, 4, 8])
     """
     return _attend(
         "gat_edge_attention",
         (vector, target, source, value, edges.rowptr, edges.col, w1, w2),
         edges,
-        {
-            "p": p,
-            "key_bias": key_bias,
-            "edge_bias": edge_bias,
-            "dropout_p": dropout_p,
-            "eps": eps,
-            "magnitude_scale": magnitude_scale,
-            "dropout_seed": dropout_seed,
-            "negative_slope": negative_slope,
-        },
         return_weights,
+        options,
+        eps=eps,
+        negative_slope=negative_slope,
     )
 
 
@@ -445,13 +373,13 @@ def _attend(
     name: str,
     tensors: tuple[Tensor | None, ...],
     edges: Edges,
-    options: dict[str, Any],
     return_weights: bool,
+    options: EdgeOptions,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Calls the operator of that name; what is of edges comes and goes in their given order."""
-    if options["dropout_p"] > 0 and options["dropout_seed"] is None:
-        options["dropout_seed"] = draw_dropout_seed(edges.col.device)
-    order, edge_bias = edges.order, options["edge_bias"]
+    named = changed(name, options, edges.col, of_edges=True)
+    order, edge_bias = edges.order, named.get("edge_bias")
     if edge_bias is not None and order is not None:
         if edge_bias.dim() > 0 and edge_bias.shape[0] == 1:
             edge_bias = edge_bias.expand(order.shape[0], *edge_bias.shape[1:])
@@ -460,9 +388,9 @@ def _attend(
                 f"{name}: edge_bias must have shape [E] or [E, H] with E = {order.shape[0]}, got "
                 f"{list(edge_bias.shape)}"
             )
-        options["edge_bias"] = edge_bias.index_select(0, order)
+        named["edge_bias"] = edge_bias.index_select(0, order)
     operator: Any = getattr(torch.ops.ikattn, name)
-    result: tuple[Tensor, Tensor] = operator(*tensors, **options)
+    result: tuple[Tensor, Tensor] = operator(*tensors, **named, **others)
     output, weights = result
     if not return_weights:
         return output

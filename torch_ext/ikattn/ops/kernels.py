@@ -1,88 +1,17 @@
-"""What a call of the attention operator would run on, asked beforehand.
+"""Asking beforehand which kernels a call of the attention operator takes.
 
 Symbols as in ``ikattn.ops``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-__all__ = ["KernelChoice", "Kernels", "which_kernels", "why_not_fast"]
-
-
-def _ask(
-    question: Callable[..., Any],
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    device: torch.device | str | None,
-    **options: Any,
-) -> Any:
-    """A call that is asked about need not have a seed of its dropout."""
-    if options["dropout_p"] > 0 and options["dropout_seed"] is None:
-        options["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
-    return question(*tensors, device="" if device is None else str(device), **options)
-
-
-def why_not_fast(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None = None,
-    *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> str | None:
-    """Tells why :func:`ikattn.implicit_kernel_attention` would not take the fastest kernels.
-
-    Nothing is computed. On CPU the fastest kernels are those for AVX2 or AVX-512, on CUDA those for
-    tensor cores. What depends on numbers is not foreseen: with a mask or causal, heads whose keys
-    differ much in magnitude take a form with more exponentials (on CPU from 50 nats on, in float64
-    500, with products of 16 bits 20; docs/guide/cuda.md has the bounds on CUDA).
-
-    Args:
-        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
-        magnitude_scale, dropout_seed: As in :func:`ikattn.implicit_kernel_attention`.
-        device: Answer for this device; None: that of query.
-
-    Returns:
-        The reason, or None where there is none.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: As in :func:`ikattn.implicit_kernel_attention`.
-
-    Example:
-        >>> import torch, ikattn
-        >>> q, w = torch.randn(2, 4, 10, 16), torch.randn(4, 16, 32)
-        >>> ikattn.why_not_fast(q, q, q, w, device="xpu")
-        'there are kernels for CPU and CUDA only, not for xpu'
-    """
-    answer = _ask(
-        torch.ops.ikattn.why_not_fast,
-        (query, key, value, w1, w2),
-        device,
-        p=p,
-        key_bias=key_bias,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        enable_gqa=enable_gqa,
-        eps=eps,
-        magnitude_scale=magnitude_scale,
-        dropout_seed=dropout_seed,
-    )
-    return str(answer) or None
+from ikattn.ops.options import AttentionOptions, changed
 
 
 class KernelChoice(NamedTuple):
@@ -135,7 +64,7 @@ class KernelChoice(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What :func:`which_kernels` says of the two passes of a call.
+    """The answer of :func:`which_kernels`, for both passes of a call.
 
     Example:
         >>> import torch, ikattn
@@ -156,16 +85,8 @@ def which_kernels(
     w1: Tensor,
     w2: Tensor | None = None,
     *,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
     device: torch.device | str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Kernels:
     """Tells which kernels :func:`ikattn.implicit_kernel_attention` takes, forward and backward.
 
@@ -196,19 +117,16 @@ def which_kernels(
         >>> ikattn.which_kernels(q, q, q, w, dropout_p=0.1).forward.algorithm
         'quadratic'
     """
-    answer = _ask(
-        torch.ops.ikattn.which_kernels,
-        (query, key, value, w1, w2),
-        device,
-        p=p,
-        key_bias=key_bias,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        enable_gqa=enable_gqa,
-        eps=eps,
-        magnitude_scale=magnitude_scale,
-        dropout_seed=dropout_seed,
+    if options.get("dropout_p", 0.0) > 0:  # nothing is drawn for a question
+        options.setdefault("dropout_seed", torch.zeros(2, dtype=torch.int64, device=query.device))
+    answer = torch.ops.ikattn.which_kernels(
+        query,
+        key,
+        value,
+        w1,
+        w2,
+        device="" if device is None else str(device),
+        **changed("which_kernels", options, query),
     )
     forward, backward = (
         KernelChoice(algorithm, unit, reason or None, scores or None, proven or None)

@@ -24,8 +24,6 @@ from ikattn.ops._fixed_kernel import (
 )
 from ikattn.ops.attention import attention_from_features
 
-__all__ = ["KeyFeatures"]
-
 _FIRST_CAPACITY = 64  # tokens
 
 
@@ -87,7 +85,7 @@ class KeyFeatures(FixedKernel):
         self._kept: _Kept | None = None
 
     def __len__(self) -> int:
-        """S, the keys kept."""
+        """Returns S, the number of keys kept."""
         return self._length
 
     def __repr__(self) -> str:
@@ -157,7 +155,7 @@ class KeyFeatures(FixedKernel):
         causal_lower_right: bool = False,
         eps: float = 1e-5,
     ) -> Tensor:
-        """Attention of queries to all keys that are kept.
+        """Attends from queries to all keys that are kept.
 
         Args:
             query: ``[B, H, L, d]``; meant for few, L up to 16 or so.
@@ -251,7 +249,7 @@ class _Kept(NamedTuple):
 
     @staticmethod
     def of(features: Tensor, magnitudes: Tensor) -> _Kept:
-        """Without room, of the shapes of what is to come."""
+        """Makes buffers without room, of the shapes of keys to come."""
         reference = magnitudes.new_full((*magnitudes.shape[:2], 1), -math.inf)
         return _Kept(features, magnitudes, reference, magnitudes.to(features.dtype))
 
@@ -291,7 +289,7 @@ class _Kept(NamedTuple):
         self.logits[:, :, :end].copy_(logits)
 
     def cropped(self, length: int) -> _Kept:
-        """With the first tokens' own reference: beside a key that is gone they would round."""
+        """Returns buffers with the first tokens' own reference, beside which they do not round."""
         largest = _largest_finite(self.magnitudes[:, :, :length])
         if torch.equal(largest, self.reference):
             return self
@@ -300,12 +298,12 @@ class _Kept(NamedTuple):
         return self._replace(reference=largest, logits=kept)
 
     def select(self, indices: Tensor) -> _Kept:
-        """The buffers of some batch items."""
+        """Returns the buffers of some batch items."""
         return _Kept(*(x.index_select(0, indices.to(x.device)) for x in self))
 
 
 def _largest_finite(magnitudes: Tensor) -> Tensor:
-    """The largest magnitude that is finite, ``[B, G, 1]``; -inf where none is."""
+    """Returns the largest magnitude that is finite, ``[B, G, 1]``; -inf where none is."""
     finite = magnitudes.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     none = finite.new_full((*finite.shape[:2], 1), -math.inf)
     return torch.cat([finite, none], -1).amax(-1, keepdim=True)

@@ -20,7 +20,7 @@ def check_order(function: str, p: object) -> None:
 
 
 def log_magnitude(key: Tensor, p: float | None, scale: float | None = None) -> Tensor:
-    """g = scale ``|k|_p^2``; 0 for p = None.
+    """Computes g = scale ``|k|_p^2``; 0 for p = None.
 
     Args:
         key: [.., d].
@@ -114,7 +114,7 @@ class LearnedOrder(nn.Module):
         return squared.masked_fill(empty, 0.0) / (2 * math.sqrt(key.size(-1)))
 
     def of_edges(self, target: Tensor, source: Tensor, to: Tensor, of: Tensor) -> Tensor:
-        """g of the concatenations [target || source] of edges, without making any.
+        """Computes g of the concatenations [target || source] of edges, without making any.
 
         Args:
             target: [N_q, H, d].
@@ -141,7 +141,7 @@ class LearnedOrder(nn.Module):
 
 
 def _log_of_powers(x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """log sum |x|^p over the last axis, and where x is zero, for which it is that of ones.
+    """Computes log sum |x|^p over the last axis, and where x is zero, with ones in its place.
 
     |x|_p = exp(log / p) does not overflow so. Zeros are selected away; p is broadcast to [..].
     """

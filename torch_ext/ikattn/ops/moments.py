@@ -13,14 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ikattn.ops._decompositions import operator
-
-__all__ = [
-    "attention_from_moments",
-    "causal_attention_from_moments",
-    "key_moments",
-    "merge_moments",
-]
+from ikattn.ops.exporting import operator
 
 
 def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +27,7 @@ def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Te
     counts.
 
     Args:
-        key_features: ``[B, K, S, F]`` of :func:`ikattn.spectral_features`, F = 2 M, any strides.
+        key_features: ``[B, K, S, F]`` of :func:`spectral_features`, F = 2 M, any strides.
         logits: ``[B, K, S]``: magnitude of a key and its bias; -inf hides the key, whatever it
             holds. Float64 keeps the digits of large ones.
         value: ``[B, G, S, d_v]``, G a divisor of K.
@@ -57,7 +50,7 @@ def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Te
         >>> import torch, ikattn
         >>> q, k, v = (torch.randn(2, 4, n, 16) for n in (3, 90, 90))
         >>> w1, w2 = (0.1 * torch.randn(4, 16, 8) for _ in range(2))
-        >>> phi_q, phi_k = (ikattn.spectral_features(x, w1, w2) for x in (q, k))
+        >>> phi_q, phi_k = (ikattn.ops.spectral_features(x, w1, w2) for x in (q, k))
         >>> logits = k.double().square().sum(-1) / (2 * 16**0.5)
         >>> moments, reference = ikattn.ops.key_moments(phi_k, logits, v)
         >>> output, _ = ikattn.ops.attention_from_moments(phi_q, moments, reference)
@@ -70,14 +63,14 @@ def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Te
 def attention_from_moments(
     query_features: Tensor, moments: Tensor, reference: Tensor, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    r"""Attention of queries to the keys that moments are of.
+    r"""Attends from queries to the keys that moments are of.
 
     A sum over entries keeps what :math:`|\phi_i|^2 \sum_j |\phi_j|^2` leaves of the last bits. A
     query whose scores are all near zero errs by up to some 6e-8 / eps of its output in float32;
     :func:`ikattn.implicit_kernel_attention`, which has the keys, computes such a query by pairs.
 
     Args:
-        query_features: ``[B, H, L, F]`` of :func:`ikattn.spectral_features`, any floating type.
+        query_features: ``[B, H, L, F]`` of :func:`ikattn.ops.spectral_features`, any floating type.
         moments: ``[B, K, E, d_v + 1]`` of :func:`key_moments`, K a divisor of H; float64 for
             float64 features, otherwise float32.
         reference: ``[B, K]``, float64, with the moments.
@@ -117,7 +110,7 @@ def causal_attention_from_moments(
     *,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Causal attention of tokens that come after the keys that moments are of, in linear time.
+    r"""Attends causally from tokens after the keys that moments are of, in linear time.
 
     A query sees all those keys, and the tokens up to its own. The moments of all keys come back, so
     that a sequence may be computed part by part, each going on where the one before ended. Tokens
@@ -125,7 +118,7 @@ def causal_attention_from_moments(
     near zero errs as in :func:`attention_from_moments`.
 
     Args:
-        query_features: ``[B, H, L, F]`` of :func:`ikattn.spectral_features`, any floating type.
+        query_features: ``[B, H, L, F]`` of :func:`ikattn.ops.spectral_features`, any floating type.
         key_features: ``[B, K, L, F]``, K a divisor of H, in the type of query_features.
         logits: ``[B, K, L]``, as of :func:`key_moments`; -inf hides a key.
         value: ``[B, G, L, d_v]``, G a divisor of K.

@@ -6,15 +6,13 @@ together.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ikattn.ops._jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.dropout import draw_dropout_seed
-
-__all__ = ["attend_jagged", "implicit_kernel_attention_varlen"]
+from ikattn.ops.jagged import have_same_lengths, nested_like, tokens_of
+from ikattn.ops.options import AttentionOptions, changed
 
 
 def implicit_kernel_attention_varlen(
@@ -36,7 +34,7 @@ def implicit_kernel_attention_varlen(
     magnitude_scale: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Implicit-kernel attention of packed sequences, with FlashAttention's argument names.
+    """Computes attention of packed sequences, with FlashAttention's argument names.
 
     Sequences of equal lengths that follow each other are computed together, as a batch, and views
     of the packed tensors; on a GPU so are sequences of similar lengths, padded. Nothing is computed
@@ -118,20 +116,17 @@ def attend_jagged(
     value: Tensor,
     w1: Tensor,
     w2: Tensor | None,
-    *,
-    key_bias: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """``implicit_kernel_attention`` of nested tensors ``[B, H, j, d]`` of the jagged layout.
+    """Computes attention of nested tensors ``[B, H, j, d]`` of the jagged layout.
 
     Raises:
         TypeError: Not all of query, key and value are nested, or one is of the strided layout.
         ValueError: A mask or bias is given, a causal call has keys of other lengths than queries,
             or key and value differ in lengths.
     """
+    named = changed("implicit_kernel_attention", options, query)
+    is_causal = named.pop("is_causal", False)
     packed: dict[str, tuple[Tensor, Tensor]] = {}
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not x.is_nested or x.layout != torch.jagged:
@@ -146,13 +141,13 @@ def attend_jagged(
                 f"axis 2, got {tuple(x.shape)}"
             )
         packed[name] = tokens_of(x.transpose(1, 2))
-    for name, mask in (("key_bias", key_bias), ("attn_mask", attn_mask)):
-        if mask is not None:
+    for name in ("key_bias", "attn_mask"):
+        if name in named:
             raise ValueError(
                 f"implicit_kernel_attention: nested tensors take no {name}, got "
-                f"{list(mask.shape)}; implicit_kernel_attention_varlen takes a key_bias"
+                f"{list(named[name].shape)}; implicit_kernel_attention_varlen takes a key_bias"
             )
-    if not enable_gqa and query.size(1) != key.size(1):
+    if not named.pop("enable_gqa", False) and query.size(1) != key.size(1):
         raise ValueError(
             f"implicit_kernel_attention: key must have the heads of query, {query.size(1)} "
             f"(enable_gqa=True allows fewer), got {key.size(1)}"
@@ -166,14 +161,6 @@ def attend_jagged(
             "lengths; implicit_kernel_attention_varlen has another alignment for others"
         )
     output = implicit_kernel_attention_varlen(
-        q,
-        k,
-        v,
-        w1,
-        w2,
-        of_queries,
-        of_keys,
-        causal=is_causal,
-        **options,
+        q, k, v, w1, w2, of_queries, of_keys, causal=is_causal, **named
     )
     return nested_like(query.transpose(1, 2), output).transpose(1, 2)

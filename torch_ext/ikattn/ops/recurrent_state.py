@@ -29,8 +29,6 @@ from ikattn.ops.moments import (
     merge_moments,
 )
 
-__all__ = ["RecurrentState"]
-
 _LEAST_EPS = 1e-6  # whose share of a sum float32 still holds to some per cent
 
 
@@ -103,7 +101,7 @@ class RecurrentState(FixedKernel):
         self._reference: Tensor | None = None  # [B, K]
 
     def __len__(self) -> int:
-        """The keys that came, hidden ones included."""
+        """Returns the number of keys that came, hidden ones included."""
         return self._length
 
     def __repr__(self) -> str:
@@ -131,7 +129,7 @@ class RecurrentState(FixedKernel):
 
     @property
     def reference(self) -> Tensor:
-        """What the sums are relative to the exponential of, float64 ``[B, K]``; as ``moments``.
+        """Logarithms of the factors that the sums lack, float64 ``[B, K]``; as ``moments``.
 
         Raises:
             ValueError: No key came yet.
@@ -166,7 +164,7 @@ class RecurrentState(FixedKernel):
 
     @takes_memory_for("features and the output", function="RecurrentState.attend")
     def attend(self, query: Tensor, *, eps: float = 1e-5) -> Tensor:
-        """Attention of queries to all keys that came.
+        """Attends from queries to all keys that came.
 
         Args:
             query: ``[B, H, L, d]``.
@@ -199,7 +197,7 @@ class RecurrentState(FixedKernel):
         *,
         eps: float = 1e-5,
     ) -> Tensor:
-        """Causal attention of new tokens, which are added: a prompt, or a part of one.
+        """Attends causally from new tokens, which are added: a prompt, or a part of one.
 
         A query sees all keys before and the new ones up to its own.
 
@@ -285,7 +283,7 @@ class RecurrentState(FixedKernel):
         self._length += other._length
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of the keys: tensors ``moments`` and ``reference``, and integers.
+        """Returns the sums over keys: tensors ``moments`` and ``reference``, and integers.
 
         Tensors are copies. Frequencies are not in it; ``torch.save(state, ..)`` saves them, too.
         """
@@ -352,7 +350,7 @@ class RecurrentState(FixedKernel):
         return self._moments, self._reference
 
     def _keys_of(self, key: Tensor, key_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Features and logits for each head of the sums."""
+        """Returns features and logits for each head of the sums."""
         features, logits = self._of_keys(key, torch.promote_types(key.dtype, self.dtype))
         if key_bias is not None:
             bias, heads = with_heads(key_bias, self.w1.size(0), key.size(1))
@@ -360,7 +358,7 @@ class RecurrentState(FixedKernel):
         return features, to_heads(logits, self.w1.size(0)).expand(features.shape[:3])
 
     def _before(self, features: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The sums so far, or those of no key, where ``features`` are of the first ones."""
+        """Returns the sums so far, or those of no key, if ``features`` are of the first ones."""
         if self._moments is not None:
             return self._known()
         batch, heads, _, size = features.shape

@@ -4,11 +4,10 @@
 here is imported with ``ikattn`` itself. docs/guide/parallel.md has this, FSDP2, DDP and pipelines.
 """
 
-from ikattn.parallel.context import ContextParallel, context_parallel, context_parallel_attention
+from ikattn.parallel.context import context_parallel, context_parallel_attention
 from ikattn.parallel.tensor import HeadParallel, tensor_parallel_plan
 
 __all__ = [
-    "ContextParallel",
     "HeadParallel",
     "context_parallel",
     "context_parallel_attention",

@@ -8,8 +8,6 @@ from torch import Tensor
 from ikattn.parallel._ranks import Ranks
 from ikattn.parallel._ring import Call
 
-__all__ = ["agree", "refuse"]
-
 _NUMBERS, _REASON = 80, 1024  # numbers of a row that ranks compare, bytes of a reason
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -104,7 +102,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 def _told(name: str, number: Tensor) -> str:
-    """A number of a signature as the argument it stands for."""
+    """Names a number of a signature by the argument it stands for."""
     value = float(number)
     if name.startswith("dtype"):
         return "none" if value < 0 else str(_DTYPES[int(value)])

@@ -14,18 +14,17 @@ from torch.nn.functional import linear
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._heads import HeadShare, local, whole
-from ikattn.nn._kernels import Wanted
-from ikattn.nn._masks import Masks
-from ikattn.nn._projection import InProjection, Projection, project
 from ikattn.nn.functional import ExtraKeys
+from ikattn.nn.kernels import Wanted
+from ikattn.nn.masks import Masks
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.projection import InProjection, Projection, project
 from ikattn.spectral.shared import check_shareable, shard_frequencies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-__all__ = ["HeadParallelAttention", "share_heads"]
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -97,7 +96,7 @@ class HeadParallelAttention(MultiheadAttention):
                     "on every rank, got a DTensor; torch's PrepareModuleInput(..., "
                     "use_local_output=True) with desired layouts Replicate() makes one"
                 )
-        inputs = {id(x): share.common(x) for x in (query, key, value)}  # what was one stays one
+        inputs = {id(x): share.common(x) for x in (query, key, value)}  # one tensor stays one
         query, key, value = (inputs[id(x)] for x in (query, key, value))
         masks = self._own_masks(masks)
         output, weights = super()._attend(query, key, value, masks, wanted, query_padding)
@@ -108,7 +107,7 @@ class HeadParallelAttention(MultiheadAttention):
         return output, share.joined(weights, weights.dim() - 3)
 
     def _own_masks(self, masks: Masks) -> Masks:
-        """The masks of this rank's heads; gradients of masks are those of all heads."""
+        """Returns the masks of this rank's heads; gradients of masks are those of all heads."""
         padding, attention = (
             None if mask is None else self.head_share.common(mask)
             for mask in (masks.padding, masks.attention)
@@ -134,7 +133,7 @@ class HeadParallelAttention(MultiheadAttention):
         return ExtraKeys(k, v, self.add_zero_attn)
 
     def _out_projection(self, merged: Tensor) -> Tensor:
-        """From this rank's columns [.., E / n] to the output of all heads [.., E]."""
+        """Projects this rank's columns [.., E / n] to the output of all heads [.., E]."""
         output = self.head_share.summed(linear(merged, local(self.out_proj.weight)))
         return output if self.out_proj.bias is None else output + local(self.out_proj.bias)
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds."""
+"""The tokens of a sequence that each rank holds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Layout", "LayoutName"]
-
 LayoutName: TypeAlias = Literal["zigzag", "contiguous"]
 
 
 class Block(NamedTuple):
     """A part of the weights that one rank computes: its queries against keys of one rank."""
 
-    queries: slice  # of the rank's own
-    keys: slice  # of the other's
+    queries: slice  # rows of the rank's own
+    keys: slice  # rows of the other's
     is_causal: bool
     first_query: int  # in the whole sequence
     first_key: int
@@ -43,15 +41,15 @@ class Layout:
         self.count = 2 * size if name == "zigzag" else size
 
     def chunks(self, rank: int) -> list[int]:
-        """The chunks of a rank, in their order."""
+        """Returns the chunks of a rank, in their order."""
         return [rank, self.count - 1 - rank] if self.name == "zigzag" else [rank]
 
     def owner(self, chunk: int) -> int:
-        """The rank that holds a chunk."""
+        """Returns the rank that holds a chunk."""
         return min(chunk, self.count - 1 - chunk) if self.name == "zigzag" else chunk
 
     def shard(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """The tokens of a rank.
+        """Returns the tokens of a rank.
 
         Raises:
             ValueError: The length is no multiple of the number of chunks.
@@ -67,7 +65,7 @@ class Layout:
         return torch.cat([chunks[c] for c in self.chunks(rank)], dim)
 
     def unshard(self, parts: list[Tensor], dim: int) -> Tensor:
-        """The whole of what all ranks hold, in the order of tokens."""
+        """Returns the whole of what all ranks hold, in the order of tokens."""
         chunks: dict[int, Tensor] = {}
         for rank, part in enumerate(parts):
             numbers = self.chunks(rank)
@@ -77,7 +75,7 @@ class Layout:
     def blocks(
         self, rank: int, other: int, queries: int, keys: int, *, is_causal: bool, apart: bool
     ) -> list[Block]:
-        """The pairs of a rank's queries with the keys of another rank that attention needs.
+        """Returns the pairs of a rank's queries with the keys of another rank that attention needs.
 
         Args:
             rank: Whose queries.

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Exchange", "Ranks"]
-
 _LOST = "ikattn/lost_rank"  # in the store of the process group: who was found to be gone first
 
 
@@ -23,7 +21,7 @@ class Exchange:
         self._ranks, self._works, self._received, self._peer = ranks, works, received, peer
 
     def wait(self) -> list[Tensor]:
-        """What was received, once it is there and what was sent may be written to again."""
+        """Waits, and returns what came; what was sent may be written to again."""
         try:
             for work in self._works:
                 work.wait()
@@ -89,7 +87,7 @@ class Ranks:
         return self._start(operations, [], to)
 
     def receive(self, likes: Sequence[Tensor], of: int, first_tag: int = 0) -> list[Tensor]:
-        """The tensors that a rank sends, of the shapes of ``likes``."""
+        """Receives the tensors that a rank sends, of the shapes of ``likes``."""
         into = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in likes]
         operations = [
             self._operation(dist.irecv, x, of, tag) for tag, x in enumerate(into, first_tag)
@@ -97,15 +95,15 @@ class Ranks:
         return self._start(operations, into, of).wait()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, element by element."""
+        """Sums a tensor over all ranks, element by element."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The largest over all ranks, element by element."""
+        """Returns the largest over all ranks, element by element."""
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of all ranks, [size, n]; each by itself, so that one who is lost is named."""
+        """Gathers the rows of all ranks, [size, n], each by itself: one who is lost is named."""
         rows = [torch.empty_like(row) if n != self.number else row for n in range(self.size)]
         others = [n for n in range(self.size) if n != self.number]
         operations = [self._operation(dist.isend, row, n, 0) for n in others]
@@ -122,7 +120,7 @@ class Ranks:
         return torch.stack(rows)
 
     def lost(self, peer: int | None, error: RuntimeError) -> RuntimeError:
-        """The error of a rank that does not answer, with the name of who was missed first."""
+        """Makes the error of a rank that does not answer, with the name of who was missed first."""
         name = None if peer is None else str(self._everywhere(peer))
         store: Any = dist.distributed_c10d._get_default_store()
         before = store.timeout
@@ -149,7 +147,7 @@ class Ranks:
         return result
 
     def _everywhere(self, number: int) -> int:
-        """A rank's number among all processes."""
+        """Returns a rank's number among all processes."""
         return number if self.group is None else dist.get_global_rank(self.group, number)
 
     def _operation(self, kind: Any, tensor: Tensor, peer: int, tag: int) -> dist.P2POp:

@@ -19,12 +19,10 @@ from ikattn.ops.dropout import place_dropout_seed
 from ikattn.parallel._layout import Block, Layout
 from ikattn.parallel._ranks import Exchange, Ranks
 
-__all__ = ["Call", "ring_attention"]
-
 
 @dataclass
 class Call:
-    """What is not a tensor with a gradient in a call of attention over ranks.
+    """A call of attention over ranks, but for its tensors with gradients.
 
     Attributes:
         ranks, layout: Who shares the sequence, and how.
@@ -42,7 +40,7 @@ class Call:
     threads: int = 1
 
     def blocks(self, source: int, queries: int, keys: int) -> list[Block]:
-        """What this rank computes with the keys of rank ``source``."""
+        """Returns the blocks that this rank computes with the keys of rank ``source``."""
         return self.layout.blocks(
             self.ranks.number,
             source,
@@ -53,7 +51,7 @@ class Call:
         )
 
     def options_of(self, block: Block, heads: int, key_bias: Tensor | None) -> dict[str, Any]:
-        """The operator's options for a block; key_bias is that of the block's rank."""
+        """Returns the operator's options for a block; key_bias is that of the block's rank."""
         options = dict(self.options, is_causal=block.is_causal)
         if key_bias is not None:
             options["key_bias"] = key_bias[:, :, block.keys]
@@ -78,7 +76,7 @@ class Merged:
 
     @classmethod
     def of_no_key(cls, output: Tensor) -> Merged:
-        """The beginning: zeros, in the place of the output."""
+        """Returns the beginning, zeros in the output's place."""
         options: Any = {"dtype": torch.float64, "device": output.device}
         return cls(output.zero_(), torch.full(output.shape[:3], -torch.inf, **options))
 
@@ -101,7 +99,7 @@ def ring_attention(
     w2: Tensor | None,
     key_bias: Tensor | None,
 ) -> Tensor:
-    """The output [B, H, L, d_v] of this rank's queries over the keys of all ranks.
+    """Computes the output [B, H, L, d_v] of this rank's queries over the keys of all ranks.
 
     Args:
         call: Who takes part, and the options.
@@ -188,11 +186,11 @@ def _ring_backward(
     output: Tensor,
     log_normalizer: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of query, key, value, w1, w2 and key_bias."""
+    """Returns the gradients of query, key, value, w1, w2 and key_bias."""
     dtype, (H, L) = _arithmetic(query.dtype), query.shape[1:3]
     likes = [query, key, value, w1, w2, key_bias]
     w1, w2 = w1.to(_arithmetic(w1.dtype)), None if w2 is None else w2.to(_arithmetic(w2.dtype))
-    # what was made of one tensor's parts is rounded once
+    # a gradient of one tensor's parts is rounded once
     of_query = torch.zeros_like(query, dtype=dtype)
     of_w1, of_w2 = torch.zeros_like(w1), torch.zeros_like(w1)
     travelling: Exchange | None = None
@@ -221,7 +219,7 @@ def _ring_backward(
             for total, part, want in zip(into, gradients, wanted, strict=False):
                 if want:
                     total += part
-        if travelling is not None:  # what the ranks before found for these keys
+        if travelling is not None:  # gradients that the ranks before found for these keys
             for own, other in zip(of_held, travelling.wait(), strict=True):
                 own += other
         travelling = call.ranks.send_on(of_held, 8) if call.ranks.size > 1 else None

@@ -26,8 +26,6 @@ from ikattn.ops.moments import (
 from ikattn.parallel._ranks import Exchange
 from ikattn.parallel._ring import Call
 
-__all__ = ["sums_attention"]
-
 
 class _State(NamedTuple):
     """Moments of keys, or gradients of such, with what they are relative to.
@@ -42,7 +40,7 @@ class _State(NamedTuple):
     reference: Tensor
 
     def scaled(self, log_factor: Tensor) -> Tensor:
-        """The moments times exp(log_factor), of the reference's shape; zero for no number."""
+        """Scales the moments by exp(log_factor), of the reference's shape; zero for no number."""
         factor = log_factor.exp().nan_to_num(0.0, 0.0).to(self.moments.dtype)
         return self.moments * factor[..., None, None]
 
@@ -56,7 +54,7 @@ def sums_attention(
     w2: Tensor | None,
     key_bias: Tensor | None,
 ) -> Tensor:
-    """The same as ``ring_attention``, in linear time; without dropout."""
+    """Computes what ``ring_attention`` does, in linear time; without dropout."""
     H, G = query.size(1), key.size(1)
     bias_heads = 1 if key_bias is None else key_bias.size(1)
     K = H if max(w1.size(-3), bias_heads) > G else G
@@ -73,7 +71,7 @@ def sums_attention(
 
 
 def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> Tensor:
-    """phi(x) in float32 or float64, of heads that frequencies are repeated for."""
+    """Computes phi(x) in float32 or float64, of heads that frequencies are repeated for."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     frequencies = [None if w is None else _repeated(w.to(wide), x.size(1), -3) for w in (w1, w2)]
     assert frequencies[0] is not None
@@ -81,13 +79,13 @@ def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> Tensor:
 
 
 def _repeated(x: Tensor, heads: int, axis: int) -> Tensor:
-    """Each head on an axis as often as ``heads`` wants."""
+    """Repeats each head on an axis as often as ``heads`` wants."""
     own = x.size(axis)
     return x if own == heads else x.repeat_interleave(heads // own, axis)
 
 
 class _Whole(torch.autograd.Function):
-    """Not causal: every query sees the sum of all ranks' moments."""
+    """Every query sees the sum of all ranks' moments where nothing is causal."""
 
     @staticmethod
     def forward(
@@ -166,13 +164,13 @@ class _Sharing:
         self.tokens = [slice(n * length, (n + 1) * length) for n in range(len(self.chunks))]
 
     def order(self, chunk: int, *, reverse: bool) -> list[int]:
-        """Numbers of the groups of a chunk, in the order in which they are computed."""
+        """Orders the numbers of the groups of a chunk as they are computed."""
         before = self.call.layout.count - 1 - chunk if reverse else chunk
         early, groups = min(before, self.first), range(len(self.groups))
         return [*groups[:early], *groups[self.first :], *groups[early : self.first]]
 
     def neighbours(self, chunk: int, *, reverse: bool) -> tuple[int | None, int | None]:
-        """The chunks before and after one, in the order of a scan; None at its ends."""
+        """Returns the chunks before and after one, in the order of a scan; None at its ends."""
         found = (chunk + 1, chunk - 1) if reverse else (chunk - 1, chunk + 1)
         before, after = (n if 0 <= n < self.call.layout.count else None for n in found)
         return before, after
@@ -200,7 +198,7 @@ def _scan(
     """
     ranks, owner = sharing.call.ranks, sharing.call.layout.owner
     places = range(len(sharing.chunks))[:: -1 if reverse else 1]
-    held: dict[tuple[int, int], _Sums] = {}  # by chunk and group, what comes before
+    held: dict[tuple[int, int], _Sums] = {}  # sums before a chunk, by chunk and group
     sent: list[Exchange] = []
 
     def sums_before(chunk: int, group: int) -> _Sums:

@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
-from ikattn.integrations.transformers._kernels import IMPLICIT, KERNELS
-from ikattn.nn._over_ranks import AttendingBy
-from ikattn.ops.dropout import draw_dropout_seed
+from ikattn.integrations.transformers.kernels import IMPLICIT, KERNELS
+from ikattn.nn.over_ranks import AttendingBy
 from ikattn.ops.kernels import which_kernels
+from ikattn.ops.options import DEFAULTS, AttentionOptions, changed
 from ikattn.parallel._agreement import agree, refuse
 from ikattn.parallel._layout import Layout, LayoutName
 from ikattn.parallel._ranks import Ranks
 from ikattn.parallel._ring import Call, ring_attention
 from ikattn.parallel._sums import sums_attention
 from ikattn.spectral.interface import unwrapped
-
-__all__ = ["Algorithm", "ContextParallel", "context_parallel", "context_parallel_attention"]
 
 Algorithm: TypeAlias = Literal["quadratic", "linear"]
 Group: TypeAlias = "DeviceMesh | dist.ProcessGroup | None"
@@ -40,17 +39,9 @@ def context_parallel_attention(
     group: Group = None,
     layout: LayoutName = "zigzag",
     algorithm: Algorithm | None = None,
-    p: float | None = 2.0,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-    eps: float = 1e-5,
-    magnitude_scale: float | None = None,
-    dropout_seed: Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Implicit-kernel attention where every rank has a part of the tokens.
+    """Attends where every rank has a part of the tokens.
 
     Every rank calls it with its own tokens, and gets the output of its own queries over the keys of
     all ranks: what one process computes, to rounding. In quadratic time keys and values go round
@@ -100,21 +91,15 @@ def context_parallel_attention(
         torch.Size([1, 2, 64, 8])
         >>> dist.destroy_process_group()
     """
+    named = changed("context_parallel_attention", options, torch.empty(0))
+    named = DEFAULTS | named
+    is_drawn = options.get("dropout_seed") is None
+    key_bias, attn_mask = named.pop("key_bias", None), named.pop("attn_mask", None)
+    seed, is_causal = named.pop("dropout_seed", None), named.pop("is_causal")
     ranks = Ranks(group)
-    call = Call(
-        ranks,
-        Layout(layout, ranks.size),
-        is_causal,
-        {
-            "p": p,
-            "eps": eps,
-            "magnitude_scale": magnitude_scale,
-            "enable_gqa": enable_gqa,
-            "dropout_p": dropout_p,
-        },
-    )
-    if dropout_p > 0:
-        call.dropout_seed = draw_dropout_seed() if dropout_seed is None else dropout_seed
+    call = Call(ranks, Layout(layout, ranks.size), is_causal, named)
+    if named["dropout_p"] > 0:
+        call.dropout_seed = seed
     query, key, value = _lowered(query, key, value)
     tensors = (query, key, value, w1, w2, key_bias)
     with torch.autocast(query.device.type, enabled=False):
@@ -123,7 +108,7 @@ def context_parallel_attention(
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             refuse(ranks, query.device, f"{type(error).__name__}: {error}")
             raise
-        agree(call, tensors, algorithm, drawn=dropout_seed is None)
+        agree(call, tensors, algorithm, drawn=is_drawn)
         bias = None
         if key_bias is not None:
             shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
@@ -134,7 +119,7 @@ def context_parallel_attention(
 
 
 def _lowered(*tokens: Tensor) -> list[Tensor]:
-    """The tokens in autocast's type, where it is on, as the operator takes them then."""
+    """Returns the tokens in autocast's type where it is on, as the operator takes them then."""
     device = tokens[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tokens)
@@ -148,7 +133,7 @@ def _check_here(
     algorithm: str | None,
     attn_mask: Tensor | None,
 ) -> None:
-    """What one process would refuse, in its words, and what cannot be shared out."""
+    """Refuses what one process would refuse, in its words, and what cannot be shared out."""
     if attn_mask is not None:
         raise NotImplementedError(
             "context_parallel_attention: attn_mask must be None, got "
@@ -262,7 +247,7 @@ class ContextParallel:
         self._handles: list[AttendingBy] = []
 
     def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole sequence, such as ids, positions or padding masks.
+        """Returns this rank's tokens of a whole sequence, such as ids, positions or padding masks.
 
         Labels that a model shifts by itself are to be shifted before they are sharded, for the last
         token of a chunk has its successor on another rank: ``labels=None, shift_labels=..`` of
@@ -278,7 +263,7 @@ class ContextParallel:
         return self._layout.shard(whole, dim, self._ranks.number)
 
     def unshard(self, part: Tensor, dim: int = 1) -> Tensor:
-        """The whole of what the ranks have, on every rank; without gradients."""
+        """Returns the whole of what the ranks have, on every rank; without gradients."""
         part = part.detach().contiguous()
         parts = [torch.empty_like(part) for _ in range(self._ranks.size)]
         dist.all_gather(parts, part, group=self._ranks.group)
@@ -319,7 +304,7 @@ def context_parallel(
 
     Args:
         model: With ``ikattn.MultiheadAttention``, as ``ikattn.convert`` makes, or of transformers,
-            after ``use_implicit_attention``.
+            after ``ikattn.convert``.
         mesh: The ranks: a ``DeviceMesh`` of one dimension, a process group, or None for all.
         layout: Which tokens a rank has; see :func:`context_parallel_attention`.
         algorithm: "quadratic", "linear", or None: what is faster for the whole.
@@ -347,7 +332,7 @@ def context_parallel(
 
 
 def _attention_in(model: nn.Module) -> list[nn.Module]:
-    """The modules whose attention is to be shared out.
+    """Returns the modules whose attention is to be shared out.
 
     Raises:
         ValueError: There is none, or one that cannot be.
@@ -380,6 +365,6 @@ def _attention_in(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ValueError(
             "context_parallel: expected a model with ikattn.MultiheadAttention, or of transformers "
-            f"after use_implicit_attention, got {type(model).__name__} without either"
+            f"after ikattn.convert, got {type(model).__name__} without either"
         )
     return found

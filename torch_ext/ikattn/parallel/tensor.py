@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ikattn.integrations.transformers._kernels import KERNELS
-from ikattn.integrations.transformers._parallel import share_kernel
+from ikattn.integrations.transformers.kernels import KERNELS
+from ikattn.integrations.transformers.parallel import share_kernel
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.parallel._attention import share_heads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["HeadParallel", "tensor_parallel_plan"]
 
 
 class HeadParallel(ParallelStyle):
@@ -28,7 +26,7 @@ class HeadParallel(ParallelStyle):
     named as torch names them where sizes differ, and ``ikattn.MultiheadAttention`` loads them again
     as one.
 
-    For the kernels of transformers models (``use_implicit_attention``): the frequencies alone. The
+    For the kernels of transformers models (``ikattn.convert``): the frequencies alone. The
     projections need styles of torch's own.
 
     A generator of frequencies (``Ikan``, ``Mikan``) stays whole on every rank, makes the
@@ -44,7 +42,7 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """What ``parallelize_module`` calls.
+        """Shares out a module, as ``parallelize_module`` asks.
 
         Raises:
             TypeError: It is another module.
@@ -58,11 +56,11 @@ class HeadParallel(ParallelStyle):
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """A plan that shares out the heads of all attention modules that this package knows.
+    """Makes a plan that shares out the heads of all attention modules that this package knows.
 
     Args:
         model: An ``ikattn.MultiheadAttention``, any model with some, such as ``ikattn.convert``
-            returns, or a transformers model after ``use_implicit_attention``, of which the plan
+            returns, or a transformers model after ``ikattn.convert``, of which the plan
             names the kernels alone. Stock nn.MultiheadAttention is not in the plan: every rank
             computes all of it. ``ikattn.convert(model, kernel="dot")`` keeps its numbers.
 
@@ -94,7 +92,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     if not plan:
         raise ValueError(
             "tensor_parallel_plan: expected a model with ikattn.MultiheadAttention, such as "
-            "ikattn.convert makes, or a transformers model after use_implicit_attention, got a "
+            "ikattn.convert makes, or a transformers model after ikattn.convert, got a "
             f"{type(model).__name__} without"
         )
     return plan

@@ -146,7 +146,7 @@ class _LayerCall:
         self._thread.maps = (weights, messages)
 
     def end(self, module: Any, arguments: Sequence[Any], output: Tensor) -> None:
-        from ikattn.integrations.pyg._edges import ends_of
+        from ikattn.integrations.pyg.edges import ends_of
 
         maps: tuple[Tensor, Tensor] | None = getattr(self._thread, "maps", None)
         if maps is None:

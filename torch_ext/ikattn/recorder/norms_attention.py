@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ikattn._optional import when_imported
 from ikattn._precision import without_autocast
-from ikattn.integrations.transformers._attention import register_implicit
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.attention import register_implicit
+from ikattn.integrations.transformers.interface import (
     Given,
     attention_function,
     register_attention,
@@ -37,7 +37,7 @@ def register_norms(*, map: str = "summed") -> None:
     ``encoder_attentions``, ``decoder_attentions`` and ``cross_attentions``. ``ikattn.record`` gives
     all maps, also those that need the residual and norms around the attention.
 
-    The second computes with the kernels that ``use_implicit_attention`` gives a model; that
+    The second computes with the kernels that ``ikattn.convert`` gives a model; that
     function registers it as well.
 
     Args:

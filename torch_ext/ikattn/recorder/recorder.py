@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
-from ikattn.integrations.transformers._interface import Given
+from ikattn.integrations.transformers.interface import Given
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.recording import Recording
-from ikattn.nn._over_ranks import goes_over_ranks
+from ikattn.nn.over_ranks import goes_over_ranks
 from ikattn.recorder.calls.heads import FollowedHeads
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import check_is_plain_call, in_own_modes

@@ -22,32 +22,10 @@ Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 202
 2006.06147).
 """
 
-from ikattn.spectral.copula import (
-    correlation_factor,
-    gaussian_copula_log_density,
-    gaussian_kl,
-)
 from ikattn.spectral.direct import Direct, Stationary
-from ikattn.spectral.factory import SOURCES, Spectral, make_spectral
-from ikattn.spectral.generator import EVALUATIONS, Generator
+from ikattn.spectral.generator import Generator
 from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.mikan import Mikan
-from ikattn.spectral.networks import OddNetwork
 from ikattn.spectral.regularization import regularization_loss
 
-__all__ = [
-    "EVALUATIONS",
-    "SOURCES",
-    "Direct",
-    "Generator",
-    "Ikan",
-    "Mikan",
-    "OddNetwork",
-    "Spectral",
-    "Stationary",
-    "correlation_factor",
-    "gaussian_copula_log_density",
-    "gaussian_kl",
-    "make_spectral",
-    "regularization_loss",
-]
+__all__ = ["Direct", "Generator", "Ikan", "Mikan", "Stationary", "regularization_loss"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def correlation_factor(lower: Tensor) -> Tensor:
-    """The Cholesky factor of a correlation matrix from any numbers below the diagonal.
+    """Makes the Cholesky factor of a correlation matrix of any numbers below the diagonal.
 
     The rows of I + (what is below the diagonal) are divided by their lengths, so that L L^T has a
     unit diagonal and is positive definite whatever the numbers (L L^T up to rounding).
@@ -25,7 +25,7 @@ def correlation_factor(lower: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import correlation_factor
+        >>> from ikattn.spectral.copula import correlation_factor
         >>> factor = correlation_factor(torch.randn(5, 3, 3))
         >>> torch.allclose((factor @ factor.mT).diagonal(dim1=-2, dim2=-1), torch.ones(5, 3))
         True
@@ -41,7 +41,7 @@ def correlation_factor(lower: Tensor) -> Tensor:
 
 
 def mutual_information(factor: Tensor) -> Tensor:
-    """The mean log-density of a Gaussian copula: -log det(R) / 2 = -sum_h log L_hh, in nats.
+    """Computes the mean log-density of a Gaussian copula: -sum_h log L_hh, in nats.
 
     Args:
         factor: Cholesky factor L of the correlation matrix R, [..., H, H].
@@ -55,7 +55,7 @@ def mutual_information(factor: Tensor) -> Tensor:
 def gaussian_copula_log_density(
     scores: Tensor, correlation: Tensor | None = None, *, factor: Tensor | None = None
 ) -> Tensor:
-    r"""Log-density of a Gaussian copula at the normal scores of its uniform variables.
+    r"""Computes the log-density of a Gaussian copula at normal scores of uniform variables.
 
     .. math::
         \log c(u) = -\tfrac12 \log\det R - \tfrac12 x^T (R^{-1} - I) x, \qquad x_h = \Phi^{-1}(u_h)
@@ -82,7 +82,7 @@ def gaussian_copula_log_density(
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import gaussian_copula_log_density
+        >>> from ikattn.spectral.copula import gaussian_copula_log_density
         >>> gaussian_copula_log_density(torch.randn(5, 3), torch.eye(3))
         tensor([0., 0., 0., 0., 0.])
     """
@@ -110,7 +110,7 @@ def gaussian_copula_log_density(
 
 
 def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -> Tensor:
-    """KL(N(location, exp(log_scale)^2) || N(0, prior_scale^2)) of each element, in nats.
+    """Computes KL(N(location, exp(log_scale)^2) || N(0, prior_scale^2)) by element, in nats.
 
     Args:
         location, log_scale: Of the same shape.
@@ -124,7 +124,7 @@ def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import gaussian_kl
+        >>> from ikattn.spectral.copula import gaussian_kl
         >>> gaussian_kl(torch.tensor(2.0), torch.tensor(0.0))
         tensor(2.)
     """
@@ -136,7 +136,7 @@ def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """How far from 1 a length or a diagonal may be: sums of rounded numbers, in 16 bits one."""
+    """Tells how far from 1 rounding may bring a length or a diagonal; in 16 bits by 1."""
     if not dtype.is_floating_point:
         raise TypeError(
             f"gaussian_copula_log_density: a correlation must be floating point, got {dtype}"

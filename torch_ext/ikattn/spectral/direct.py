@@ -15,7 +15,7 @@ Initial = Literal["paper", "unit angle"]
 
 
 def unit_angle_scale(head_dim: int) -> float:
-    """The standard deviation of frequencies with which kernels start best, 1 / (2 pi sqrt(d)).
+    """Returns the deviation of frequencies with which kernels start best, 1 / (2 pi sqrt(d)).
 
     The angle 2 pi x.w of a token is then as large as x's root mean square, in radians, at every
     head size. docs/guide/spectral.md compares it with others.

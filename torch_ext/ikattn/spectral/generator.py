@@ -1,4 +1,4 @@
-"""What generators of frequencies have in common: sizes, noise, and fixed points for evaluation."""
+"""The base of generators of frequencies: sizes, noise, and fixed points for evaluation."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Generator(nn.Module):
         return None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
     def noise(self, *batch: int) -> Tensor:
-        """Standard normal noise [*batch, H, d, M], in eval mode the fixed points [H, d, M]."""
+        """Draws standard normal noise [*batch, H, d, M]; in eval mode gives the fixed points."""
         dtype, device = self.gain.dtype, self.gain.device
         if self.training or self.evaluation == "random":
             drawn = torch.randn((*batch, *self._shape), dtype=dtype, device=device)
@@ -155,7 +155,7 @@ class Generator(nn.Module):
         return location.unsqueeze(-1) * torch.where(is_first, 1.0, -1.0).to(location.dtype)
 
     def without_autocast(self) -> AbstractContextManager[None]:
-        """In which the networks keep their own type; the meta device has no autocast."""
+        """Opens a context in which networks keep their type; the meta device has no autocast."""
         device = self.gain.device.type
         return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
@@ -183,7 +183,7 @@ def _is_finite(number: Any) -> bool:
 
 
 def _fixed_points(heads: int, size: int, count: int) -> Tensor:
-    """Standard normal numbers [H, d, M] in float64, the same at every call.
+    """Draws standard normal numbers [H, d, M] in float64, the same at every call.
 
     Pseudo-random: scrambled Sobol points, as many as frequencies, evaluated no better.
     """

@@ -167,7 +167,7 @@ def _describe(returned: object) -> str:
 
 
 def _name(source: object) -> str:
-    """The class of a source and, where it is part of a model that is running, its layer's name."""
+    """Names the class of a source and, in a model that is running, its layer."""
     kind = type(source).__name__
     if not isinstance(source, nn.Module):
         return kind

@@ -142,7 +142,7 @@ class Mikan(Generator):
         key_padding_mask: Tensor | None = None,
         query_padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The distribution of z for some queries and keys.
+        """Infers the distribution of z for some queries and keys.
 
         Args:
             query: [B, H, L, d].
@@ -215,7 +215,7 @@ class Mikan(Generator):
 
 
 def average(x: Tensor, padding: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The mean of tokens [B, H, N, d] over N without padding [B, N]: [B, H, d], 0 of no tokens."""
+    """Averages tokens [B, H, N, d] over N without padding [B, N]: [B, H, d], 0 of no tokens."""
     wide = torch.promote_types(dtype, torch.float32)  # in float16 a sum overflows
     if padding is None:
         return (x.sum(2, dtype=wide) / max(x.size(2), 1)).to(dtype)

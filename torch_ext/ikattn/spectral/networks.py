@@ -16,7 +16,7 @@ from torch.nn.functional import leaky_relu
 from ikattn._heads import whole
 from ikattn.spectral.direct import fill_uniform
 
-SLOPE = 0.2  # of the leaky rectifiers, the authors'
+SLOPE = 0.2  # slope of the leaky rectifiers, the authors'
 
 
 class OddNetwork(nn.Module):
@@ -34,7 +34,7 @@ class OddNetwork(nn.Module):
 
     Example:
         >>> import torch
-        >>> from ikattn.spectral import OddNetwork
+        >>> from ikattn.spectral.networks import OddNetwork
         >>> z, network = torch.randn(2, 4, 8, 16), OddNetwork(8)
         >>> torch.equal(network(-z), -network(z))
         True

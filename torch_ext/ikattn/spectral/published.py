@@ -1,4 +1,4 @@
-"""What the authors' code computes in place of a copula, for comparison with it.
+"""The authors' own code in place of a copula, for comparison with it.
 
 It differs from the paper: the heads' noise is not correlated (each is scaled by a row sum), the
 factor's rows have not unit length, exp(logvar) serves as a standard deviation, noise is cut off at

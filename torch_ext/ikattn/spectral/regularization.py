@@ -11,7 +11,7 @@ from ikattn.spectral.regularized import Regularized
 
 
 def regularization_loss(model: nn.Module) -> Tensor:
-    """The sum of what the generators of all attention layers ask to be added to the loss.
+    """Adds up what the generators of all attention layers ask to be added to the loss.
 
     Every layer keeps the regulariser of its last call until it is taken here, once: call this
     function once for every forward pass, in the same mode. A layer that is used several times in
@@ -71,7 +71,7 @@ def regularization_loss(model: nn.Module) -> Tensor:
 
 def _is_dead(term: Tensor) -> bool:
     """Whether it belongs to a transformation of torch.func that has ended, such as vmap."""
-    transformations: Any = torch._C._functorch  # which has no types for these
+    transformations: Any = torch._C._functorch  # torch has no types for these
     level: int = transformations.maybe_get_level(term)  # 0 or less outside
     return level > (transformations.maybe_current_level() or 0)
 

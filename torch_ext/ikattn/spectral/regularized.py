@@ -16,7 +16,7 @@ class Regularized(nn.Module):
     """A base of modules with a source, whose regularisers ``regularization_loss`` adds up."""
 
     spectral: nn.Module | None
-    regularization: Tensor | None = None  # of the last call, until regularization_loss takes it
+    regularization: Tensor | None = None  # until regularization_loss takes it
     head_share: HeadShare | None = None  # the heads of this rank, where ranks share them out
     _regularized_in = (False, False)  # whether that call was in training mode, and with grad
 

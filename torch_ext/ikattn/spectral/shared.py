@@ -16,8 +16,6 @@ from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.interface import Drawn, call_source
 from ikattn.spectral.mikan import Mikan, average
 
-__all__ = ["call_shared_source", "check_shareable", "shard_frequencies"]
-
 
 def check_shareable(source: nn.Module | None) -> None:
     """Raises ValueError for a source whose frequencies cannot be made head by head."""
@@ -26,7 +24,7 @@ def check_shareable(source: nn.Module | None) -> None:
             "tensor parallelism: Mikan(faithful='code') draws as one process alone can; expected "
             "faithful=None"
         )
-    known = (Direct.forward, Ikan.forward, Mikan.forward)  # of derived classes, too
+    known = (Direct.forward, Ikan.forward, Mikan.forward)  # derived classes have them, too
     if source is not None and type(source).forward not in known:
         raise ValueError(
             "tensor parallelism: frequencies must come from ikattn.spectral.Direct, Ikan or Mikan, "
@@ -86,7 +84,7 @@ def call_shared_source(
         query = key = query.new_empty(query.size(0), share.num_heads, 0, query.size(3))
     parameters = {name: share.common(local(w)) for name, w in source.named_parameters()}
     w1, w2, regularization = call_source(source, query, key, None, parameters=parameters)
-    if regularization is not None:  # which every rank adds to its loss
+    if regularization is not None:  # every rank adds it to its loss
         part = regularization / share.ranks
         regularization = part + (regularization - part).detach()
     return share.own(w1, -3), None if w2 is None else share.own(w2, -3), regularization

@@ -3,7 +3,7 @@
 //
 //   P_ij = (s_ij^2 + eps) E_ij,  E_ij = exp(logit_ij - log Z_i),  x_ij = dP_ij - delta_i
 //   dlog_ij = P_ij x_ij,  ds_ij = 2 s_ij E_ij x_ij
-// with dP and P under dropout where they meet the value. Of weights, dP is what comes in for them.
+// with dP and P under dropout as factors of the value. For weights, dP is their incoming gradient.
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/cuda_cores/tile_product.h"
 
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(128, 2)
 // One tile of pairs. Rows are queries or keys.
 template <typename T>
 struct PairTile {
-  T weights[kPerThread][kPerThread];      // P under dropout: what meets the value
+  T weights[kPerThread][kPerThread];      // P under dropout: factors of the value
   T grad_logits[kPerThread][kPerThread];  // dlog
   T grad_scores[kPerThread][kPerThread];  // ds
 };
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t own_heads = over_h ? 1 : params.H;
   const int64_t head = index % own_heads, batch = index / own_heads;
 
-  double total[kPerThread][kPerThread] = {};  // of many terms
+  double total[kPerThread][kPerThread] = {};  // a sum of many terms
   for (int64_t b = over_b ? 0 : batch; b < (over_b ? params.B : batch + 1); ++b) {
     for (int64_t h = over_h ? 0 : head; h < (over_h ? params.H : head + 1); ++h) {
       for (int64_t y = over_i ? 0 : row_block; y < (over_i ? row_blocks : row_block + 1); ++y) {

@@ -21,8 +21,8 @@ constexpr int64_t forward_shared() {
 template <typename T>
 class RowReference {
  public:
-  // A thread's logits come in, those visible; returns the factor of what has been summed before.
-  // All lanes of a warp must come.
+  // Takes a thread's visible logits into account; returns the factor of what has been summed
+  // before. All lanes of a warp must come.
   __device__ __forceinline__ T raise(const TwoParts<T> (&logits)[kPerThread],
                                      const bool (&visible)[kPerThread]) {
     const T before = largest_, before_low = low_;
@@ -56,7 +56,8 @@ class RowReference {
   __device__ __forceinline__ void raise_low(const TwoParts<T> (&logits)[kPerThread],
                                             const bool (&visible)[kPerThread], bool rose,
                                             bool any_large) {
-    any_large = max_of_lanes<kRowLanes>(static_cast<int>(any_large)) != 0;  // of the row
+    any_large =
+        max_of_lanes<kRowLanes>(static_cast<int>(any_large)) != 0;  // now whether the row has one
     T most = minus_infinity<T>();
 #pragma unroll
     for (int c = 0; c < kPerThread; ++c) {
@@ -93,9 +94,9 @@ struct RowLogits {
   }
 };
 
-// The results of query i, and log Z, from a thread's parts: of the sum of weights, of what comes in
-// for them, and of the columns of the output; output_scale: the rescale of dropout. All lanes of a
-// row must come.
+// Stores the results of query i, and log Z, from a thread's parts of the sum of weights, of their
+// incoming gradients, and of the columns of the output; output_scale: the rescale of dropout. All
+// lanes of a row must come.
 template <typename T, bool kOfWeights>
 __device__ __forceinline__ void store_row(const AttentionParams& params, const ThreadTile& at,
                                           const Tokens& out, int64_t bh, int64_t i, int64_t column0,
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const T norm = T(1) / static_cast<T>(4 * params.M), eps = static_cast<T>(params.eps);
 
   T output[kPerThread][kPerThread] = {};
-  T incoming[kPerThread] = {};  // of weights: the sums of what comes in
+  T incoming[kPerThread] = {};  // gradients of weights: the sums of incoming ones
   RowReference<T> references[kPerThread];
   T sum[kPerThread] = {};
   const int64_t end = visible_keys(params, i0);

@@ -20,8 +20,8 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kThreads = 256;
 constexpr int kPerThread = 4;
-constexpr int kDepth = 16;         // of the products, at a time
-constexpr int kPitch = kTile + 1;  // of tiles in shared memory
+constexpr int kDepth = 16;         // inner columns of the products, at a time
+constexpr int kPitch = kTile + 1;  // row pitch of tiles in shared memory
 constexpr int kRowLanes = 16;      // threads of a row, neighbours
 
 // The place of a thread in its tile.
@@ -36,8 +36,8 @@ struct ThreadTile {
   }
 };
 
-// sums[r][c] = sum_k left(row, k) right(column, k) over `depth`, by tiles in shared memory of
-// 2 * kDepth * kPitch elements. left and right give 0 beyond their tokens.
+// Computes sums[r][c] = sum_k left(row, k) right(column, k) over `depth`, by tiles in shared memory
+// of 2 * kDepth * kPitch elements. left and right give 0 beyond their tokens.
 template <typename T, typename Left, typename Right>
 __device__ __forceinline__ void dot_tile(const ThreadTile& at, int64_t depth, const Left& left,
                                          const Right& right, Shared<T> shared,
@@ -74,8 +74,8 @@ __device__ __forceinline__ void dot_tile(const ThreadTile& at, int64_t depth, co
   }
 }
 
-// sums[r][c] += sum over the 64 inner tokens of left[row(r)][inner] right[inner][4 lane + c];
-// both tiles in shared memory with pitch kPitch.
+// Adds to sums[r][c] the sum over the 64 inner tokens of left[row(r)][inner] right[inner][4 lane +
+// c]; both tiles in shared memory with pitch kPitch.
 template <typename T>
 __device__ __forceinline__ void accumulate_tile(const ThreadTile& at, Shared<T> left,
                                                 Shared<T> right,
@@ -97,7 +97,7 @@ __device__ __forceinline__ void accumulate_tile(const ThreadTile& at, Shared<T> 
   }
 }
 
-// Column of a slice of 64 that accumulate_tile's sums[.][c] belongs to.
+// Returns the column of a slice of 64 that accumulate_tile's sums[.][c] belongs to.
 __device__ __forceinline__ int slice_column(const ThreadTile& at, int c) {
   return at.column_lane + 16 * c;
 }
@@ -160,7 +160,7 @@ struct Dropout {
   }
 };
 
-// The first row beyond the last that a causal tile of queries up to i0 + 63 can see.
+// Returns the first row beyond the last that a causal tile of queries up to i0 + 63 can see.
 __device__ __forceinline__ int64_t visible_keys(const AttentionParams& params, int64_t i0) {
   return params.is_causal ? min(params.S, i0 + kTile) : params.S;
 }

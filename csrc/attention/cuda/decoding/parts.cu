@@ -11,13 +11,13 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kWarpKeys = kPartKeys / kWarps;
-constexpr int kLanes = 8;  // of a row, a piece each
+constexpr int kLanes = 8;  // lanes of a row, with a piece each
 constexpr int kSideBySide = 32 / kLanes;
 
 // Rows of the result that read the same keys and values.
 struct SharedReads {
-  int64_t heads;       // of queries, one after the other
-  int64_t row_blocks;  // of `heads` times L rows
+  int64_t heads;       // heads of queries, one after the other
+  int64_t row_blocks;  // blocks of `heads` times L rows
 };
 
 // Part of the result that a block computes.
@@ -41,11 +41,12 @@ struct Place {
     rows = static_cast<int>(min(int64_t{kRows}, reads.heads * params.L - first_row));
     keys = static_cast<int>(min(int64_t{kPartKeys}, params.S - first_key));
   }
-  // A grid has no 2^32 blocks, so there are no more rows; and a division in 64 bits is slow.
+  // Returns a row's index. A grid has no 2^32 blocks, so there are no more rows; and a division in
+  // 64 bits is slow.
   __device__ unsigned own(int row) const { return static_cast<unsigned>(first_row) + row; }
   __device__ int64_t head(int row) const { return first_head + own(row) / L; }
   __device__ int64_t query(int row) const { return own(row) % L; }
-  // Among the rows [B, H, L].
+  // Returns the index among the rows [B, H, L].
   __device__ int64_t index(int row) const { return (b * H + head(row)) * L + query(row); }
 };
 
@@ -56,7 +57,7 @@ struct Layout {
   static constexpr int kRowLanes = kRows < kSideBySide ? kRows : kSideBySide;
   static constexpr int kKeyLanes = kSideBySide / kRowLanes;
   static constexpr int kLaneRows = kRows / kRowLanes;
-  static constexpr int kColumns = kLanes * Piece<S>::kColumns;  // of the value, at a time
+  static constexpr int kColumns = kLanes * Piece<S>::kColumns;  // columns of the value, at a time
   static constexpr int kSlots = kWarps * kKeyLanes;
   static constexpr int kLogitPitch = kPartKeys + 1, kSlotPitch = kColumns + 1;
 
@@ -67,7 +68,7 @@ struct Layout {
   Shared<T> slots;
   Shared<T> weights;  // [kPartKeys][kRows]  scores first; -1: hidden
   Shared<T> maxima;   // [kRows]
-  int width;          // of a query's features, with zeros up to whole pieces for all lanes
+  int width;          // width of a query's features, with zeros up to whole pieces for all lanes
 
   __device__ explicit Layout(int64_t F) : width(width_of(F)) {
     queries = slots = dynamic_shared<T>();
@@ -90,9 +91,9 @@ struct Layout {
   }
 };
 
-// Queries' features, divided by 2 F, logits, and the largest logit of each row, which a NaN never
-// becomes, to shared memory; rows and keys that are not there are zeros, and hidden. Returns
-// whether the thread has seen a key that is not hidden.
+// Loads queries' features, divided by 2 F, logits, and the largest logit of each row, which a NaN
+// never becomes, into shared memory; rows and keys that are not there are zeros, and hidden.
+// Returns whether the thread has seen a key that is not hidden.
 template <typename T, typename S, int kRows>
 __device__ bool load_rows(const FromFeaturesParams& params, const Place<kRows>& at,
                           const Layout<T, S, kRows>& shared) {
@@ -122,8 +123,8 @@ __device__ bool load_rows(const FromFeaturesParams& params, const Place<kRows>& 
   return any;
 }
 
-// Scores of a warp's own keys and all rows, in the place of their weights. A lane adds up pieces of
-// four keys, and the eight of a key are added up.
+// Computes the scores of a warp's own keys and all rows, in the place of their weights. A lane adds
+// up pieces of four keys, and the eight of a key are added up.
 template <typename T, typename S, int kRows>
 __device__ __forceinline__ void score_keys(const FromFeaturesParams& params, const Place<kRows>& at,
                                            const Layout<T, S, kRows>& shared) {
@@ -162,7 +163,7 @@ __device__ __forceinline__ void score_keys(const FromFeaturesParams& params, con
   }
 }
 
-// Scores of a warp's own keys become weights, relative to the largest.
+// Makes weights of the scores of a warp's own keys, relative to the largest.
 template <typename T, typename S, int kRows>
 __device__ void weigh_keys(T eps, const Layout<T, S, kRows>& shared) {
   const int first_key = threadIdx.x / 32 * kWarpKeys;
@@ -228,7 +229,7 @@ struct WeightedValues {
   }
 };
 
-// The slots' sums, in their order, to what the part leaves.
+// Adds the slots' sums, in their order, to the part's results.
 template <typename T, typename S, int kRows>
 __device__ void add_slots(const Place<kRows>& at, int64_t column0, int64_t d_v,
                           const Layout<T, S, kRows>& shared, const PartialRows<T>& partial) {

@@ -8,7 +8,7 @@
 
 namespace ikattn::cuda {
 
-constexpr int kAngleFrequencies = 32;  // of a piece
+constexpr int kAngleFrequencies = 32;  // frequencies of a piece
 
 // Frequencies as rows: [frequency_batches, frequency_heads, w1 and w2, rows, columns], where rows
 // are M and columns d, both rounded up to multiples of 64, and zeros.

@@ -13,7 +13,7 @@
 
 namespace ikattn::cuda {
 
-// Where the features go, as rows of Half, and what those of keys are multiplied with.
+// Destination of features, as rows of Half, and the scales of keys' features.
 struct FeatureDestination {
   Half* phi_q = nullptr;           // [B, H, L, padded F]  what is not finite becomes zero
   float* poison = nullptr;         // [B, H, L]  NaN where that was so, else 0; nullptr: not wanted
@@ -62,8 +62,8 @@ namespace {
 
 constexpr int kAngleTokens = 128;
 
-// sums[m][n] += left(m) right(n)^T: 16 rows from left_row(m) and from right_row(n) on, along 64
-// columns.
+// Adds left(m) right(n)^T to sums[m][n]: 16 rows from left_row(m) and from right_row(n) on, along
+// 64 columns.
 template <typename LeftT, typename RightT, int kRows, int kColumns, typename LeftRow,
           typename RightRow>
 __device__ __forceinline__ void multiply_slices(float (&sums)[kRows][kColumns][2][4],
@@ -101,7 +101,7 @@ __device__ __forceinline__ void pass_slices(const FrequencyRows& frequencies, in
     visit();
   }
 }
-// InitialSums to copy a slice of kRows frequencies, of w1 and then of w2.
+// Begins to copy a slice of kRows frequencies, of w1 and then of w2.
 template <int kRows, int kSets>
 __device__ __forceinline__ void begin_frequencies(const Slice<float>& to, const float* rows,
                                                   const FrequencyRows& frequencies, int64_t m0,
@@ -120,7 +120,7 @@ template <typename T>
 struct AngleRows {
   const T* x;
   const float* w;
-  int64_t x_stride;  // of tokens
+  int64_t x_stride;  // stride of tokens
 
   __device__ AngleRows(const FeatureSource& source, const FrequencyRows& frequencies, int sets,
                        int64_t b, int64_t head)
@@ -131,7 +131,7 @@ struct AngleRows {
               sets * frequencies.set_size()),
         x_stride(source.x.stride[2]) {}
 
-  // InitialSums to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
+  // Begins to copy a slice of kRows tokens from the first-th on; zeros from `end` on.
   template <int kRows>
   __device__ __forceinline__ void begin(const Slice<T>& to, int64_t first, int64_t end, int64_t d,
                                         int slice) const {
@@ -151,7 +151,7 @@ struct TokenTile {
   int64_t bh, first;  // the head among all batches', the first token
   int64_t b, head;
   AngleRows<T> rows;
-  Slice<float> w;  // of w1, then of w2
+  Slice<float> w;  // frequencies of w1, then of w2
   Slice<T> x;
 
   __device__ TokenTile(const FeatureSource& s, const FrequencyRows& f, Shared<unsigned char> shared,
@@ -166,12 +166,12 @@ struct TokenTile {
         w{shared},
         x{shared + kFrequencyBytes} {}
 
-  // The thread's token in rows m of the warp's two tiles of 16.
+  // Returns the thread's token in rows m of the warp's two tiles of 16.
   __device__ __forceinline__ int row(int m, int half) const {
     return threadIdx.x / 32 * 32 + 16 * m + 8 * half + threadIdx.x % 32 / 4;
   }
-  // angles[m][set * 2 + n]: the warp's tokens by frequencies m0 + 16 n and on. The slice of columns
-  // `last` comes last, and stays; begin_more() begins to copy more with it.
+  // Computes angles[m][set * 2 + n] of the warp's tokens and the frequencies from m0 + 16 n on. The
+  // slice of columns `last` comes last, and stays; begin_more() begins to copy more with it.
   template <typename BeginMore>
   __device__ __forceinline__ void make_angles(int64_t m0, int last,
                                               float (&angles)[2][2 * kSets][2][4],
@@ -194,8 +194,8 @@ struct TokenTile {
   }
 };
 
-// Where cosines of frequencies m0, a multiple of 32, and on stand in rows of `width` features;
-// their sines are 32 or 64 columns further on.
+// Returns where cosines of frequencies m0, a multiple of 32, and on stand in rows of `width`
+// features; their sines are 32 or 64 columns further on.
 __host__ __device__ inline int64_t cosine_column(int64_t m0, int64_t width) {
   return width == 64 ? m0 : m0 / 64 * 128 + m0 % 64;
 }

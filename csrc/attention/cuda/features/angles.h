@@ -8,7 +8,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kTokens = 16;  // of one thread
+constexpr int kTokens = 16;  // tokens of one thread
 constexpr int kTokenThreads = 128;
 
 __device__ __forceinline__ void sincos_cycles(float angles, float& sine, float& cosine) {
@@ -51,11 +51,11 @@ struct alignas(16) Four {
   T at[4];
 };
 
-// Elements from row to row of the tokens in shared memory: they are read four at a time.
+// Returns the pitch of the tokens' rows in shared memory: elements are read four at a time.
 __host__ __device__ inline int64_t token_pitch(int64_t d) { return (d + 3) / 4 * 4; }
 
-// Where there are few frequencies, so many groups of a block's threads have kTokens tokens each:
-// the threads of a group have neighbouring frequencies.
+// Returns how many groups of a block's threads have kTokens tokens each, several where there are
+// few frequencies: the threads of a group have neighbouring frequencies.
 template <typename T>
 __host__ __device__ inline int token_groups(const FeatureSource& source) {
   const int64_t most = 32 * 1024 / static_cast<int64_t>(sizeof(T));  // elements in shared memory
@@ -67,7 +67,7 @@ __host__ __device__ inline int token_groups(const FeatureSource& source) {
   return groups;
 }
 
-// The angles of `kTokens` tokens by both frequencies m.
+// Computes the angles of `kTokens` tokens by both frequencies m.
 //   x [kTokens][token_pitch(d)] in shared memory
 template <typename T>
 __device__ __forceinline__ void angles_of(const FeatureSource& source, int64_t b, int64_t head,
@@ -97,8 +97,8 @@ __device__ __forceinline__ void angles_of(const FeatureSource& source, int64_t b
   }
 }
 
-// x [count][token_pitch(d)] = tokens from `first` on, zeros beyond the last. All threads of the
-// block call it, and it synchronises them.
+// Loads tokens from `first` on into x [count][token_pitch(d)], zeros beyond the last. All threads
+// of the block call it, and it synchronises them.
 template <typename T>
 __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t b, int64_t head,
                                             int64_t first, int count, Shared<T> x) {
@@ -111,8 +111,8 @@ __device__ __forceinline__ void load_tokens(const FeatureSource& source, int64_t
   __syncthreads();
 }
 
-// visit(b, head, index of the token among all heads, token, m, angle) for the block's tokens and
-// all frequencies.
+// Calls visit(b, head, index of the token among all heads, token, m, angle) for the block's tokens
+// and all frequencies.
 template <typename T, typename Visit>
 __device__ __forceinline__ void visit_angles(const FeatureSource& source, const Visit& visit) {
   Shared<T> x = dynamic_shared<T>();

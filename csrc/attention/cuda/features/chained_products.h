@@ -1,4 +1,4 @@
-// How angles, in registers, become their gradients and the left operand of the next product. Angles
+// Turns angles, in registers, into their gradients and the left operand of the next product. Angles
 // are made again in the backward pass, rather than read.
 #pragma once
 
@@ -32,8 +32,8 @@ __device__ __forceinline__ Block finite_of(Block block) {
   return block;
 }
 
-// sums[m][n] += left[m] right, where `left` has 16 columns and right's 16 rows begin at row0; 16
-// columns of right in each sums[.][n].
+// Adds left[m] right to sums[m][n], where `left` has 16 columns and right's 16 rows begin at row0;
+// 16 columns of right in each sums[.][n].
 template <int kSplits, int kRows, typename T, typename Clean>
 __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRows][4][2][4],
                                                  const Tf32Block<kSplits> (&left)[kRows],
@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRows][4][2][4],
   }
 }
 
-// An angle, in units of `angle_unit`, becomes its gradient.
+// Turns an angle, in units of `angle_unit`, into its gradient.
 __device__ __forceinline__ void to_gradient(float& angle, float units, float grad_sin,
                                             float grad_cos, float angle_unit = 1) {
   float sine, cosine;

@@ -15,7 +15,7 @@ namespace {
 constexpr float kInteger = 0x1.8p23f;
 constexpr float kInt8OfOne = Int8Features::kLargest / 2.0f;
 
-// Four numbers to the nearest integers of 8 bits, of which they are multiples of 1 / scale.
+// Rounds four numbers times `scale` to integers of 8 bits.
 __device__ __forceinline__ uint32_t pack_int8(const float (&x)[4], float scale) {
   uint32_t packed = 0;
 #pragma unroll
@@ -47,9 +47,9 @@ __device__ __forceinline__ void sine_and_cosine(float angle, float unit, float& 
   }
 }
 
-// Half of cos a + cos b and of sin a + sin b, of angles in units of `unit` of a cycle: as products
-// of the half sum and the half difference, three sines in the place of four, which short calls need
-// the registers for.
+// Computes half of cos a + cos b and of sin a + sin b, for angles in units of `unit` of a cycle: as
+// products of the half sum and the half difference, three sines in the place of four, which short
+// calls need the registers for.
 template <FeatureForm kForm>
 __device__ __forceinline__ void half_sums_of_products(float a, float b, float unit, float& sine,
                                                       float& cosine) {

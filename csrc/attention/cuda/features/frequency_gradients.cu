@@ -34,7 +34,7 @@ struct FrequencyTile {
         sines{shared + L::kSines},
         scales(shared_cast<float>(shared + L::kScales)) {}
 
-  // InitialSums to copy gradients of `remaining` tokens, `left` columns of a row from `from` on.
+  // Begins to copy gradients of `remaining` tokens, `left` columns of a row from `from` on.
   __device__ __forceinline__ void begin_gradients(const Half* from, const float* row_scales,
                                                   int64_t width, int64_t left,
                                                   int remaining) const {
@@ -48,7 +48,7 @@ struct FrequencyTile {
     }
   }
 
-  // The angles of the n-th 16 tokens become their gradients. first_place: of the thread's first
+  // Turns the angles of the n-th 16 tokens into their gradients. first_place: of the thread's first
   // token and frequency.
   __device__ __forceinline__ void make_gradients(int n, uint32_t first_place,
                                                  float (&angles)[kSets][4][2][4]) const {
@@ -73,7 +73,7 @@ struct FrequencyTile {
   }
 };
 
-// The block's part of the sums.
+// Stores the block's part of the sums.
 template <int kSets>
 __device__ __forceinline__ void store_part(const FeatureSource& source,
                                            const FrequencyBlock<float>& block,

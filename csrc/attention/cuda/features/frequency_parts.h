@@ -7,14 +7,14 @@
 
 namespace ikattn::cuda {
 
-// How the tokens that share frequencies are dealt out: in shares of whole heads, and heads in
-// ranges of tokens.
+// Division of the tokens that share frequencies: in shares of whole heads, and heads in ranges of
+// tokens.
 struct TokenShares {
-  int64_t tokens_each;  // of a range, at most
-  int64_t heads;        // of all batches that share one set of frequencies
-  int64_t heads_each;   // of a share
-  int64_t ranges;       // of a head
-  int64_t count;        // of shares
+  int64_t tokens_each;  // tokens of a range, at most
+  int64_t heads;        // heads of all batches that share one set of frequencies
+  int64_t heads_each;   // heads of a share
+  int64_t ranges;       // ranges of a head
+  int64_t count;        // number of shares
 
   TokenShares(const FeatureSource& source, int64_t tokens) : tokens_each(tokens) {
     heads = source.heads / source.frequency_heads *
@@ -58,8 +58,8 @@ template <typename T>
 struct FrequencyBlock {
   // The grid's size is of 32 bits, and so is what it is made of.
   unsigned c0, m0, frequency_batch, frequency_head, group;
-  int64_t first_head, end_head, first, end;  // of the share: heads, and tokens of each
-  T* part;                                   // of w1
+  int64_t first_head, end_head, first, end;  // heads of the share, and tokens of each
+  T* part;                                   // part of w1
   int64_t size;                              // to that of w2
 
   __device__ FrequencyBlock(const FeatureSource& source, const FrequencyParts<T>& parts,
@@ -85,7 +85,7 @@ struct FrequencyBlock {
     size = source.d * source.M;
     part = parts.sums + int64_t{index} * 2 * size;
   }
-  // The batch and the head of the share's unit-th head.
+  // Return the batch and the head of the share's unit-th head.
   __device__ int64_t batch(int64_t unit) const {
     return frequency_batch + static_cast<unsigned>(unit) / group;
   }

@@ -46,16 +46,16 @@ __device__ __forceinline__ double angle_units(bool stationary) {
   return stationary ? 2 * kTwoPi : kTwoPi;
 }
 
-// A hidden token may hold NaN, and has no gradient.
+// Returns an angle's gradient. A hidden token may hold NaN, and has no gradient.
 template <typename T>
 __device__ __forceinline__ T angle_gradient(T units, T sine, T cosine, T grad_sin, T grad_cos) {
   const T gradient = units * (cosine * grad_sin - sine * grad_cos);
   return grad_cos == T(0) && grad_sin == T(0) ? T(0) : gradient;
 }
 
-// x^exponent for x >= 0; of float32 to a relative error of some |exponent log2 x| 1e-7.
+// Returns x^exponent for x >= 0; of float32 to a relative error of some |exponent log2 x| 1e-7.
 __device__ __forceinline__ float power(float x, double exponent) {
-  if (exponent == 0) return 1;  // of x = 0, too
+  if (exponent == 0) return 1;  // also for x = 0
   return exp2f(static_cast<float>(exponent) * log2f(x));
 }
 __device__ __forceinline__ double power(double x, double exponent) { return pow(x, exponent); }
@@ -73,7 +73,7 @@ struct KeyMagnitude {
       factor = magnitude.grad_logits[index] * static_cast<T>(2 * magnitude.scale);
     }
   }
-  // factor / 2 times the slope of |x|_p^2 along one of its elements.
+  // Returns factor / 2 times the slope of |x|_p^2 along one of its elements.
   __device__ __forceinline__ T slope(T x, double p) const {
     if (p == 2) return factor * x;
     if (x == T(0)) return 0;

@@ -8,13 +8,13 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kNarrowTokens = 8;  // of a thread, at a time
+constexpr int kNarrowTokens = 8;  // tokens of a thread, at a time
 
 // Places in a block's shared memory, of `columns` threads of one token: tokens, both frequencies
 // and gradients of both angles. Rows of an odd pitch lie in different banks.
 template <typename T, int kD>
 struct NarrowLayout {
-  int columns, tokens;  // of a tile
+  int columns, tokens;  // size of a tile
 
   __host__ __device__ explicit NarrowLayout(int64_t M)
       : columns(M <= 16   ? 16
@@ -96,8 +96,8 @@ __device__ __forceinline__ void store_narrow_frequencies(const FeatureSource& so
   }
 }
 
-// x [count][kD] = tokens from `first` on, zeros from `end` on and beyond the last dimension. All
-// threads of the block call it, and it synchronises them.
+// Loads tokens from `first` on into x [count][kD], zeros from `end` on and beyond the last
+// dimension. All threads of the block call it, and it synchronises them.
 template <typename T, int kD>
 __device__ __forceinline__ void load_narrow_tokens(const FeatureSource& source,
                                                    const Tokens& tokens, int64_t first, int64_t end,
@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_narrow_tokens(const FeatureSource& source,
   __syncthreads();
 }
 
-// Both frequencies of all the share's heads, zeros beyond the last.
+// Loads both frequencies of all the share's heads, zeros beyond the last.
 //   w [2][kD][pitch]
 template <typename T, int kD>
 __device__ __forceinline__ void load_narrow_frequencies(const FeatureSource& source,

@@ -25,7 +25,7 @@ constexpr int kBlocksAtOnce = 2;
 template <typename T, int kSets, int kPieces, int kSlices>
 struct OnePassLayout {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kTokens = 16 * kWarps;  // of a tile
+  static constexpr int kTokens = 16 * kWarps;  // tokens of a tile
   static constexpr int kFrequencies = kPieces * kAngleFrequencies;
   static constexpr uint32_t kRowBytes = kSliceColumns * 2;
   // Cosines, then sines, of a token; these become what w1 and w2 are multiplied with.
@@ -50,7 +50,7 @@ struct OnePassLayout {
   static constexpr int kRows = kSets * kFrequencies;
   static constexpr int kRowTiles = kRows >= 64 ? 2 : 1;
   static constexpr int kRowGroups = kRows / (16 * kRowTiles), kColumnGroups = kWarps / kRowGroups;
-  static constexpr int kColumns = kSliceColumns / kColumnGroups;  // of a warp
+  static constexpr int kColumns = kSliceColumns / kColumnGroups;  // columns of a warp
 };
 
 // Gradients that a call asks for.
@@ -83,8 +83,8 @@ class OnePassBlock {
     first_four_ = L::gradient_place(row_of(0), threadIdx.x % 4 / 2) + threadIdx.x % 2 * 8;
   }
 
-  // Tokens of the share's unit-th head, from `first` on, of which `left` are there. All threads of
-  // the block call it, and it synchronises them.
+  // Passes tokens of the share's unit-th head, from `first` on, of which `remaining` are there. All
+  // threads of the block call it, and it synchronises them.
   __device__ __forceinline__ void pass(int unit, int first, int remaining) {
     copy_tile(unit, first, remaining);
     float to_sum[2];
@@ -101,7 +101,7 @@ class OnePassBlock {
     if (wanted_.wants_tokens) store_tokens(unit, first, remaining, sums);
   }
 
-  // The share's part of the frequencies' gradients.
+  // Stores the share's part of the frequencies' gradients.
   __device__ __forceinline__ void store_frequencies(const FrequencyParts<float>& parts) const {
     // Found anew: no register holds it over the tiles.
     const FrequencyBlock<float> block(source_, parts, unknown_to_compiler(blockIdx.x));
@@ -131,11 +131,11 @@ class OnePassBlock {
   static constexpr int kWidth = 2 * L::kFrequencies, kRowStep = L::kThreads / 8;
   static constexpr bool kIsHalf = std::is_same_v<T, Half>;
 
-  // The thread's rows of a tile.
+  // Returns the thread's rows of a tile.
   __device__ __forceinline__ static int row_of(int half) {
     return threadIdx.x / 32 * 16 + 8 * half + threadIdx.x % 32 / 4;
   }
-  // Groups of the warp, which divide the frequencies' sums.
+  // Return the groups of the warp, which divide the frequencies' sums.
   __device__ __forceinline__ static int row_group() { return threadIdx.x / 32 % L::kRowGroups; }
   __device__ __forceinline__ static int column_group() { return threadIdx.x / 32 / L::kRowGroups; }
   __device__ __forceinline__ Shared<float> scales() const {  // [kTokens]
@@ -176,7 +176,7 @@ class OnePassBlock {
     }
   }
 
-  // A tile's tokens, gradients and scales.
+  // Copies a tile's tokens, gradients and scales.
   __device__ __forceinline__ void copy_tile(int unit, int first, int remaining) {
     __syncthreads();  // nobody reads what was there
     // Unknown to the compiler, the thread's addresses are computed anew, and leave registers to
@@ -257,8 +257,8 @@ class OnePassBlock {
     }
   }
 
-  // E of the warp's 16 tokens and 16 frequencies from m0 on, in place of angles; scaled it takes
-  // the place of the gradients that it is made of.
+  // Makes E of the warp's 16 tokens and 16 frequencies from m0 on, in place of angles; scaled it
+  // takes the place of the gradients that it is made of.
   __device__ __forceinline__ void make_gradients(int m0, const float (&to_sum)[2],
                                                  float (&angles)[kSets][1][2][4],
                                                  float& spoilt) const {
@@ -305,7 +305,7 @@ class OnePassBlock {
     }
   }
 
-  // sums += E w.
+  // Adds E w to the sums.
   __device__ __forceinline__ void add_tokens(int m0, const float (&gradients)[kSets][1][2][4],
                                              float (&sums)[4][2][4]) const {
     constexpr uint32_t kPieceStep = L::kHasHalves ? L::kPlane : L::kPiece;
@@ -335,7 +335,7 @@ class OnePassBlock {
     }
   }
 
-  // The frequencies' sums += E^T x.
+  // Adds E^T x to the frequencies' sums.
   __device__ __forceinline__ void add_frequencies(bool is_spoilt) {
     if (is_spoilt) {
       // A token without gradient has none, whatever it holds; with one, E is NaN.
@@ -370,8 +370,8 @@ class OnePassBlock {
     }
   }
 
-  // The sums go to their rows in shared memory, and from there, eight columns at a time, with what
-  // magnitudes bring, to the gradient.
+  // Stores the sums in their rows in shared memory, and from there, eight columns at a time, with
+  // the gradients of magnitudes, in the result.
   __device__ __forceinline__ void store_tokens(int unit, int first, int remaining,
                                                const float (&sums)[4][2][4]) const {
     __syncthreads();  // nobody reads E
@@ -428,7 +428,7 @@ class OnePassBlock {
                   own_slice_ * kSliceColumns + own_chunk * 8, source_.d, x);
     }
   }
-  // Where the tile's tokens lie, of the block's dimensions.
+  // Returns where the tile's tokens lie, of the block's dimensions.
   __device__ __forceinline__ uint32_t own_tokens() const {
     return L::kTokensAt + own_slice_ * (L::kTokens * L::kRowBytes);
   }
@@ -440,9 +440,10 @@ class OnePassBlock {
   Shared<unsigned char> shared_;
   uint32_t base_;
   int own_slice_;
-  uint32_t first_four_;  // of the thread's first four frequencies, in the first of its two rows
+  uint32_t
+      first_four_;  // mask of the thread's first four frequencies, in the first of its two rows
   float frequency_sums_[L::kRowTiles][L::kColumns / 16][2][4] = {};
-  float sum_unit_ = 0;  // of Half: theirs, the largest scale of a row so far
+  float sum_unit_ = 0;  // unit of the sums in Half: the largest scale of a row so far
 };
 
 template <typename T, int kSets, int kPieces, int kSlices>

@@ -40,8 +40,8 @@ __device__ __forceinline__ HeadForm form_of_spread(double most, double least, bo
 struct FoldedKey {
   float logit, scale;  // relative to the largest; of the features
 };
-// Key j of a head of all batches', which may be one of those that rows are padded with: makes and
-// stores what the form needs of it.
+// Makes and stores the numbers that the form needs of key j of a head of all batches', which may be
+// padding.
 __device__ __forceinline__ FoldedKey fold_key(const AttentionParams& params, const KeyForms& forms,
                                               const HeadForm& form, unsigned bh, int64_t j) {
   const int64_t from = int64_t{bh} * params.S + j, to = bh * padded_tokens(params.S) + j;
@@ -64,8 +64,7 @@ __device__ __forceinline__ FoldedKey fold_key(const AttentionParams& params, con
   return {logit, scale};
 }
 
-// The norm of a key's value where it counts for the bounds, else 0. Of weight: norms of keys whose
-// features have some.
+// Returns the norm of a key's value where it counts for the bounds, else 0.
 __device__ __forceinline__ float norm_that_counts(const AttentionParams& params,
                                                   const KeyForms& forms, unsigned bh, int64_t j,
                                                   const FoldedKey& key) {

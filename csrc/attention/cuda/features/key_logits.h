@@ -21,7 +21,7 @@ SplitLogits<T> take_logits(const AttentionParams& params, const DeviceExecutor& 
 
 namespace {
 
-// key_bias_j, of a mask of bool 0 where it shows the key, and -inf where it hides it.
+// Returns key_bias_j; of a mask of bool 0 where it shows the key, and -inf where it hides it.
 __device__ __forceinline__ double bias_of_key(const Array& bias, int64_t offset) {
   if (bias.type == ElementType::kNone) return 0;
   if (bias.type != ElementType::kBool) return bounded_offset(load_element<double>(bias, offset));

@@ -6,7 +6,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Four neighbours of a row at `to`, of those of which there are `count`.
+// Stores four neighbours of a row at `to`, of which there are `count`.
 template <typename T>
 __device__ __forceinline__ void store_four(T* to, bool is_together, int count,
                                            const float (&x)[4]) {
@@ -20,11 +20,11 @@ __device__ __forceinline__ void store_four(T* to, bool is_together, int count,
   }
 }
 
-// Where a thread stores features: those of four rows of a warp's 32 tokens.
+// Rows in which a thread stores features: four of a warp's 32 tokens.
 template <typename T, int kSets>
 class OwnFeatures {
  public:
-  // phi [B, heads, N, 2M], of which columns are neighbours; the warp's tokens begin at `first`.
+  // Takes phi [B, heads, N, 2M], whose columns are neighbours; the warp's tokens begin at `first`.
   __device__ __forceinline__ OwnFeatures(const Array& phi, int64_t b, int64_t head, int64_t first,
                                          int64_t N, int64_t M)
       : M_(static_cast<int>(M)), stride_(phi.stride[2]) {

@@ -10,19 +10,19 @@ namespace ikattn::cuda {
 namespace {
 
 constexpr int kSplitThreads = 256;
-constexpr int kSplitTokens = kSplitThreads;  // of a block's tile, 32 of each warp
+constexpr int kSplitTokens = kSplitThreads;  // tokens of a block's tile, 32 for each warp
 
-// How many of all tiles a block passes by. Frequencies are copied once for all tiles of a block,
-// and the next tile's tokens while one is multiplied; a multiprocessor should have two times the
-// two blocks that it has room for.
+// Returns how many of all tiles a block passes. Frequencies are copied once for all tiles of a
+// block, and the next tile's tokens while one is multiplied; a multiprocessor should have two times
+// the two blocks that it has room for.
 inline int feature_tiles_each(int64_t tiles) {
   const int64_t each = ceil_div(tiles, int64_t{4} * multiprocessors());
   return static_cast<int>(each < 1 ? 1 : each < 8 ? each : 8);
 }
 
-// angles[set][m] += tile m of 16 tokens by 16 frequencies, along a slice of 64 columns. x: where
-// the tokens' rows begin in shared memory; w: the frequencies' of w1 and the first number, others
-// being kAngleFrequencies rows apart. Both are multiples of 128.
+// Adds to angles[set][m] the products of tile m of 16 tokens and 16 frequencies, along a slice of
+// 64 columns. x: where the tokens' rows begin in shared memory; w: the frequencies' of w1 and the
+// first number, others being kAngleFrequencies rows apart. Both are multiples of 128.
 template <typename T, int kSets, int kTiles>
 __device__ __forceinline__ void multiply_parts(float (&angles)[kSets][kTiles][2][4], uint32_t x,
                                                uint32_t w) {
@@ -66,7 +66,7 @@ class SplitTile {
   static constexpr uint32_t kTokenBytes = kSplitTokens * kRowBytes;
   static constexpr int64_t kBytes = 2 * kFrequencyBytes + 2 * kTokenBytes;
 
-  // end: of the tiles that the block passes.
+  // Takes the block's tiles; end: of these.
   __device__ __forceinline__ SplitTile(const FeatureSource& source,
                                        const SplitFrequencies& frequencies, int64_t bh, int end,
                                        Shared<unsigned char> shared)
@@ -81,8 +81,8 @@ class SplitTile {
   // Returns the factor that turns sums of products into angles.
   __device__ __forceinline__ float unit() const { return unit_; }
 
-  // angles[set][m] += tile m of the warp's tokens, of the index-th tile, by 16 frequencies from m0
-  // on. All threads of the block call it, also in a warp without tokens.
+  // Adds to angles[set][m] the products of tile m of the warp's tokens, of the index-th tile, by 16
+  // frequencies from m0 on. All threads of the block call it, also in a warp without tokens.
   __device__ __forceinline__ void make_angles(int index, int m0, bool has_tokens,
                                               float (&angles)[kSets][2][2][4]) {
     const int piece = m0 / kAngleFrequencies, slices = frequencies_.slices;
@@ -90,7 +90,7 @@ class SplitTile {
       const int frequencies = piece * slices + slice, tokens = index * slices + slice;
       const bool is_even = frequencies % 2 == 0;
       const uint32_t w = base_ + (is_even ? 0 : kFrequencyBytes);
-      if (frequencies != (is_even ? held_even_ : held_odd_)) {  // of all warps alike
+      if (frequencies != (is_even ? held_even_ : held_odd_)) {  // all warps agree
         __syncthreads();                                        // nobody reads what was there
         begin_frequencies(w, frequencies);
         cp_async_commit();
@@ -129,7 +129,7 @@ class SplitTile {
   static constexpr int kPieceSize = kSets * kPlanesOf<T> * kAngleFrequencies * kSliceColumns;
   static_assert(kRowStep % 8 == 0 && kFrequencyRows % kRowStep == 0);
 
-  // Tiles, or slices, take turns.
+  // Returns a place of tokens, in which tiles, or slices, take turns.
   __device__ __forceinline__ uint32_t token_place(int index, int slice) const {
     return base_ + 2 * kFrequencyBytes +
            (frequencies_.slices > 1 ? slice : index) % 2 * kTokenBytes;
@@ -142,7 +142,7 @@ class SplitTile {
            source_.frequency_head(head % heads);
   }
 
-  // Where rows begin is found anew each time: registers are few.
+  // Begins to copy frequencies. The rows' begin is computed anew each time: registers are few.
   __device__ __forceinline__ void begin_frequencies(uint32_t to, int frequencies) const {
     const int64_t which = set_of(unknown_to_compiler(head_));
     const int64_t first = which * frequencies_.pieces * frequencies_.slices + frequencies;
@@ -153,7 +153,7 @@ class SplitTile {
       cp_async_16(to + step * (kRowStep * kRowBytes), from + step * (kRowStep * kSliceColumns));
     }
   }
-  // InitialSums to copy the warp's tokens, four rows at a time.
+  // Begins to copy the warp's tokens, four rows at a time.
   __device__ __forceinline__ void begin_tokens(int index, int slice) const {
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
     const int row = threadIdx.x / 32 * 32 + lane / kChunks;
@@ -177,7 +177,7 @@ class SplitTile {
 
   const FeatureSource& source_;
   const SplitFrequencies& frequencies_;
-  unsigned head_;  // of all batches'
+  unsigned head_;  // head among all batches'
   float unit_;
   int end_;
   uint32_t base_;

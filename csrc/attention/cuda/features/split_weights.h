@@ -23,7 +23,7 @@ class HeadFrequencies {
         batch_(which / source.frequency_heads),
         head_(which % source.frequency_heads) {}
 
-  // Dimensions c to c + 7 of frequency m of w1 or w2; zeros where there is none.
+  // Loads dimensions c to c + 7 of frequency m of w1 or w2; zeros where there is none.
   __device__ __forceinline__ void load(int set, int m, int c, float (&w)[8]) const {
     const Array& array = set == 0 ? source_.w1 : source_.w2;
     switch (array.type) {
@@ -37,7 +37,7 @@ class HeadFrequencies {
         return load_from<Half>(array, m, c, w);
     }
   }
-  // The largest of those of all sets that are finite. All threads of the block call it, and it
+  // Returns the largest finite number of all sets. All threads of the block call it, and it
   // synchronises them.
   //   maxima [kThreads / 32]
   template <int kThreads>

@@ -17,7 +17,7 @@ struct TokenGradientLayout {
   }
 };
 
-// The scales of the thread's rows of gradients, of the 64 frequencies that m0 is among; 0: no
+// Loads the scales of the thread's rows of gradients, of the 64 frequencies that m0 is among; 0: no
 // token.
 template <typename T, int kSets>
 __device__ __forceinline__ void load_units(const TokenTile<T, kSets>& tile,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_units(const TokenTile<T, kSets>& tile,
   }
 }
 
-// The angles of the n-th 16 frequencies become their gradients.
+// Turns the angles of the n-th 16 frequencies into their gradients.
 //   incoming [kAngleTokens]: of the cosines and the sines of 32 frequencies, next to each other
 template <typename T, int kSets>
 __device__ __forceinline__ void make_gradients(const TokenTile<T, kSets>& tile,
@@ -65,7 +65,7 @@ __device__ __forceinline__ void make_gradients(const TokenTile<T, kSets>& tile,
   }
 }
 
-// Slopes of the magnitude with a power, which are long code: once, and not for every sum. All
+// Makes slopes of the magnitude with a power, which are long code: once, and not for every sum. All
 // threads of the block call it, and it synchronises them.
 template <typename T, int kSets>
 __device__ __forceinline__ void make_slopes(const TokenTile<T, kSets>& tile,
@@ -90,7 +90,8 @@ __device__ __forceinline__ void make_slopes(const TokenTile<T, kSets>& tile,
   __syncthreads();
 }
 
-// Rows of the result, with what magnitudes bring. slopes: those with a power, where there are any.
+// Stores rows of the result, with the gradients of magnitudes. slopes: those with a power, where
+// there are any.
 template <typename T, int kSets>
 __device__ __forceinline__ void store_tokens(const TokenTile<T, kSets>& tile, const Array& out,
                                              const Magnitude<float>& magnitude,

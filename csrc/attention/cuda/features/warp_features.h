@@ -1,4 +1,4 @@
-// How the angles of a warp's tokens become rows of features.
+// Makes rows of features from the angles of a warp's tokens.
 #pragma once
 
 #include "attention/cuda/features/angle_products.h"
@@ -6,7 +6,7 @@
 
 namespace ikattn::cuda {
 
-// Where the features of one side go.
+// Destination of the features of one side.
 struct FeatureRows {
   Half* phi;  // [B, heads, N, width]
   int width;
@@ -17,7 +17,7 @@ struct FeatureRows {
   // Marks of queries, whose features become zero where they are not finite: NaN there, else 0;
   // nullptr: not wanted
   float* poison;  // [B, heads, N]
-  // Where heads in the folded form have integers: what tells the form, of every `group` heads.
+  // State of every `group` heads, where heads in the folded form have integers.
   const uint32_t* state;
   int group;
   int8_t* int8;  // [B, heads, N, Int8Features::kColumns]; nullptr: not wanted beside Half
@@ -60,7 +60,7 @@ template <int kSets, bool kIsSplit, int kWidth, FeatureForm kForm>
 class WarpFeatures {
   static constexpr bool kInt8 = kForm != FeatureForm::kHalf, kHalf = kForm != FeatureForm::kInt8;
   static_assert(!kInt8 || kIsSplit);
-  static constexpr int kRows = 4;  // of a thread
+  static constexpr int kRows = 4;  // rows of a thread
 
  public:
   // Takes the tokens from `first` on of the head `bh`, of N.
@@ -150,7 +150,7 @@ class WarpFeatures {
     __syncwarp();  // lanes of no token come to the next product with the others
   }
 
-  // After all frequencies, of queries: what is not finite.
+  // Marks queries that are not finite, after all frequencies.
   __device__ __forceinline__ void finish() {
     if (rows_.logits != nullptr) return;
     __syncwarp();  // rows are stored
@@ -188,7 +188,7 @@ class WarpFeatures {
   const FeatureRows& rows_;
   int64_t first_row_;
   int tokens_;
-  Half* phi_;  // of the thread's first row, where it begins
+  Half* phi_;  // features of the thread's first row, where it begins
   int8_t* int8_ = nullptr;
   float scales_[kRows];
   float not_finite_[kRows] = {};  // 0, or NaN

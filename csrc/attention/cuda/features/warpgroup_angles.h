@@ -9,12 +9,12 @@
 namespace ikattn::cuda {
 
 constexpr int kGroupRows = 64;      // tokens of a warpgroup at a time
-constexpr int kBoxDimensions = 64;  // of a slice: rows of 128 bytes
-constexpr uint32_t kSliceBytes = kGroupRows * kBoxDimensions * 2;  // of these tokens
+constexpr int kBoxDimensions = 64;  // dimensions of a slice: rows of 128 bytes
+constexpr uint32_t kSliceBytes = kGroupRows * kBoxDimensions * 2;  // a slice of these tokens
 
 namespace {
 
-// InitialSums to copy a head's frequencies: of each number F rows. With kSetsOfRows = 2 there are
+// Begins to copy a head's frequencies: of each number F rows. With kSetsOfRows = 2 there are
 // w1 and then w2 of each kRun frequencies, which one set of frequencies stands for, too. By the
 // whole block.
 //   to [slices][numbers][F]   sets: that there are
@@ -41,22 +41,22 @@ __device__ __forceinline__ void begin_frequencies(const SplitFrequencies& split,
 template <typename T>
 class WarpTokens {
  public:
-  // base: of the tokens of all warpgroups in shared memory.
+  // Takes `base`, where the tokens of all warpgroups begin in shared memory.
   __device__ __forceinline__ WarpTokens(uint32_t base, int slices) : base_(base), slices_(slices) {}
 
-  // InitialSums to copy those of a head from the `first`-th of its warpgroup on; zeros beyond the
+  // Begins to copy those of a head from the `first`-th of its warpgroup on; zeros beyond the
   // last.
   //   x_head: of those that tokens have
   __device__ __forceinline__ void begin(const FeatureSource& source, int64_t b, int64_t x_head,
                                         int first) const {
     begin(source, rows_of(source, b, x_head), first);
   }
-  // InitialSums to copy tokens from `first` on of the rows that rows_of() returns.
+  // Begins to copy tokens from `first` on of the rows that rows_of() returns.
   __device__ __forceinline__ void begin(const FeatureSource& source, const T* x, int first) const {
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int lane = thread % 32, chunk = lane % 8;
     const int row = first + static_cast<int>(thread / 32 % 4 * 16) + lane / 8;
-    const int rows = static_cast<int>(source.N) - row;  // from this one on
+    const int rows = static_cast<int>(source.N) - row;  // rows that are left, with this one
     const int64_t step_size = 4 * source.x.stride[2];
     uint32_t to = place_of(thread) + swizzled(lane / 8, chunk, 128);
 #pragma unroll 1
@@ -75,7 +75,7 @@ class WarpTokens {
     }
     cp_async_commit();
   }
-  // Where the rows of a head's tokens begin.
+  // Returns where the rows of a head's tokens begin.
   __device__ __forceinline__ static const T* rows_of(const FeatureSource& source, int64_t b,
                                                      int64_t x_head) {
     return static_cast<const T*>(source.x.data) + b * source.x.stride[0] +
@@ -86,7 +86,7 @@ class WarpTokens {
     cp_async_wait<0>();
     __syncwarp();
   }
-  // A slice of them as A. Others may be copied in their place after a __syncwarp.
+  // Loads a slice of the tokens as A. Others may be copied in their place after a __syncwarp.
   __device__ __forceinline__ void load(int slice, uint32_t (&x)[4][4]) const {
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const uint32_t first = place_of(thread) + swizzled(thread % 16, thread / 16 % 2, 128);
@@ -107,7 +107,7 @@ class WarpTokens {
   int slices_;
 };
 
-// InitialSums angles = x times a slice of 2 kCount rows of frequencies, or adds to them.
+// Begins angles = x times a slice of 2 kCount rows of frequencies, or adds to them.
 //   w: where these rows of the first number are, those of the second being number_bytes on
 template <typename T, int kCount>
 __device__ __forceinline__ void begin_angles(const uint32_t (&x)[4][4], uint32_t w,

@@ -26,7 +26,7 @@ struct ForwardLayout {
   static constexpr int64_t kBytes = kNumbers + kItemNumbers * 4;
 };
 
-// Scores of the thread's two rows, the first of them row0, become weights.
+// Makes weights of the scores of the thread's two rows, the first of them row0.
 //   terms: of the tile's keys; state: of the head
 //   sums, roundings: as in ForwardRows
 template <typename T, Pairs kPairs>
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 3. Tile by tile: scores, weights, output += weights x values.
     float s[kKeys / 2];
-    uint32_t weights[kKeys / 16][4];  // of the tile before
+    uint32_t weights[kKeys / 16][4];  // weights of the tile before
     float output[V / kBoxColumns][32] = {};
     float sums[2] = {};
     Roundings roundings;

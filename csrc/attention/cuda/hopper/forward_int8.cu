@@ -46,7 +46,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   fence_async();
 }
 
-// sums += the weights of each row, four times, by a product with ones at `ones`.
+// Adds the weights of each row to its four sums, by a product with ones at `ones`.
 [[maybe_unused]] __device__ __forceinline__ void begin_row_sums(
     float (&sums)[4], const uint32_t (&weights)[kKeys / 16][4], uint32_t ones) {
   const uint64_t right = wgmma_operand(ones);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   }
 }
 
-// Scores, which are then free, to bfloat16 in the order of A.
+// Rounds scores, which are then free, to bfloat16 in the order of A.
 [[maybe_unused]] __device__ __forceinline__ void round_scores(int32_t (&scores)[kKeys / 2],
                                                               uint32_t (&rounded)[kKeys / 16][4]) {
   sums_are_there(scores);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void write_ones(Shared<unsigned char> shared) {
   }
 }
 
-// Rounded scores become weights, as A.
+// Makes weights of rounded scores, as A.
 //   magnitudes: of the tile's keys, by pairs
 //   diagonal: of a tile that crosses it, how many keys a row sees less the thread's first row and
 //     one
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     int32_t scores[kKeys / 2];
     uint32_t rounded[kKeys / 16][4], weights[kKeys / 16][4];
     float output[V / kBoxColumns][32] = {};
-    float sums[4] = {};  // of the weights of the thread's rows, in [0] and [2]
+    float sums[4] = {};  // sums of weights of the thread's rows, in [0] and [2]
     const auto begin_scores = [&] {
       const uint32_t place = stage.index * L::Tiles::kStage;
       barriers.wait(stage);

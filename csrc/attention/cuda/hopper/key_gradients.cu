@@ -19,7 +19,8 @@ constexpr bool kHoldsValues = V <= 64;
 
 template <int F, int V, bool kInt8>
 struct KeyLayout {
-  static constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;  // of 16 bits
+  static constexpr int kScoreColumns =
+      kInt8 ? Int8Features::kColumns / 2 : F;  // columns of 16 bits
   using ScoreQueries = Boxes<kStep, kScoreColumns>;
   using Queries = Boxes<kStep, F>;
   using Gradients = Boxes<kStep, V>;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
                                            Shared<int> numbers, uint32_t base) {
   constexpr uint32_t kRowBytes = kStep * 4;
   constexpr bool is_causal = kPairs == Pairs::kCausal;
-  int bh = 0, first = 0, i0 = 0;  // of the item's tiles
+  int bh = 0, first = 0, i0 = 0;  // place of the item's tiles
   copy_items(
       barriers, items, numbers, L::kOwn, L::kStage + L::kRowNumbers * 4,
       [&](int index) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
       });
 }
 
-// InitialSums a tile's scores, of integers where kInt8, and x = V dO^T.
+// Begins a tile's scores, of integers where kInt8, and x = V dO^T.
 //   own_keys, own_values: those of the thread's warpgroup; held_values: where registers hold them
 template <typename T, int V, typename L, bool kInt8>
 __device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
@@ -113,7 +114,7 @@ __device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&sco
   wgmma_commit();
 }
 
-// Rows of the results, of keys at `at`; own: what they bring to their pairs.
+// Stores rows of the results, of keys at `at`; own: their numbers.
 template <typename T, int F, int V>
 __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params,
                                            const FoldedTokens& tokens, const FoldedRows& rows,

@@ -78,8 +78,8 @@ __device__ __forceinline__ void take_scores(float (&s)[kStep / 2], int32_t (&sco
   }
 }
 
-// Scores s and x of a tile become factors: s of grad_phi_k, x of grad_value; logit_sums: the
-// gradients of the keys' logits.
+// Makes factors of the scores s and of x of a tile: s of grad_phi_k, x of grad_value; logit_sums:
+// the gradients of the keys' logits.
 //   normalizers, deltas: of the tile's queries; diagonal: Diagonal::now
 template <typename T, Pairs kPairs>
 __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kStep / 2],
@@ -108,7 +108,7 @@ __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kSt
   }
 }
 
-// The products of a tile are over: scores s, or sums of integers, and x become factors.
+// Makes factors of a tile's scores s, or sums of integers, and x, whose products are over.
 //   numbers: of its queries
 template <typename T, bool kInt8, Pairs kPairs>
 __device__ __forceinline__ void finish_pairs(const KeyNumbers& keys, float (&s)[kStep / 2],

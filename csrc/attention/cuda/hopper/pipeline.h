@@ -2,9 +2,9 @@
 // thread of the third begins the copies, up to three tiles ahead of those who read. Nobody else
 // waits for anybody: a stage has a barrier for its tile to be there, and one for it to be read.
 //
-// There are no more blocks than run at once. An item is 128 tokens of a head, and what they meet:
-// a block takes one after the other, and the first tiles of the next are on their way while the
-// results of the one before are stored.
+// There are no more blocks than run at once. An item is 128 tokens of a head, with all tiles that
+// they pass: a block takes one after the other, and the first tiles of the next are on their way
+// while the results of the one before are stored.
 //
 // Tiles lie in shared memory as wgmma takes them, boxes of 64 columns: rows of 128 bytes, whose
 // 16-byte chunks are swizzled by the row.
@@ -21,7 +21,7 @@ namespace {
 constexpr int kWarpgroups = 2;  // that multiply
 constexpr int kProductThreads = kWarpgroups * 128;
 constexpr int kWarpgroupThreads = kProductThreads + 128;
-constexpr int kWarpgroupRows = kWarpgroups * 64;  // of a block
+constexpr int kWarpgroupRows = kWarpgroups * 64;  // rows of a block
 // One is read by products that go on while the next is waited for, and one is copied.
 constexpr int kTilesInFlight = 3;
 constexpr int kBoxColumns = 64;
@@ -42,7 +42,7 @@ struct Boxes {
   static constexpr int kCount = kWidth / kBoxColumns;
   static constexpr uint32_t kBox = kRows * 128, kBytes = kCount * kBox;
 
-  // InitialSums to copy them to `base` from `row` on; zeros beyond the last, and beyond the
+  // Begins to copy them to `base` from `row` on; zeros beyond the last, and beyond the
   // columns.
   __device__ static __forceinline__ void copy(uint32_t base, const RowMap& map, int batch, int head,
                                               int row, uint32_t barrier) {
@@ -72,14 +72,14 @@ struct TileStageOf {
     index = 0;
     parity ^= 1;
   }
-  // The index of the stage before.
+  // Returns the index of the stage before.
   __device__ __forceinline__ int before() const { return index == 0 ? kStages - 1 : index - 1; }
 };
 using TileStage = TileStageOf<kTilesInFlight>;
 
 // The items of a kernel.
 struct Items {
-  unsigned* counter;  // of them, beyond the first of each block; 0 at first
+  unsigned* counter;  // counts items beyond the first of each block; 0 at first
   int count;
 
   Items(unsigned* counter, int64_t items) : counter(counter), count(static_cast<int>(items)) {}
@@ -132,12 +132,12 @@ struct TileBarriers {
     return first + (2 * kStages + 2 * kItems) * 8;
   }
 
-  // The tile is there.
+  // Waits until the tile is there.
   __device__ __forceinline__ void wait(const TileStageOf<kStages>& stage) const {
     barrier_wait(full(stage.index), stage.parity);
   }
-  // The warp has read it, its products included. What its threads have read themselves since a
-  // fence_async, they have to fence before a copy may come there.
+  // Says that the warp has read the tile, its products included. Reads by its threads themselves
+  // since a fence_async have to be fenced before a copy may come there.
   __device__ __forceinline__ void release(int stage) const { arrive_as_warp(read(stage)); }
   __device__ __forceinline__ void release_item(int item) const {
     fence_async();
@@ -151,7 +151,7 @@ struct TileBarriers {
   }
 };
 
-// Where an item's own tokens are, and how often the place has been used before, in parity.
+// Place of an item's own tokens, and how often it has been used before, in parity.
 template <int kItems>
 struct ItemPlace {
   int index = 0;
@@ -230,16 +230,16 @@ __device__ __forceinline__ void pass_tiles(const TileBarriers<kItems>& barriers,
   barriers.release(before);
 }
 
-// The tiles of kKeys keys that an item's queries meet.
+// Returns how many tiles of kKeys keys an item's queries see.
 template <int kKeys>
 __device__ __forceinline__ int tiles_met(const AttentionParams& params, bool causal, int i0) {
   const int64_t end = causal ? min(params.S, int64_t{i0} + kWarpgroupRows) : params.S;
   return static_cast<int>((end + kKeys - 1) / kKeys);
 }
 
-// True of a tile's first key, which the compiler does not see: in the same block of code it would
-// move what is done between two waits for products behind the second, where the tensor cores have
-// nothing to do.
+// Returns true for a tile's first key, which the compiler does not see: in the same block of code
+// it would move what is done between two waits for products behind the second, where the tensor
+// cores have nothing to do.
 __device__ __forceinline__ bool is_passing(const AttentionParams& params, int64_t j0) {
   return j0 < params.S;
 }
@@ -281,7 +281,7 @@ struct KeyTiles {
   using Values = Boxes<kKeys, V>;
   static constexpr uint32_t kValues = Keys::kBytes, kStage = kValues + Values::kBytes;
 
-  // InitialSums to copy a tile to `place`. bk: the key head, of all batches'.
+  // Begins to copy a tile to `place`. bk: the key head, of all batches'.
   __device__ __forceinline__ static void copy(uint32_t place, const KeyMaps& maps, int bk,
                                               int batch, int value_head, int tile,
                                               uint32_t barrier) {
@@ -299,7 +299,7 @@ struct KeyTiles {
   }
 };
 
-// The warp's 16 rows of an item's tokens at `tokens`, Boxes<kWarpgroupRows, kWidth>, as A.
+// Loads the warp's 16 rows of an item's tokens at `tokens`, Boxes<kWarpgroupRows, kWidth>, as A.
 template <int kWidth>
 __device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], uint32_t tokens) {
   const FragmentAddresses places =
@@ -310,7 +310,7 @@ __device__ __forceinline__ void load_left(uint32_t (&a)[kWidth / 16][4], uint32_
   }
 }
 
-// sums = a b, kWidth on the inner axis.
+// Begins sums = a b, kWidth on the inner axis.
 template <typename T, int kRows, int kWidth, int kSums>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
                                                  const uint32_t (&a)[kWidth / 16][4], uint32_t b) {
@@ -320,7 +320,7 @@ __device__ __forceinline__ void begin_by_columns(float (&sums)[kSums],
     wgmma_by_columns<T>(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// InitialSums products of integers of 8 bits, two in each of kWidth columns.
+// Begins products of integers of 8 bits, two in each of kWidth columns.
 template <int kRows, int kWidth>
 __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (&a)[kWidth / 16][4],
                                            uint32_t b) {
@@ -330,7 +330,7 @@ __device__ __forceinline__ void begin_int8(int32_t (&sums)[64], const uint32_t (
     wgmma_int8(sums, a[k], Boxes<kRows, kWidth>::by_columns(right, k), k > 0);
   }
 }
-// InitialSums products of an a in shared memory; Left, Right: boxes of both.
+// Begins products of an a in shared memory; Left, Right: boxes of both.
 template <typename T, typename Left, typename Right>
 __device__ __forceinline__ void begin_by_columns(float (&sums)[32], uint32_t a, uint32_t b) {
   const uint64_t left = wgmma_operand(a), right = wgmma_operand(b);
@@ -347,7 +347,7 @@ __device__ __forceinline__ void begin_int8(int32_t (&sums)[32], uint32_t a, uint
     wgmma_int8(sums, Left::by_columns(left, k), Right::by_columns(right, k), k > 0);
   }
 }
-// sums[box] += a b, kRows on the inner axis.
+// Begins sums[box] += a b, kRows on the inner axis.
 template <typename T, int kRows, int kWidth>
 __device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns][32],
                                               const uint32_t (&a)[kRows / 16][4], uint32_t b) {
@@ -360,7 +360,7 @@ __device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns
     }
   }
 }
-// One of a thread's sums [64][64 boxes]: c of its row `half` in tile n of 8.
+// Returns one of a thread's sums [64][64 boxes]: c of its row `half` in tile n of 8.
 template <int kBoxes>
 __device__ __forceinline__ float sum_at(const float (&sums)[kBoxes][32], int half, int n, int c) {
   return sums[n / 8][n % 8 * 4 + 2 * half + c];

@@ -10,7 +10,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// Scores of a thread's two rows become factors of grad_phi_q; those of pairs that are not seen: 0.
+// Makes factors of grad_phi_q of the scores of a thread's two rows; 0 for pairs that are not seen.
 //   sees: of c of tile n of 8 columns
 template <typename Sees>
 __device__ __forceinline__ void to_products(float (&s)[kStep / 2], const float (&x)[kStep / 2],
@@ -70,7 +70,7 @@ struct RowNumbers {
   int row0;
   float fit[2], fitting_delta[2], normalizer[2];
 
-  // fits, deltas: of the item's rows.
+  // Takes the fits and deltas of the item's rows.
   __device__ __forceinline__ RowNumbers(const AttentionBackwardParams& params,
                                         const FoldedRows& rows, const QueryBlock& at,
                                         Shared<const float> fits, Shared<const float> deltas) {
@@ -87,7 +87,7 @@ struct RowNumbers {
   }
 };
 
-// Scores s and products x of a tile become factors.
+// Makes factors of the scores s and products x of a tile.
 template <Pairs kPairs>
 __device__ __forceinline__ void make_products(const AttentionParams& params, int tile,
                                               const RowNumbers& rows, float (&s)[kStep / 2],
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 3. Tile by tile: scores s and products x = dO V^T, from both dS, sums += dS phi_k.
     float s[kStep / 2], x[kStep / 2];
-    uint32_t products[kStep / 16][4];  // of the tile before
+    uint32_t products[kStep / 16][4];  // products of the tile before
     float sums[F / kBoxColumns][32] = {};
     const auto begin = [&](int, int index_of_stage) {
       const uint32_t place = index_of_stage * Tiles::kStage;

@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
                                                  Shared<int> numbers, uint32_t base, uint32_t bytes,
                                                  uint32_t number_bytes, const CopyRows& copy_rows,
                                                  const CopyNumbers& copy_numbers) {
-  int bk = 0, batch = 0, value_head = 0;  // of the item
+  int bk = 0, batch = 0, value_head = 0;  // place of the item
   copy_items(
       barriers, items, numbers, bytes, L::Tiles::kStage + number_bytes,
       [&](int index) { return tokens.forms.state[QueryBlock(params, kWarpgroupRows, index).bk]; },
@@ -37,8 +37,8 @@ __device__ __forceinline__ void copy_query_items(const AttentionParams& params,
       });
 }
 
-// Where a head's `state` says that some value may not be finite: those of the tile at `place`
-// become zero. parity: of the phase of those who multiply, which goes on.
+// Makes zero of the values of the tile at `place` that are not finite, where the head's `state`
+// says that there may be some. parity: of the phase of the multiplying threads, which goes on.
 template <typename Tiles, typename Barriers>
 __device__ __forceinline__ void clean_tile(uint32_t state, Shared<unsigned char> place,
                                            const Barriers& barriers, uint32_t& parity) {
@@ -103,9 +103,9 @@ struct ForwardRowsOfItem {
     }
   }
 
-  // The results of row `half`: of all lanes that have it, the sum of its weights and what rounding
-  // has added to them; reference: log Z where the sum is 1; output_scale: the rescale of dropout,
-  // over the scale of the value.
+  // Stores the results of row `half`, from all lanes' sums of its weights and of the errors of
+  // rounding them; reference: log Z where the sum is 1; output_scale: the rescale of dropout, over
+  // the scale of the value.
   template <int V>
   __device__ __forceinline__ void store(const AttentionParams& params, const QueryBlock& at,
                                         int half, float sum, float rounding, double reference,

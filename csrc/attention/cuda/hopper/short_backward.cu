@@ -77,7 +77,8 @@ struct ShortBackward {
   using L = ShortBackwardLayout<T, F, V>;
   using Factors = ShortFactors<T, kCausal, L::kWeights - L::kScoreGradients>;
   using Sums = float[F / kBoxColumns][32];
-  static constexpr int kBlocks = kChunkRows / 64 / kWarpgroups;  // of 64 queries, of a warpgroup
+  static constexpr int kBlocks =
+      kChunkRows / 64 / kWarpgroups;  // blocks of 64 queries in a warpgroup
   Shared<unsigned char> shared;
   uint32_t base;
   int group;
@@ -85,7 +86,7 @@ struct ShortBackward {
   __device__ __forceinline__ ShortUnit own_unit() const {
     return ShortUnit(shared_cast<const int>(shared + L::kUnit));
   }
-  // Factors of a tile's pairs, and sums += dS phi_k.
+  // Makes factors of a tile's pairs, and adds dS phi_k to sums.
   //   place: of the tile. keys: terms and scales
   __device__ __forceinline__ void pass(int tile, uint32_t place, Shared<const float> keys,
                                        float key_fit, Sums (&sums)[kBlocks]) const {
@@ -123,7 +124,8 @@ struct ShortBackward {
     }
   }
 
-  // sums += factors^T rows, of the tile's keys, over the unit's queries. R, kWidth: the rows.
+  // Adds factors^T rows to the sums of the tile's keys, over the unit's queries. R, kWidth: the
+  // rows.
   //   factors, rows: where they are
   template <typename R, int kWidth>
   __device__ __forceinline__ void add(const ShortUnit& unit, int tile, uint32_t factors,
@@ -168,7 +170,7 @@ struct ShortBackward {
     to[key] = logits[key] == minus_infinity<float>() ? 0.0f : sum * scale;
   }
 
-  // grad_phi_q of a unit's queries. numbers: normalizers and fits
+  // Stores grad_phi_q of a unit's queries. numbers: normalizers and fits
   __device__ __forceinline__ void store_queries(const AttentionBackwardParams& params,
                                                 const ShortUnit& unit, float units,
                                                 const float (&numbers)[kBlocks][2][2],
@@ -189,7 +191,8 @@ struct ShortBackward {
       }
     }
   }
-  // Normalizers and fits of the thread's rows, which stay when others are copied in their place.
+  // Loads normalizers and fits of the thread's rows, which stay when others are copied in their
+  // place.
   __device__ __forceinline__ void load_numbers(float (&numbers)[kBlocks][2][2]) const {
     Shared<const float> rows = shared_cast<const float>(shared + L::kRows);
 #pragma unroll
@@ -259,7 +262,7 @@ struct ShortKeys {
   }
 };
 
-// The tiles of a unit, by those who multiply. sums: of grad_phi_q
+// Passes the tiles of a unit, in the multiplying threads. sums: of grad_phi_q
 //   passed: tiles so far, of all units. cleaned: the parity of the next one
 template <typename T, int F, int V, bool kCausal, typename Barriers, typename Sums>
 __device__ __forceinline__ void pass_unit(const ShortBackward<T, F, V, kCausal>& block,

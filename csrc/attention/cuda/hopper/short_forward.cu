@@ -1,5 +1,5 @@
 // The forward pass of short calls on Hopper, of heads in the folded form, features included: a
-// block has the keys of a head, and a share of the queries that meet them. Two warpgroups share out
+// block has the keys of a head, and a share of the queries that see them. Two warpgroups share out
 // the keys, whose features stay in shared memory beside the values. Then each takes 64 queries
 // after the other, without waiting for the other warpgroup: where one makes features, by the unit
 // of sines, the other multiplies. Angles are products of wgmma, too.
@@ -19,11 +19,11 @@ namespace {
 template <int V>
 struct ShortRows {
   float output[V / kBoxColumns][32] = {};  // sum of w V
-  float sums[2] = {};                      // of weights
-  Roundings roundings;                     // of these, where they are not the rounded ones
+  float sums[2] = {};                      // sums of weights
+  Roundings roundings;  // errors of the weights, where these are not the rounded ones
 };
 
-// The keys of a head in shared memory, and how 64 queries of a warpgroup meet them.
+// Keys of a head in shared memory, which 64 queries of a warpgroup pass.
 //   tiles: that the queries see. row0: the first of the queries
 template <typename T, bool kInt8, int F, int V, bool kCausal>
 struct ShortKeys {
@@ -34,7 +34,7 @@ struct ShortKeys {
   const ShortLayout& layout;
   uint32_t base;
 
-  // Features of the thread's rows of a warpgroup's 64 keys from j0 on.
+  // Stores features of the thread's rows of a warpgroup's 64 keys from j0 on.
   __device__ __forceinline__ void store(int j0, const uint32_t (&phi)[kSteps][4]) const {
     const unsigned thread = unknown_to_compiler(threadIdx.x);
     const int row = j0 % kKeys + row_of_group();
@@ -50,12 +50,12 @@ struct ShortKeys {
     }
   }
 
-  // Tile by tile: scores, weights, output += weights x values. While a warpgroup makes weights the
-  // other one multiplies: fewer registers hold what goes on.
+  // Passes tile by tile: scores, weights, output += weights x values. While a warpgroup makes
+  // weights the other one multiplies: fewer registers hold what goes on.
   __device__ __forceinline__ void pass(const uint32_t (&phi_q)[kSteps][4], int tiles, int row0,
                                        uint32_t state, uint32_t eps, Values& values,
                                        ShortRows<V>& rows) const {
-    float sums[4] = {};  // of integers' weights, of the thread's rows, in [0] and [2]
+    float sums[4] = {};  // sums of integers' weights of the thread's rows, in [0] and [2]
     uint32_t weights[kKeys / 16][4];
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -97,7 +97,8 @@ struct ShortKeys {
  private:
   using Score = std::conditional_t<kInt8, int32_t, float>;
 
-  // Scores become A. diagonal: the last of the tile's keys that the first of the queries sees.
+  // Makes weights of scores, as A. diagonal: the last of the tile's keys that the first of the
+  // queries sees.
   __device__ __forceinline__ void make_weights(Score (&scores)[kKeys / 2], int tile, int tiles,
                                                int diagonal, uint32_t state, uint32_t eps,
                                                uint32_t (&weights)[kKeys / 16][4],
@@ -158,7 +159,7 @@ __device__ __forceinline__ void clear_poisoned(float (&poison)[2], uint32_t (&ph
   }
 }
 
-// The results of the queries of an item that a warpgroup has.
+// Stores the results of a warpgroup's queries of an item.
 template <int V>
 __device__ __forceinline__ void store_short(const AttentionParams& params,
                                             const FoldedTokens& tokens, int shares, int item,
@@ -286,8 +287,8 @@ ShortLayout layout_of(const AttentionParams& params, bool int8_scores) {
                      static_cast<int>(ceil_div(params.S, kKeys)));
 }
 
-// How many blocks share the queries of a head. Each makes the features of all keys. Counted, in
-// cycles: of a block's begin, of the features of a token, and of the pairs of a query.
+// Returns how many blocks share the queries of a head. Each makes the features of all keys. It
+// counts cycles: of a block's begin, of the features of a token, and of the pairs of a query.
 int shares_of(const AttentionParams& params) {
   constexpr double kBegin = 3000, kToken = 16, kPair = 0.085;
   const int64_t key_heads = params.B * params.key_heads;

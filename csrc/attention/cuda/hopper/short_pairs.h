@@ -12,7 +12,7 @@ constexpr int kChunkRows = 256;  // queries that a block has at a time
 constexpr int kBackwardStages = 2;
 constexpr uint32_t kUnitBytes = 32;  // numbers of a ShortUnit
 
-// Where things lie in shared memory, in bytes.
+// Layout of shared memory, in bytes.
 template <typename T, int F, int V>
 struct ShortBackwardLayout {
   using Queries = Boxes<kChunkRows, F>;
@@ -41,7 +41,8 @@ struct ShortBackwardLayout {
   // Barriers: the factors of a tile are there; they are read.
   static constexpr uint32_t kFactorsThere = kBarriers + Barriers::kBytes;
   static constexpr uint32_t kFactorsRead = kFactorsThere + 8;
-  static constexpr uint32_t kUnit = kFactorsRead + 8;  // of those that multiply
+  static constexpr uint32_t kUnit =
+      kFactorsRead + 8;  // barrier where the multiplying warpgroups end a unit
 };
 
 namespace {
@@ -49,8 +50,9 @@ namespace {
 // A unit of a key head: 256 queries of one of the heads that share it, one after the other. Whoever
 // copies tells the others by shared memory: no register holds it over the tiles.
 struct ShortUnit {
-  int i0, blocks;     // the first query, and how many 64 of them there are
-  int tiles, before;  // of kStep keys: that it passes, and that those before have passed
+  int i0, blocks;  // the first query, and how many 64 of them there are
+  int tiles,
+      before;  // tiles of kStep keys: that the unit passes, and that those before have passed
   int is_last;
   int bh;  // the head, of all batches'
 
@@ -66,7 +68,7 @@ struct ShortUnit {
     i0 = chunk * kChunkRows;
     blocks = (min(kChunkRows, queries - i0) + 63) / 64;
     is_last = unit == count(params) - 1;
-    // The last one passes all tiles, met or not: it stores their gradients.
+    // The last one passes all tiles, seen or not: it stores their gradients.
     tiles = is_last != 0 ? all : met(chunk);
     before = unit == 0 ? 0 : met(min(unit, chunks) - 1);
     bh = bk * (static_cast<int>(params.H) / static_cast<int>(params.key_heads)) + unit / chunks;
@@ -86,7 +88,7 @@ struct ShortUnit {
     numbers[4] = is_last;
     numbers[5] = bh;
   }
-  // The first 64 queries that meet a tile of keys.
+  // Returns the first 64 queries that see a tile of keys.
   template <bool kCausal>
   __device__ __forceinline__ int first_block(int tile) const {
     return kCausal ? min(blocks, max(0, tile - i0 / 64)) : 0;
@@ -116,7 +118,7 @@ struct ShortKeyHead {
 struct ShortRows {
   float inverse[2], delta[2], fit[2];
 
-  // row: the first of both, of the unit's
+  // Loads the numbers. row: the first of both, of the unit's
   template <typename T>
   __device__ __forceinline__ static ShortRows load(Shared<const float> numbers, int row) {
     ShortRows rows;
@@ -131,7 +133,7 @@ struct ShortRows {
 };
 
 // Sums over the eight rows of lanes: each time a lane keeps one half, and hands over the other.
-//   bit: by which lanes differ that meet
+//   bit: the bit in which lanes that exchange differ
 template <int kCount, int kParts>
 __device__ __forceinline__ void add_halves(float (&parts)[kParts], unsigned lane, unsigned bit) {
   const bool is_upper = (lane & bit) != 0;
@@ -152,7 +154,7 @@ struct ShortFactors {
   // The tile's last key that the first of the queries sees, of those from the thread's first on.
   int last;
   Shared<unsigned char> to;  // where the queries' factors of the keys' gradients stand, as rows
-  int row;                   // of the first of the queries
+  int row;                   // row of the first of the queries
 
   // Makes A of grad_phi_q, factors in shared memory, and parts of the logits' gradients, for 8
   // keys.

@@ -8,7 +8,7 @@
 
 namespace ikattn::cuda {
 
-// Where things lie in shared memory, in bytes. Rows are 128 bytes, by boxes as wgmma takes them.
+// Layout of shared memory, in bytes. Rows are 128 bytes, by boxes as wgmma takes them.
 //   F, V: columns of features and values; slices: of the tokens' dimensions; tiles: of kKeys keys
 struct ShortLayout {
   static constexpr uint32_t kMost = 227 * 1024;
@@ -42,7 +42,8 @@ struct ShortLayout {
   __host__ __device__ bool is_ring() const { return stages < tiles; }
   bool fits() const { return stages == tiles || stages >= kFewestStages; }
 
-  // Barriers: the keys' features are there; where all meet; a stage's tile is there, and is read.
+  // Return barriers: the keys' features are there; values are clean; a stage's tile is there, and
+  // is read.
   __device__ __forceinline__ uint32_t keys_made() const { return ones + 32; }
   __device__ __forceinline__ uint32_t cleaned() const { return ones + 40; }
   __device__ __forceinline__ uint32_t full(int stage) const { return ones + 48 + 8 * stage; }
@@ -52,8 +53,8 @@ static_assert(48 + 2 * 8 * ShortLayout::kMostStages == 128);
 
 namespace {
 
-// The first of a thread's two rows, of the 64 of its warpgroup. Found anew wherever it is asked
-// for: no register holds it over the tiles.
+// Returns the first of a thread's two rows, of the 64 of its warpgroup. It is computed anew each
+// time: no register holds it over the tiles.
 __device__ __forceinline__ int row_of_group() {
   const unsigned thread = unknown_to_compiler(threadIdx.x);
   return static_cast<int>(thread / 32 % 4 * 16 + thread % 32 / 4);
@@ -70,7 +71,8 @@ __device__ __forceinline__ void load_scales(const AttentionParams& params,
   }
 }
 
-// Products of a warp's tokens with both frequencies, [64][F]; where they lay others may be copied.
+// Computes the products of a warp's tokens with both frequencies, [64][F]; others may then be
+// copied in their place.
 //   w: the frequencies' place
 template <int F, typename T>
 __device__ __forceinline__ void make_angles(const WarpTokens<T>& tokens, int slices, uint32_t w,
@@ -90,9 +92,9 @@ __device__ __forceinline__ void make_angles(const WarpTokens<T>& tokens, int sli
   __syncwarp();  // no lane reads the tokens any more
 }
 
-// Features of a thread's two rows as A, of which a step has 32 bytes of a row: the cosines of 16
-// frequencies as integers, and their sines; in Half cosines and sines have a step each. The order
-// of columns is of no account, as queries and keys agree.
+// Makes features of a thread's two rows as A, of which a step has 32 bytes of a row: the cosines of
+// 16 frequencies as integers, and their sines; in Half cosines and sines have a step each. The
+// order of columns is of no account, as queries and keys agree.
 //   scales: of the rows; where 0, features are. not_finite: becomes NaN where an angle is
 template <bool kInt8, int F>
 __device__ __forceinline__ void make_features(const float (&angles)[F / 2], int M, float unit,
@@ -100,7 +102,7 @@ __device__ __forceinline__ void make_features(const float (&angles)[F / 2], int 
                                               uint32_t (&phi)[F / (kInt8 ? 32 : 16)][4],
                                               float (&not_finite)[2]) {
 #pragma unroll
-  for (int m = 0; m < F / 32; ++m) {  // of 16 frequencies
+  for (int m = 0; m < F / 32; ++m) {  // 16 frequencies each
     const int remaining = M - 16 * m - static_cast<int>(threadIdx.x) % 4 * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -174,7 +176,7 @@ class ShortValues {
  public:
   using Tile = Boxes<kKeys, V>;
 
-  // InitialSums with the items first, first + shares, .. below end.
+  // Begins with the items first, first + shares, .. below end.
   __device__ __forceinline__ ShortValues(const AttentionParams& params, const ShortLayout& layout,
                                          Shared<unsigned char> shared, const RowMap& map,
                                          bool is_unclean, int first, int shares, int end)
@@ -201,7 +203,7 @@ class ShortValues {
       copy(stage, layout_.is_ring() ? next_tile() : stage);
     }
   }
-  // Where the next tile of an item is, which is waited for.
+  // Waits for the next tile of an item, and returns its place.
   __device__ __forceinline__ uint32_t next() {
     const uint32_t place = layout_.values + index_ * Tile::kBytes;
     barrier_wait(base_ + layout_.full(index_), parity_);
@@ -215,7 +217,7 @@ class ShortValues {
     advance(index_, parity_);
     return base_ + place;
   }
-  // The products have read the oldest tile.
+  // Says that the products have read the oldest tile.
   __device__ __forceinline__ void release() {
     if (!layout_.is_ring()) return;
     const uint32_t read = base_ + layout_.read(released_);
@@ -257,7 +259,7 @@ class ShortValues {
     index = 0;
     if (layout_.is_ring()) parity ^= 1;
   }
-  // The tile to be copied next, -1 after the last.
+  // Returns the tile to be copied next, -1 after the last.
   __device__ __forceinline__ int next_tile() {
     if (tile_ == tiles_) {
       item_ += step_;
@@ -284,7 +286,7 @@ class ShortValues {
   const RowMap& map_;
   int step_, end_;
   bool is_unclean_;
-  int item_, tile_ = 0, tiles_ = 0;  // of the copies
+  int item_, tile_ = 0, tiles_ = 0;  // state of the copies
   int index_ = 0, released_ = 0;
   uint32_t parity_ = 0, released_parity_ = 0, cleaned_parity_ = 0;
 };

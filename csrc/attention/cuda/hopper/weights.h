@@ -1,4 +1,4 @@
-// How a warpgroup's scores of 64 queries and 128 keys become weights, in the forward of the folded
+// Turns a warpgroup's scores of 64 queries and 128 keys into weights, in the forward of the folded
 // form: of Half, w = s s + term; of integers of 8 bits, w = (s s + eps) e_j. Sums of products lie
 // in a thread as rows g and g + 8, columns 2t and 2t + 1 of tiles of 8.
 #pragma once
@@ -9,7 +9,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kKeys = 128;  // of a tile
+constexpr int kKeys = 128;  // keys of a tile
 
 // Predicates that tell which pairs a thread's rows see, c of tile n of 8 keys.
 struct AllPairs {
@@ -25,7 +25,7 @@ struct PairsUpTo {
   }
 };
 
-// Scores of a thread's two rows become weights; those of pairs that are not seen: 0.
+// Makes weights of the scores of a thread's two rows; 0 for pairs that are not seen.
 //   terms: of the tile's keys
 //   sums, roundings: as in ForwardRows, kRounds where rows may see few keys
 template <typename T, bool kRounds, typename Sees>
@@ -52,19 +52,20 @@ __device__ __forceinline__ void to_weights(float (&s)[kKeys / 2], Shared<const f
   }
 }
 
-// (s s + eps) e_j of two scores of integers, rounded to bfloat16; eps: twice, of bfloat16.
+// Returns (s s + eps) e_j for two scores of integers, rounded to bfloat16; eps: twice, of bfloat16.
 __device__ __forceinline__ uint32_t int8_weights(uint32_t scores, uint32_t magnitudes,
                                                  uint32_t eps) {
   constexpr uint32_t kMinusZeros = 0x80008000u;  // added, they change nothing
   return fma_bf16x2(fma_bf16x2(scores, scores, eps), magnitudes, kMinusZeros);
 }
-// The bits of two pairs of bfloat16, those up to the `diagonal`-th key of the thread's first row.
+// Returns a mask of two numbers of bfloat16: pairs up to the `diagonal`-th key of the thread's
+// first row.
 __device__ __forceinline__ uint32_t seen_of_two(int diagonal, int n, int half) {
   const int t = threadIdx.x % 4, seen = diagonal + 8 * half - (n * 8 + 2 * t);
   return seen > 0 ? 0xffffffffu : seen == 0 ? 0x0000ffffu : 0u;
 }
 
-// Scores of integers, rounded to bfloat16, become weights as A, two at a time.
+// Makes weights as A of scores of integers, rounded to bfloat16, two at a time.
 //   magnitudes: e_j of the tile's keys, by pairs
 __device__ __forceinline__ void to_int8_weights(const int32_t (&scores)[kKeys / 2],
                                                 Shared<const uint32_t> magnitudes, uint32_t eps,

@@ -1,4 +1,4 @@
-// The backward in linear time: what every query brings, and which heads can do without.
+// The backward in linear time: numbers of every query, and heads that need no pairs.
 #include "attention/cuda/linear/gradients.h"
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/operands/feature_source.h"
@@ -40,7 +40,7 @@ struct LinearRows {
     quadratic_heads = executor.take<uint32_t>(key_heads);
     weighted_bound = params.is_causal ? executor.take<uint32_t>(key_heads) : of_all;
   }
-  // Queries that share keys, and of all with their padding.
+  // Return how many queries share keys, and how many there are with their padding.
   __host__ __device__ static int64_t group_tokens(const AttentionParams& params) {
     return params.H / params.key_heads * params.L;
   }
@@ -60,8 +60,8 @@ struct LinearRows {
   }
 };
 
-// Where sums over queries find query i of a head: chunk by chunk, and in each those of the `group`
-// heads that share keys one after the other.
+// Returns where sums over queries find query i of a head: chunk by chunk, and in each those of the
+// `group` heads that share keys one after the other.
 __device__ __forceinline__ int64_t place_in_group(const AttentionParams& params,
                                                   const Prefixes& prefixes, int64_t bh, int64_t i) {
   const int64_t group = params.H / params.key_heads, of_head = bh % group;
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool keeps_digits(const AttentionParams& params,
          (normalizer > 0 && 1 / normalizer - head.terms >= mean * square);
 }
 
-// Every query, those of the padding included: what it brings, and whether its head can do without
+// Makes the numbers of every query, padding included, and finds whether its head can do without
 // pairs.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
@@ -245,7 +245,7 @@ Array rows_of_64(void* data, ElementType type, int64_t heads, int64_t N) {
   return array;
 }
 
-// Without causality whole heads are left out.
+// Leaves out whole heads, where there is no causality.
 void leave_out_heads(const LinearRows& own, LinearTokens& tokens) {
   tokens.states = own.quadratic_heads;
   tokens.left_out = ~0u;

@@ -1,11 +1,11 @@
-// Tokens that meet no others: their entries, made in registers, times the moments of these.
+// Results without pairs: tokens' entries, made in registers, times the moments of others.
 #include "attention/cuda/linear/entry_rows.h"
 
 namespace ikattn::cuda {
 namespace {
 
 constexpr int kStageRows = 64;  // entries in a stage: those of four a's
-constexpr int kPairStages = 4;  // of a pair of chunks; and as many are in flight
+constexpr int kPairStages = 4;  // stages of a pair of chunks; as many are in flight
 static_assert(kStageRows * kPairStages == kPairEntries);
 constexpr uint32_t kEntryStage = kStageRows * kMomentBytes;
 

@@ -6,17 +6,17 @@
 
 namespace ikattn::cuda {
 
-constexpr uint32_t kMomentBytes = 2 * kMomentColumns;  // of a row
+constexpr uint32_t kMomentBytes = 2 * kMomentColumns;  // bytes of a row
 
 namespace {
 
-// One of a register's two numbers, twice.
+// Returns one of a register's two numbers, twice.
 __device__ __forceinline__ uint32_t twice(uint32_t two, bool second) {
   return second ? (two >> 16) | (two & 0xffff0000u) : (two & 0xffffu) | (two << 16);
 }
 
-// The 32 rows of a warp, of what their entries have added up to: sum(m, n, i), the i-th of tile n
-// of 8 columns of the m-th 16 rows.
+// Stores a warp's 32 rows of sums of entries: sum(m, n, i), the i-th of tile n of 8 columns of the
+// m-th 16 rows.
 template <typename Sum>
 __device__ __forceinline__ void store_entries(const EntryProducts& products, int slices,
                                               const Sum& sum) {

@@ -5,7 +5,7 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kHeadThreads = 1024;  // of kernels whose blocks have a key head each
+constexpr int kHeadThreads = 1024;  // threads of kernels whose blocks have a key head each
 constexpr int kFinishThreads = 256;
 
 // Returns the largest x of kHeadThreads threads; `maxima` has room for a number of every warp.
@@ -17,7 +17,8 @@ __device__ __forceinline__ float max_of_block(float x, Shared<float> maxima) {
   return max_of_lanes(other);
 }
 
-// A prefix's center and numbers, from its sums, kTokenSums and those of rows; by all threads.
+// Makes a prefix's center and numbers from its sums, kTokenSums and sums of rows; all threads of
+// the block call it.
 __device__ __forceinline__ void finish_prefix(const AttentionParams& params,
                                               const LinearTokens& tokens, int64_t bk, int64_t at,
                                               int rows, Shared<const float> totals,
@@ -36,7 +37,7 @@ __device__ __forceinline__ void finish_prefix(const AttentionParams& params,
   // Few keys with weight allow no query to go without pairs. Where all keys count, kFew tells it.
   if (tokens.prefixes.tokens > 0 && squares <= kFewKeys * of_one) head.squares = INFINITY;
   head.row_unit = 1 / row_scale_of(params, tokens, bk);
-  head.gram_unit = head.moment_unit = 0;  // those that round tell
+  head.gram_unit = head.moment_unit = 0;  // set by kernels that round
   sums.heads[at] = head;
 }
 
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kHeadThreads, 1)
 
 // Entry of a thread, and two columns of its moments; a warp has an entry.
 struct EntryPlace {
-  int64_t index, bk;  // of the two columns; key head
+  int64_t index, bk;  // index of the two columns; key head
   int c, a, b, slice, pair;
   bool is_twice;  // a and b are of different chunks
 
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
     const float size = fmaxf(fabsf(rest.x), fabsf(rest.y));
     const float most = max_of_lanes(is_finite(size) ? size : 0.0f);
     uint32_t* bound = parts.moment_bounds + prefix;
-    // Most are smaller than what another warp has told.
+    // Most are smaller than the bound of another warp.
     if (threadIdx.x % 32 == 0 && most > __uint_as_float(*bound)) raise(bound, most);
   }
 }
@@ -205,7 +206,7 @@ const char* finish_sums(const AttentionParams& params, const LinearTokens& token
   const unsigned heads = static_cast<unsigned>(parts.heads);
   const unsigned prefixes = static_cast<unsigned>(parts.prefixes);
   const int64_t pairs = parts.heads * parts.slices * chunks.pairs() *
-                        (kPairEntries * kMomentColumns / 2);  // of moments
+                        (kPairEntries * kMomentColumns / 2);  // pairs of moments
   const dim3 of_gram(heads, static_cast<unsigned>(ceil_div(F * F, kHeadThreads)));
   if (const char* error = launch(finish_head_kernel, of_gram, dim3(kHeadThreads), 0, stream, params,
                                  tokens, F, parts, sums)) {

@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 // A prefix's table passes through memory in the time of some 900 tokens' entries (counted, on an
 // H200). Pairs of a chunk take as long where its length is the root of ten times a table's numbers.
 // Chunks are longer where tables of all prefixes, float32 and Half, would be more than a gigabyte;
-// each head has one at least. Beyond 2^16 tokens sums on tensor cores err, and pairs are not fewer
-// by much. A short call that is to take linear time has the shortest chunks. The backward has more
-// and larger tables, and more to do for a pair, so that the same chunks balance (counted, too). It
-// adds up the queries of all heads that share keys.
+// each head has one at least. Beyond 2^16 tokens sums on tensor cores have large errors, and pairs
+// are not fewer by much. A short call that is to take linear time has the shortest chunks. The
+// backward has more and larger tables, and more to do for a pair, so that the same chunks balance
+// (counted, too). It adds up the queries of all heads that share keys.
 Prefixes prefixes_of(const AttentionParams& params, Pass pass) {
   if (!params.is_causal) return {};
   const FeatureChunks chunks(params);

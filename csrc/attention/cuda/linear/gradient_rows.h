@@ -9,12 +9,13 @@ namespace ikattn::cuda {
 
 namespace {
 
-constexpr uint32_t kSquareBytes = 2 * kMomentColumns;  // of a row of moments
+constexpr uint32_t kSquareBytes = 2 * kMomentColumns;  // bytes of a row of moments
 constexpr int kDotPitch = kChunk + 1, kMostChunks = 8;
 // Bytes of a warp's 32 tokens: sums for a chunk, and the factors by which each chunk fits Half.
 constexpr uint32_t kDotBytes = 32 * kDotPitch * 4, kFitBytes = 32 * kMostChunks * 4;
 
-// One of four numbers, [m][half], that four lanes have parts of: lane t has the sum of the t-th.
+// Returns one of four numbers, [m][half], that four lanes have parts of: lane t has the sum of the
+// t-th.
 __device__ __forceinline__ float sum_of_four(const float (&x)[2][2]) {
   const int t = threadIdx.x % 4;
   const bool odd = t % 2 != 0, late = t / 2 != 0;
@@ -38,7 +39,7 @@ struct WarpTokens {
   }
 };
 
-// The own rows of a warp's tokens, of which `count` are left.
+// Loads the own rows of a warp's tokens, of which `count` are left.
 template <typename T>
 __device__ __forceinline__ void load_own_rows(Fragment (&own)[kMomentColumns / 16][2],
                                               const WarpTokens& at, int count) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ void load_own_rows(Fragment (&own)[kMomentColumns / 1
   }
 }
 
-// Features, of kCount chunks, times 16 columns of gram, from `gram` on.
+// Multiplies features, of kCount chunks, by 16 columns of gram, from `gram` on.
 template <int F, int kCount>
 __device__ __forceinline__ void multiply_by_gram(float (&products)[2][2][4],
                                                  const Fragment (&features)[kCount][2],
@@ -97,8 +98,8 @@ __device__ __forceinline__ void dots_of_rows(float (&parts)[2],
   }
 }
 
-// Gradients of a chunk of features, of the tokens' `dots` and their products with gram; see
-// finish_rows. What they bring to the scores of keys is added to `scores`.
+// Stores the gradients of a chunk of features, made of the tokens' `dots` and their products with
+// gram; see finish_rows. Adds their part of the scores of keys to `scores`.
 __device__ __forceinline__ void store_chunk(const WarpTokens& at, int chunk,
                                             Shared<const float> dots, Shared<float> fits,
                                             const float (&products)[2][2][4], float gram_unit,
@@ -150,8 +151,8 @@ __device__ __forceinline__ void store_chunk(const WarpTokens& at, int chunk,
   }
 }
 
-// Gradients of features get one scale for a row; until now each chunk has one, in `fits`. A lane
-// finds again what it has stored. Columns of no feature become zero.
+// Gives the gradients of a row's features one scale; until now each chunk has one, in `fits`. A
+// lane finds again what it has stored. Columns of no feature become zero.
 __device__ __forceinline__ void finish_rows(const WarpTokens& at, Shared<const float> fits,
                                             int64_t heads) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -189,7 +190,8 @@ __device__ __forceinline__ void finish_rows(const WarpTokens& at, Shared<const f
   }
 }
 
-// Gradients of keys' logits: half of phi' . dphi', `scores`, and what the term of eps brings.
+// Stores the gradients of keys' logits: half of phi' . dphi', `scores`, and the part of the term of
+// eps.
 template <typename T>
 __device__ __forceinline__ void store_logit_gradients(const WarpTokens& at, const LinearSums& sums,
                                                       const LinearHead& head,

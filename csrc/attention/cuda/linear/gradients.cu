@@ -1,4 +1,4 @@
-// Gradients of features, of tokens that meet no others: products with moments for every feature.
+// Gradients of features without pairs: products with moments for every feature.
 #include "attention/cuda/linear/gradient_rows.h"
 
 namespace ikattn::cuda {
@@ -10,7 +10,7 @@ constexpr int64_t kGradientBytes =
     kSquareStages * int64_t{kSquareStage} + kEntryWarps * int64_t{kDotBytes + kFitBytes};
 
 // 256 tokens: gradients of their features. For every feature a the moments of all b pass by, and
-// the features' product with them meets the tokens' own rows.
+// the features' product with them is multiplied by the tokens' own rows.
 template <typename T, int F>
 __global__ void __launch_bounds__(kEntryThreads, 1)
     feature_gradient_kernel(GradientSide side, LinearSums sums, FeatureChunks chunks) {

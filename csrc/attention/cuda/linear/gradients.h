@@ -8,8 +8,8 @@
 // In causal calls dphi_q has the sums and the m of the keys before a chunk. The others have the
 // sums of the queries after one, with the m of all keys that such queries see.
 //
-// What is in brackets are sums over b, products, and then over columns, in registers. Both are in
-// units of scaled values and gradients, as in tensor_cores/rows.h.
+// The brackets are sums over b, products, and then over columns, in registers. Both are in units of
+// scaled values and gradients, as in tensor_cores/rows.h.
 #pragma once
 
 #include "attention/cuda/linear/linear.h"
@@ -23,7 +23,7 @@ struct GradientSide {
   const float* scales;  // [B, heads, scale_stride]  of a token: 1 / Z, or that of its features
   int64_t scale_stride;
   const float* deltas = nullptr;               // [B, heads, padded N]  nullptr: 1
-  const uint32_t* quadratic_blocks = nullptr;  // of queries, FoldedTokens::linear
+  const uint32_t* quadratic_blocks = nullptr;  // queries' blocks, FoldedTokens::linear
   const float* pair_units;                     // [B, key_heads]
   FeatureGradients gradients;
   // Numbers of keys: their logits, and the gradients of these, [B, heads, N]; m, [B, heads, 64].

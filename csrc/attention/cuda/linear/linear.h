@@ -26,13 +26,13 @@
 namespace ikattn::cuda {
 
 constexpr int kChunk = 16;          // features
-constexpr int kPairEntries = 256;   // of two chunks
-constexpr int kMomentColumns = 64;  // of the value, in a row of moments
-constexpr int kEntryThreads = 256;  // of kernels whose warps have 32 tokens each
+constexpr int kPairEntries = 256;   // entries of two chunks
+constexpr int kMomentColumns = 64;  // columns of the value, in a row of moments
+constexpr int kEntryThreads = 256;  // threads of kernels whose warps have 32 tokens each
 constexpr int kEntryWarps = kEntryThreads / 32;
 constexpr int kEntryTokens = kEntryWarps * 32;
 
-// Where the features of a token lie: cosines, then sines, from half of a row on.
+// Layout of the features of a token: cosines, then sines, from half of a row on.
 struct FeatureChunks {
   int count, of_cosines, width;
 
@@ -44,11 +44,11 @@ struct FeatureChunks {
     return chunk < of_cosines ? chunk * kChunk : width / 2 + (chunk - of_cosines) * kChunk;
   }
   __host__ __device__ __forceinline__ int pairs() const { return count * (count + 1) / 2; }
-  // Columns that these are in shared memory, one after the other.
+  // Returns how many columns the chunks have in shared memory, one after the other.
   int columns() const { return count <= 4 ? 64 : 128; }
 };
 
-// Slices of 64 columns that the value has.
+// Returns how many slices of 64 columns the value has.
 inline int moment_slices(const AttentionParams& params) {
   return static_cast<int>((params.d_v + kMomentColumns - 1) / kMomentColumns);
 }
@@ -69,25 +69,25 @@ inline uint32_t twice_half(float x) {
 // or from the end: over the queries after each chunk, the last such chunk first. Else over all.
 struct Prefixes {
   int count = 1;
-  int tokens = 0;         // of a chunk, a multiple of kEntryTokens; 0: not causal
+  int tokens = 0;         // length of a chunk, a multiple of kEntryTokens; 0: not causal
   int group = 1;          // heads whose tokens of a chunk are added up, one head after the other
   bool from_end = false;  // over queries
 
-  // The one that tokens of the other side take, from the i-th on; -1: none.
+  // Returns the prefix that tokens of the other side take, from the i-th on; -1: none.
   __device__ __forceinline__ int of(int i) const {
     if (tokens == 0) return 0;
     const int chunk = min(i / tokens, count);
     return from_end ? count - 1 - chunk : chunk - 1;
   }
 };
-// How a pass's chunks are cut, over the keys. There are no prefixes where the call is one chunk, or
-// chunks would be too long: it cannot take linear time then.
+// Chunks of a pass over the keys. There are no prefixes where the call is one chunk, or chunks
+// would be too long: it cannot take linear time then.
 Prefixes prefixes_of(const AttentionParams& params, Pass pass);
 
 // Tokens that are added up: keys with their values, or queries with their gradients.
 struct LinearTokens {
   const Half* phi;   // [B, heads, N, padded F]
-  int64_t N, heads;  // of a batch
+  int64_t N, heads;  // tokens and heads of a batch
   int group;         // heads that share a key head: of queries, but where they are added up
   Array rows;        // [B, row_heads, N, row_columns]  Half, rows aligned to 16 bytes
   int64_t row_heads;
@@ -106,7 +106,7 @@ struct LinearTokens {
   uint32_t left_out;
   // [B, key_heads]  of keys, how many chunks, the first ones, go by pairs; nullptr: none
   const uint32_t* chunks_by_pairs;
-  float entry_scale;  // of products of two features, which makes the largest 2^15
+  float entry_scale;  // scale of products of two features, which makes the largest 2^15
   Prefixes prefixes;
 };
 
@@ -132,12 +132,12 @@ struct TableMemory {
 
 // Numbers of a key head beside its sums; see LinearSums.
 struct LinearHead {
-  float terms;  // their sum
-  float
-      squares;  // of keys: sum_j |phi_k'|^2, times 1 + 32 / n (attention/cpu/linear/linear_time.h)
-  float gram_unit;    // of the numbers that stand for gram
-  float moment_unit;  // of moments, in the units of scaled rows
-  float row_unit;     // of scaled rows, and of centers
+  float terms;        // their sum
+  float squares;      // sum over keys: sum_j |phi_k'|^2, times 1 + 32 / n
+                      // (attention/cpu/linear/linear_time.h)
+  float gram_unit;    // unit of the stored gram
+  float moment_unit;  // unit of moments, beside the units of scaled rows
+  float row_unit;     // unit of scaled rows, and of centers
 };
 
 // P: prefixes.
@@ -216,7 +216,7 @@ __device__ __forceinline__ float row_scale_of(const AttentionParams& params,
   const int64_t b = bk / params.key_heads, head = bk % params.key_heads;
   return tokens.row_scales[b * tokens.scale_heads + head * tokens.scale_heads / params.key_heads];
 }
-// The rows of a head of all batches'; `rows` lie as those of `tokens`.
+// Returns the rows of a head of all batches'; `rows` lie like the rows of `tokens`.
 template <typename T>
 __device__ __forceinline__ const T* rows_of(const LinearTokens& tokens, const Array& rows,
                                             int64_t bh) {

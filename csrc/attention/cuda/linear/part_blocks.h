@@ -8,7 +8,7 @@ namespace ikattn::cuda {
 
 constexpr int kMomentWarps = 8;
 constexpr int kEntryRows = 4;                                       // a's of a warp
-constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // of chunks, in a block
+constexpr int kPairsTogether = kMomentWarps * kEntryRows / kChunk;  // pairs of chunks in a block
 
 namespace {
 
@@ -28,8 +28,8 @@ struct PartBlock {
   }
 };
 
-// The moments of a pair of chunks, of a's from the a0-th on: sum(r, n, i), of the r-th a the i-th
-// of tile n of 8 columns.
+// Stores the moments of a pair of chunks, of a's from the a0-th on: sum(r, n, i), of the r-th a the
+// i-th of tile n of 8 columns.
 template <typename Sum>
 __device__ __forceinline__ void store_moments(const TokenParts& parts, const FeatureChunks& chunks,
                                               const PartBlock& at, int slice, int pair, int a0,

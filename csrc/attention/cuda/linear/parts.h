@@ -7,10 +7,10 @@ namespace ikattn::cuda {
 
 constexpr int kTokenSums = 3;  // beside those of the rows: of terms, |phi|^2, |phi|^4
 
-// How the tokens of a head are shared out, in the order in which prefixes add them up.
+// Division of the tokens of a head, in the order in which prefixes add them up.
 struct Shares {
   int count;
-  int64_t tokens;         // of a share, a multiple of kStep
+  int64_t tokens;         // tokens of a share, a multiple of kStep
   int of_first;           // shares that the first prefix has
   int of_prefix;          // that each has more than the one before it
   int64_t begin = 0;      // the first token
@@ -20,14 +20,13 @@ struct Shares {
   __device__ __forceinline__ int end_of(int p) const {
     return min(of_first + p * of_prefix, count);
   }
-  // The first token of a share.
+  // Returns the first token of a share.
   __device__ __forceinline__ int64_t first_of(int share) const {
     return begin + (from_end ? count - 1 - share : share) * tokens;
   }
 };
 
-// Where the sums of each share are; see LinearSums. P: prefixes, of which there are no more than
-// shares.
+// Sums of each share; see LinearSums. P: prefixes, of which there are no more than shares.
 struct TokenParts {
   Shares of_moments, of_gram, of_sums;
   int prefixes;

@@ -18,7 +18,7 @@ constexpr int kSumTokens = 512;
 // Sums over kSumTokens tokens of a head; a warp takes one at a time.
 __global__ void __launch_bounds__(kMomentThreads, 2)
     token_sum_kernel(LinearTokens tokens, int width, TokenParts parts) {
-  constexpr int kMostColumns = 128;  // of rows, and of features
+  constexpr int kMostColumns = 128;  // columns of rows, and of features, at most
   constexpr int kNumbers = kMomentWarps * (kTokenSums + kMostColumns);
   IKATTN_SHARED(float, shared, kNumbers);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = parts.sum_columns();
@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(kMomentThreads, 1)
   const int slice = static_cast<int>(index % parts.slices);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
 
-  // 1. What a thread copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B
-  // of the second.
+  // 1. A thread's copies: 16 bytes of every 32nd row. Features lie A, B of the first pair, A, B of
+  // the second.
   constexpr int kRowStep = kMomentThreads / 8;
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const int copied_pair = group * kPairsTogether + piece / 4;

@@ -7,7 +7,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// 16 columns of a warp's rows; load(row, column): two neighbours.
+// Loads 16 columns of a warp's rows; load(row, column): two neighbours.
 template <typename Load>
 __device__ __forceinline__ void load_rows(Fragment (&fragments)[2], const Load& load) {
   const int lane = threadIdx.x % 32;
@@ -20,8 +20,8 @@ __device__ __forceinline__ void load_rows(Fragment (&fragments)[2], const Load& 
   }
 }
 
-// A chunk of the features of the tokens at `phi`, of which `count` are left; zeros beyond these,
-// and of chunks that there are not.
+// Loads a chunk of the features of the tokens at `phi`, of which `count` are left; zeros beyond
+// these, and of chunks that there are not.
 __device__ __forceinline__ void load_chunk(Fragment (&fragments)[2], const Half* phi, int count,
                                            const FeatureChunks& chunks, int chunk) {
   const int first = chunk < chunks.count ? chunks.column(chunk) : 0;

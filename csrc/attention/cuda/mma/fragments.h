@@ -1,4 +1,4 @@
-// Where 16-bit elements lie in shared memory, for copies and for ldmatrix.
+// Addresses of 16-bit elements in shared memory, for copies and for ldmatrix.
 #pragma once
 
 #include "support/cuda/intrinsics.h"
@@ -6,8 +6,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Rows of 128 n bytes; the 16-byte chunk is swizzled by the row, so that eight rows of one chunk
-// lie in different banks.
+// Returns the place of a chunk in rows of 128 n bytes; the 16-byte chunk is swizzled by the row, so
+// that eight rows of one chunk lie in different banks.
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {
   return row * row_bytes + ((chunk & ~7u) | ((chunk ^ row) & 7u)) * 16;
 }

@@ -14,7 +14,7 @@ namespace {
 constexpr int kRowThreads = 256, kTokenLanes = 8, kRowsOfBlock = kRowThreads / kTokenLanes;
 constexpr int kLaneColumns = 8 * kTokenLanes;  // that a token's lanes have at a time
 
-// For N tokens of each head; a block has those of one, `each` times kRowsOfBlock.
+// Returns the grid for N tokens of each head; a block has tokens of one, `each` times kRowsOfBlock.
 inline dim3 row_blocks(int64_t heads, int64_t N, int each = 1) {
   return dim3(static_cast<unsigned>(heads * ceil_div(N, int64_t{each} * kRowsOfBlock)));
 }
@@ -23,7 +23,7 @@ struct RowPlace {
   unsigned bh, b, head;  // bh: the head, of all batches'
   // May be N and more. Others of a thread's rows are kRowsOfBlock further on each.
   int64_t row;
-  int lane;  // of eight
+  int lane;  // one of eight
 
   __device__ RowPlace(int64_t heads, int64_t N, int each = 1) {
     const int64_t rows = int64_t{each} * kRowsOfBlock;
@@ -46,12 +46,12 @@ class Row {
                    (reinterpret_cast<uintptr_t>(array.data) + base_ * bytes) % 16 == 0;
   }
 
-  // 16-bit numbers, which hold less than others.
+  // Returns whether numbers are of 16 bits, which hold less than others.
   __device__ __forceinline__ bool is_half() const {
     return array_.type == ElementType::kFloat16 || array_.type == ElementType::kBFloat16;
   }
 
-  // Columns `column`, a multiple of 8, and on; zeros from `columns` on.
+  // Loads columns `column`, a multiple of 8, and on; zeros from `columns` on.
   template <typename T>
   __device__ __forceinline__ void load(T (&x)[8], int64_t column, int64_t columns) const {
     const int64_t at = base_ + column * array_.stride[3];
@@ -70,7 +70,7 @@ class Row {
       x[i] = column + i < columns ? load_element<T>(array_, at + i * array_.stride[3]) : T(0);
     }
   }
-  // visit(eight columns) for all that are the lane's, from column `first` on.
+  // Calls visit(eight columns) for all that are the lane's, from column `first` on.
   template <typename T, typename Visit>
   __device__ __forceinline__ void visit(int lane, int64_t columns, const Visit& visit,
                                         int64_t first = 0) const {
@@ -135,9 +135,9 @@ __device__ __forceinline__ void store_eight(const Array& array, int64_t offset, 
   }
 }
 
-// How a kernel reads its rows. Of 16 bits whose rows all lie at multiples of 16 bytes, S is their
-// type, and eight columns are one access, so that a thread can have those of several rows under way
-// before it looks at one. Any: one row after the other, whatever it is made of.
+// Type by which a kernel reads its rows. For 16 bits whose rows all lie at multiples of 16 bytes, S
+// is their type, and eight columns are one access, so that a thread can have those of several rows
+// under way before it looks at one. Any: one row after the other, whatever it is made of.
 struct Any {};
 template <typename S>
 constexpr int kRowsAtOnce = std::is_same_v<S, Any> ? 1 : 4;
@@ -147,7 +147,7 @@ template <typename T, typename S>
 struct EightColumns {
   uint4 packed;
 
-  // Columns `column` and on of the row at `row`, zeros from `columns` on, a multiple of 8.
+  // Loads columns `column` and on of the row at `row`, zeros from `columns` on, a multiple of 8.
   __device__ __forceinline__ void load(const Array& array, int64_t b, int64_t h, int64_t row,
                                        int64_t column, int64_t columns) {
     packed = make_uint4(0, 0, 0, 0);
@@ -205,8 +205,8 @@ __device__ __forceinline__ bool all_of_row(bool x) {
   return (votes >> (threadIdx.x % 32 / kTokenLanes * kTokenLanes) & 0xffu) == 0xffu;
 }
 
-// The sum of the squares of eight elements. Those of 16 bits have exact squares in float32, and
-// eight of them are added there, if it holds them.
+// Returns the sum of the squares of eight elements. Those of 16 bits have exact squares in float32,
+// and eight of them are added there, if it holds them.
 template <typename T>
 __device__ __forceinline__ double squares_of(const T (&x)[8], bool is_half) {
   if (is_half) {
@@ -232,15 +232,15 @@ __device__ __forceinline__ void add_row(const T (&x)[8], bool is_half, double& s
 #pragma unroll
   for (int i = 0; i < 8; ++i) not_finite += x[i] * T(0);
 }
-// x^p, 0 <= x <= 1. Numbers of 16 bits in float32, and weights that follow, hold less.
+// Returns x^p, 0 <= x <= 1. Numbers of 16 bits in float32, and weights that follow, hold less.
 __device__ __forceinline__ double power_of_element(double x, double p, bool is_half) {
   return is_half ? static_cast<double>(powf(static_cast<float>(x), static_cast<float>(p)))
                  : pow(x, p);
 }
 
-// |x|_p of a row, by its eight lanes; 0 of no columns. T: double for float64. Scaled by the largest
-// element, so that powers neither overflow nor vanish; squares of what is at most float32 do
-// neither in float64.
+// Returns |x|_p of a row, by its eight lanes; 0 of no columns. T: double for float64. Scaled by the
+// largest element, so that powers neither overflow nor vanish; squares of what is at most float32
+// do neither in float64.
 template <typename T>
 __device__ __forceinline__ double p_norm(const Row& row, int lane, int64_t columns, double p) {
   if (p == 2 && sizeof(T) == 4) {

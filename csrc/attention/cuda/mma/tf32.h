@@ -55,7 +55,7 @@ struct Tf32Block {
   }
 };
 
-// sums += left right^T: 16 rows of left and 16 of right, along their 16 columns.
+// Adds left right^T to the sums: 16 rows of left and 16 of right, along their 16 columns.
 template <int kLeftParts, int kRightParts>
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const Tf32Block<kLeftParts>& left,
                                          const Tf32Block<kRightParts>& right) {
@@ -94,7 +94,7 @@ struct Slice {
   __device__ static __forceinline__ uint32_t place(uint32_t row, uint32_t chunk) {
     return kIsFloat ? row * kRowBytes + chunk * 16 : swizzled(row, chunk, kRowBytes);
   }
-  // InitialSums to copy kRows rows, from row0 of the slice on, that lie at multiples of 16 bytes;
+  // Begins to copy kRows rows, from row0 of the slice on, that lie at multiples of 16 bytes;
   // zeros from the `count`-th row and the `columns`-th column on.
   template <int kRows>
   __device__ __forceinline__ void begin(int row0, const T* rows, int64_t stride, int64_t columns,
@@ -121,7 +121,7 @@ struct Slice {
     }
   }
 
-  // InitialSums to copy rows of two sources side by side, 32 columns of each.
+  // Begins to copy rows of two sources side by side, 32 columns of each.
   template <int kRows>
   __device__ __forceinline__ void begin_halves(const T* left, const T* right, int64_t stride,
                                                int64_t count) const {
@@ -130,7 +130,7 @@ struct Slice {
     begin<kRows>(0, is_right ? right - kHalf : left, stride, kSliceColumns, count);
   }
 
-  // 16 rows and 16 columns, from multiples of 16 on.
+  // Loads 16 rows and 16 columns, from multiples of 16 on.
   __device__ __forceinline__ Block block(int row0, int column0) const {
     const int lane = threadIdx.x % 32;
     Block result;
@@ -177,8 +177,8 @@ struct Slice {
     }
     return result;
   }
-  // An element of 16 bits: where it is, and what. Eight rows further on it is in the same place of
-  // its row.
+  // Return an element of 16 bits: its place, and the element. Eight rows further on it is in the
+  // same place of its row.
   __device__ __forceinline__ static uint32_t place_of_element(int row, int column) {
     return place(row, column / 8) + column % 8 * 2;
   }
@@ -187,7 +187,7 @@ struct Slice {
     const uint16_t bits = own[0];
     return to_float(T{bits});
   }
-  // Two neighbours, from an even column on.
+  // Loads two neighbours, from an even column on.
   __device__ __forceinline__ float2 pair(int row, int column) const {
     const uint32_t at = place(row, column * sizeof(T) / 16) + column * sizeof(T) % 16;
     if constexpr (kIsFloat) {

@@ -25,7 +25,7 @@ struct RowCopy {
 
   int64_t stride;  // elements from row to row
   uint32_t place;
-  int row, column;  // of the thread
+  int row, column;  // place of the thread
   bool inside;      // false: beyond the columns that there are; zeros
 
   __device__ __forceinline__ RowCopy(int64_t row_stride, int columns)
@@ -35,12 +35,12 @@ struct RowCopy {
     column = chunk * 8;
     inside = column < columns;
   }
-  // The thread's place in an array whose rows begin at `rows`.
+  // Returns the thread's place in an array whose rows begin at `rows`.
   template <typename T>
   __device__ __forceinline__ const T* source(const T* rows) const {
     return rows + row * stride + (inside ? column : 0);
   }
-  // InitialSums to copy kRows rows from a thread's place; of those from the `count`-th on, zeros.
+  // Begins to copy kRows rows from a thread's place; of those from the `count`-th on, zeros.
   template <int kRows, typename T>
   __device__ __forceinline__ void begin(uint32_t base, const T* from, int count) const {
 #pragma unroll
@@ -52,8 +52,8 @@ struct RowCopy {
   }
 };
 
-// Where a lane reads fragments of a 16-row chunk: column fragment k (32 bytes) of chunk c is at
-// place[k % 4] + k / 4 * 128 + c * 16 rows, the latter two known when compiling.
+// Addresses at which a lane reads fragments of a 16-row chunk: column fragment k (32 bytes) of
+// chunk c is at place[k % 4] + k / 4 * 128 + c * 16 rows, the latter two known when compiling.
 struct FragmentAddresses {
   uint32_t place[4];
 
@@ -82,7 +82,7 @@ struct FragmentAddresses {
 struct Fragment {
   uint32_t registers[4];
 
-  // The n-th of two tiles of sums that, side by side, are this A.
+  // Puts the n-th of two tiles of sums that, side by side, are this A.
   template <typename T>
   __device__ __forceinline__ void put(int n, const float (&tile)[4]) {
     registers[2 * n] = pack<T>(tile[0], tile[1]);
@@ -95,8 +95,8 @@ __device__ __forceinline__ Fragment load_fragment(uint32_t row_address) {
   return fragment;
 }
 
-// sums[m] += left(m, k) right(k) over kCount fragments of the inner axis; 16 columns of right,
-// which lies [column][inner] at right(k).
+// Adds left(m, k) right(k) to sums[m], over kCount fragments of the inner axis; 16 columns of
+// right, which lies [column][inner] at right(k).
 template <typename T, int kCount, int kRowTiles, typename Left, typename Address>
 __device__ __forceinline__ void multiply_by_columns(float (&sums)[kRowTiles][2][4],
                                                     const Left& left, const Address& right) {
@@ -112,8 +112,8 @@ __device__ __forceinline__ void multiply_by_columns(float (&sums)[kRowTiles][2][
   }
 }
 
-// sums[m] += left[m] right, 16 on the inner axis; right lies [inner][column], 16 columns of it at
-// right(n).
+// Adds left[m] right to sums[m], 16 on the inner axis; right lies [inner][column], 16 columns of it
+// at right(n).
 template <typename T, int kColumnTiles, int kRowTiles, typename Address>
 __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRowTiles][kColumnTiles][4],
                                                  const Fragment (&left)[kRowTiles],
@@ -130,8 +130,8 @@ __device__ __forceinline__ void multiply_by_rows(float (&sums)[kRowTiles][kColum
   }
 }
 
-// The value rows of poisoned keys become zero: what such a key does is in its eps. Others may
-// read them after a barrier.
+// Makes zero of the value rows of poisoned keys, whose effect is in their eps. Others may read them
+// after a barrier.
 template <typename T, int kCount, int kThreads = kFoldedThreads>
 __device__ __forceinline__ void clean_values(Shared<unsigned char> tile) {
   Shared<uint16_t> values = shared_cast<uint16_t>(tile);

@@ -1,4 +1,4 @@
-// Where features come from, and who makes them.
+// Sources of features, and the functions that make them.
 #pragma once
 
 #include "attention/cuda/operands/tokens.h"
@@ -6,14 +6,14 @@
 
 namespace ikattn::cuda {
 
-// Where the features of one side come from. heads: of the features; a head of x serves several.
+// Source of the features of one side. heads: of the features; a head of x serves several.
 struct FeatureSource {
   Array x;       // [B, x_heads, N, d]
   Array w1, w2;  // [frequency_batches, frequency_heads, d, M]; w2 none: stationary
   int64_t B, heads, x_heads, N, d, M, frequency_heads, frequency_batches;
 
   __host__ __device__ bool stationary() const { return w2.type == ElementType::kNone; }
-  // Index of x, w1 and w2 for a head of a batch.
+  // Return the index of x, w1 and w2 for a head of a batch.
   __device__ int64_t x_head(int64_t head) const {
     return shared_head(static_cast<unsigned>(head), heads, x_heads);
   }
@@ -27,7 +27,7 @@ struct FeatureSource {
 FeatureSource source_of(const AttentionParams& params, bool keys);
 FeatureSource source_of(const FeaturesParams& params);
 
-// Rows [B, heads, N, width] one after the other.
+// Returns an array of rows [B, heads, N, width], one after the other.
 template <typename T>
 inline Array contiguous(T* data, int64_t heads, int64_t N, int64_t width) {
   Array array;

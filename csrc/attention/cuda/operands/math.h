@@ -26,21 +26,21 @@ struct TwoParts {
   T high, low;
 };
 
-// a + b without a rounding.
+// Returns a + b without a rounding.
 template <typename T>
 __device__ __forceinline__ TwoParts<T> exact_sum(T a, T b) {
   const T sum = a + b, of_b = sum - a;
   return {sum, (a - (sum - of_b)) + (b - of_b)};
 }
 
-// The logit of a pair, of its key's logit and the mask.
+// Returns the logit of a pair, from its key's logit and the mask.
 template <typename T>
 __device__ __forceinline__ TwoParts<T> masked_logit(TwoParts<T> key, T mask) {
   const TwoParts<T> sum = exact_sum(key.high, mask);
   const T low = sum.low + key.low, total = sum.high + low;
   return {total, low - (total - sum.high)};
 }
-// That, less what weights are relative to. Large parts cancel first.
+// Returns that logit, less the reference of the weights. Large parts cancel first.
 template <typename T>
 __device__ __forceinline__ T relative_logit(TwoParts<T> key, T mask, TwoParts<T> reference) {
   const TwoParts<T> sum = exact_sum(key.high, mask);

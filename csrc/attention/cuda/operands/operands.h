@@ -21,8 +21,8 @@
 
 namespace ikattn::cuda {
 
-// Columns that a row of features, of their gradients, or of grad_output, has in memory. Features
-// lie cosines first, then sines, 64 frequencies after the other (32, in rows of 64).
+// Returns how many columns a row of features, of their gradients, or of grad_output, has in memory.
+// Features lie cosines first, then sines, 64 frequencies after the other (32, in rows of 64).
 __host__ __device__ constexpr int64_t padded_columns(int64_t columns) {
   return columns <= 64 ? 64 : (columns + 127) / 128 * 128;
 }
@@ -31,7 +31,7 @@ inline bool is_wide(const AttentionParams& params) {
   return 2 * params.M > 128 || params.d_v > 128;
 }
 
-// Per-token numbers that are copied 64 or 128 at a time lie in rows of this many.
+// Returns the length of rows of per-token numbers that are copied 64 or 128 at a time.
 __host__ __device__ inline int64_t padded_tokens(int64_t N) { return (N + 127) / 128 * 128; }
 
 // Factor of weights in the general form, which 1 / Z' has in return: 2^15 moves them to where Half
@@ -112,7 +112,7 @@ struct FoldedTokens {
   Int8Features int8;
   LinearBlocks linear;
 };
-// Where a head's value lies among [B, G], and what it is multiplied with.
+// Return where a head's value lies among [B, G], and its scale.
 __device__ __forceinline__ int64_t value_head_of(const AttentionParams& params, int64_t b,
                                                  int64_t h) {
   return b * params.G + h * params.G / params.H;
@@ -121,7 +121,7 @@ __device__ __forceinline__ float value_scale_of(const FoldedTokens& tokens, int6
   return tokens.value_scales == nullptr ? 1.0f : tokens.value_scales[value_head];
 }
 
-// The largest power of two with which numbers up to `bound` stay below 2^15.
+// Returns the largest power of two with which numbers up to `bound` stay below 2^15.
 __device__ __forceinline__ float fitting_power(float bound) {
   if (!(bound > 0)) return 1;
   const int exponent = static_cast<int>(__float_as_uint(bound) >> 23);  // biased by 127
@@ -150,7 +150,8 @@ inline bool is_general_alone(const AttentionParams& params) {
   return params.batch_invariant || (has_mask && params.mask.type != ElementType::kBool);
 }
 
-// Where every row sees the largest key, the folded form is right for any spread of magnitudes.
+// Returns whether every row sees all keys: where it sees the largest one, the folded form is right
+// for any spread of magnitudes.
 __host__ __device__ inline bool every_row_sees_all(const AttentionParams& params) {
   return params.mask.type == ElementType::kNone && !params.is_causal;
 }

@@ -41,7 +41,7 @@ struct Route {
 
 IKATTN_EXPORTED Route route_of(const AttentionParams& params, bool in_double, Pass pass);
 
-// The families of kernels that a route takes; none of CUDA cores.
+// Returns the families of kernels that a route takes; none for CUDA cores.
 IKATTN_EXPORTED std::vector<Family> families_of(const AttentionParams& params, const Route& route);
 
 }  // namespace ikattn::cuda

@@ -12,7 +12,7 @@ template <typename T>
 struct SplitLogits {
   T* high;
   T* low;
-  T* norms = nullptr;            // of keys: |k|_p, where its gradient needs it
+  T* norms = nullptr;            // norms |k|_p of keys, where their gradient needs them
   float* value_norms = nullptr;  // |v|_2, where they are asked for; not finite where v is not
 };
 
@@ -43,7 +43,7 @@ __host__ __device__ inline unsigned shared_head(unsigned head, int64_t heads, in
   return head / (static_cast<unsigned>(heads) / static_cast<unsigned>(count));
 }
 
-// The key head, of all batches', that a query head of all batches' attends to.
+// Returns the key head, of all batches', that a query head of all batches' attends to.
 __host__ __device__ inline int64_t key_head_of(const AttentionParams& params, int64_t bh) {
   return bh / params.H * params.key_heads + bh % params.H * params.key_heads / params.H;
 }

@@ -1,4 +1,4 @@
-// How large values are, by which operands of 16 bits are scaled.
+// Bounds of values, by which operands of 16 bits are scaled.
 #pragma once
 
 #include "attention/cuda/operands/operands.h"
@@ -9,7 +9,7 @@ namespace ikattn::cuda {
 // anything, and must not decide how numbers are scaled.
 struct SeenKeys {
   uint32_t* seen = nullptr;    // [batches, heads, S], 0: hidden; nullptr: there is no mask
-  int batches = 1, heads = 1;  // of the mask
+  int batches = 1, heads = 1;  // sizes of the mask
   // Rows of the mask, and of a block; one where all rows are alike. A block looks at some, for a
   // grid has 65535 blocks along y.
   int64_t rows = 1, rows_each = 256;

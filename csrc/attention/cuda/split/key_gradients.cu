@@ -90,8 +90,8 @@ struct SplitKeyRows {
       value_units[half] = tokens.value.units[value + 8 * half];
     }
   }
-  // Products of features and of gradients become operands: weights, of grad_value, and gradients of
-  // similarities, of grad_phi_k.
+  // Makes operands of the products of features and of gradients: weights, for grad_value, and
+  // gradients of similarities, for grad_phi_k.
   template <Pairs kPairs>
   __device__ __forceinline__ void meet(float (&s)[2][4], float (&x)[2][4],
                                        const FragmentPairs<kPairs, true>& at,

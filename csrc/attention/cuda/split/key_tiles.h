@@ -26,8 +26,9 @@ template <int F, int V>
 struct KeyTiles {
   using L = KeyTileLayout<F, V>;
   const SplitTokens& tokens;
-  int64_t S, first_key, first_value, padded_key, padded_value;  // of the heads
-  int count;                                                    // of tiles that the queries see
+  int64_t S, first_key, first_value, padded_key,
+      padded_value;  // length and first rows of the heads
+  int count;         // number of tiles that the queries see
 
   __device__ __forceinline__ KeyTiles(const AttentionParams& params, const SplitTokens& which,
                                       const QueryBlock& at)
@@ -40,7 +41,7 @@ struct KeyTiles {
     const int64_t seen = params.is_causal ? min(S, int64_t{at.i0} + kSplitRows) : S;
     count = static_cast<int>((seen + L::kTokens - 1) / L::kTokens);
   }
-  // InitialSums to copy a tile into the stage at `base`.
+  // Begins to copy a tile into the stage at `base`.
   __device__ __forceinline__ void copy(int tile, uint32_t base) const {
     const int64_t j0 = int64_t{tile} * L::kTokens;
     const int there = remaining_of(S, j0);
@@ -96,9 +97,9 @@ struct HeldQueries {
 // A warp's 16 rows as left operands where they lie in shared memory.
 struct SharedRows {
   SplitAddresses places;
-  uint32_t distance;  // of the low parts
+  uint32_t distance;  // distance of the low parts
 
-  // kWidth columns of the block's rows, which begin at `base`.
+  // Returns kWidth columns of the block's rows, which begin at `base`.
   template <int kWidth>
   __device__ __forceinline__ static SharedRows of(uint32_t base) {
     const uint32_t warp = threadIdx.x / 32;

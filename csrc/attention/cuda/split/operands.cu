@@ -8,7 +8,7 @@ namespace ikattn::cuda {
 namespace {
 
 // Eight lanes a row, those of the padding included. A row that is not finite becomes zeros: it is
-// told by its unit, and others meet it times 0.
+// told by its unit, and others multiply it by 0.
 //   from [B, heads, N, columns]
 __global__ void __launch_bounds__(kRowThreads, 2)
     split_kernel(Array from, int64_t heads, int64_t N, int64_t columns, SplitRows to) {
@@ -59,7 +59,7 @@ const char* split_rows(const DeviceExecutor& executor, const Array& from, int64_
 struct TokenNumbers {
   const float* from[3];  // [heads, N]
   float* to[3];          // [heads, padded N]
-  float beyond[3];       // what the padding holds
+  float beyond[3];       // numbers that the padding holds
   int64_t N;
 };
 __global__ void __launch_bounds__(256, 2) pad_kernel(TokenNumbers numbers, int64_t count) {

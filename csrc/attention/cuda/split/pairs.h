@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kSplitRows = 64;  // that a block owns, 16 a warp
 
-// The logit of a pair that is seen, and whether it is. kCausal: there is no mask.
+// Finds the logit of a pair, and returns whether it is seen. kCausal: there is no mask.
 template <Pairs kPairs, bool kTransposed>
 __device__ __forceinline__ bool find_logit(const FragmentPairs<kPairs, kTransposed>& at, int n,
                                            int c, TwoParts<float> key, TwoParts<float>& logit) {
@@ -41,8 +41,8 @@ struct WeightRows {
     return static_cast<double>(largest[half].high) + static_cast<double>(largest[half].low);
   }
 
-  // Similarities of 16 keys become weights, those of hidden pairs 0; `rescales` is what the sums of
-  // what came before are to be multiplied with. All lanes of the warp call it.
+  // Makes weights of the similarities of 16 keys, 0 for hidden pairs; `rescales` is the factor of
+  // the sums so far. All lanes of the warp call it.
   template <Pairs kPairs>
   __device__ __forceinline__ void weigh(float (&s)[2][4], const FragmentPairs<kPairs>& at,
                                         const KeyColumns& keys, float eps, float (&rescales)[2]) {
@@ -123,7 +123,7 @@ struct PairQuery {
 struct PairGradient {
   float weight, logit, similarity;
 };
-// incoming: dO . V; zeros for what is hidden, whatever that holds.
+// Computes a pair's gradients. incoming: dO . V; zeros for a hidden pair, whatever it holds.
 template <Pairs kPairs, bool kTransposed>
 __device__ __forceinline__ PairGradient pair_gradient(const FragmentPairs<kPairs, kTransposed>& at,
                                                       int n, int c, TwoParts<float> key,

@@ -48,12 +48,12 @@ class SplitAddresses {
 struct SplitFragment {
   Fragment high, low;
 };
-// Where the parts of a tile lie: low `distance` bytes behind high.
+// Loads both operands of a tile: low ones are `distance` bytes behind high ones.
 __device__ __forceinline__ SplitFragment load_split(uint32_t row_address, uint32_t distance) {
   return {load_fragment(row_address), load_fragment(row_address + distance)};
 }
 
-// d += a b, but for low times low, which is below what float32 holds: the small products into
+// Adds a b, but for low times low, which is below what float32 holds: the small products into
 // `small`, the large one into `large`.
 __device__ __forceinline__ void mma_split(float (&small)[4], float (&large)[4],
                                           const SplitFragment& a, const uint32_t* high,
@@ -63,8 +63,8 @@ __device__ __forceinline__ void mma_split(float (&small)[4], float (&large)[4],
   mma_m16n8k16<Half>(large, a.high.registers, high[0], high[1]);
 }
 
-// sums = left right over kCount fragments of the inner axis, 16 rows and 16 columns; right lies
-// [column][inner], its low part `distance` bytes behind.
+// Computes sums = left right over kCount fragments of the inner axis, 16 rows and 16 columns; right
+// lies [column][inner], its low part `distance` bytes behind.
 template <int kCount, typename Left>
 __device__ __forceinline__ void multiply_split_columns(float (&sums)[2][4], const Left& left,
                                                        const SplitAddresses& right,
@@ -90,9 +90,9 @@ __device__ __forceinline__ void multiply_split_columns(float (&sums)[2][4], cons
   }
 }
 
-// sums = sums * ratios + left right, 16 on the inner axis; right lies [inner][column]. Tensor cores
-// round towards zero what they add up, which over many tokens is more than float32 errs: they add
-// 16, and the sums of all are rounded to nearest.
+// Computes sums = sums * ratios + left right, 16 on the inner axis; right lies [inner][column].
+// Tensor cores round towards zero what they add up, which over many tokens is more than float32
+// errs: they add 16, and the sums of all are rounded to nearest.
 //   ratios: of a thread's two rows
 template <int kColumnTiles>
 __device__ __forceinline__ void add_split_rows(float (&sums)[kColumnTiles][4],
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_split_rows(float (&sums)[kColumnTiles][4],
   }
 }
 
-// The quotient of two powers of two, 0 where it is none of float32.
+// Returns the quotient of two powers of two, 0 where it is none of float32.
 __device__ __forceinline__ float quotient_of_powers(float over, float under) {
   const int exponent = static_cast<int>(__float_as_uint(over) >> 23) -
                        static_cast<int>(__float_as_uint(under) >> 23);
@@ -129,8 +129,8 @@ __device__ __forceinline__ float quotient_of_powers(float over, float under) {
 // end, at most where it leaves Half.
 class RowFits {
  public:
-  // Pairs become an operand; ratios: what the sums of what came before are to be multiplied with,
-  // times what they hold already. All lanes of the warp call it.
+  // Makes an operand of pairs, and multiplies `ratios` by the factors of the sums so far. All lanes
+  // of the warp call it.
   __device__ __forceinline__ SplitFragment put(const float (&x)[2][4], float (&ratios)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -166,7 +166,8 @@ class RowFits {
   }
 
  private:
-  // Earlier sums count as little as ratio says, which leaves room for later ones.
+  // Raises a row's power of two. Earlier sums count as little as ratio says, which leaves room for
+  // later ones.
   __device__ __forceinline__ void raise(int half, float& ratio) {
     const int faded = 126 - static_cast<int>(__float_as_uint(ratio) >> 23);
     const int room = 253 - static_cast<int>(__float_as_uint(fits_[half]) >> 23);
@@ -176,10 +177,10 @@ class RowFits {
     ratio *= power;
   }
 
-  float fits_[2] = {0x1p126f, 0x1p126f};  // what is smaller than all that fits is small enough
+  float fits_[2] = {0x1p126f, 0x1p126f};  // the largest power: smaller numbers need no digits
 };
 
-// InitialSums to copy kRows rows, of kWidth columns, of both parts; zeros from the `count`-th on. A
+// Begins to copy kRows rows, of kWidth columns, of both parts; zeros from the `count`-th on. A
 // thread has one piece of every kRowStep-th row.
 template <int kRows, int kWidth>
 __device__ __forceinline__ void copy_split(uint32_t base, const Half* high, const Half* low,
@@ -199,7 +200,7 @@ __device__ __forceinline__ void copy_split(uint32_t base, const Half* high, cons
   }
 }
 
-// InitialSums to copy numbers of kTokens tokens, from the first of each array on.
+// Begins to copy numbers of kTokens tokens, from the first of each array on.
 template <int kTokens, int kCount>
 __device__ __forceinline__ void copy_token_numbers(uint32_t base,
                                                    const float* const (&arrays)[kCount]) {

@@ -21,7 +21,7 @@ struct SplitRows {
 // Operands of both passes.
 struct SplitTokens {
   SplitRows query, key;  // features; a row that is not finite is zeros
-  SplitRows value;       // of B G heads
+  SplitRows value;       // values of B G heads
   // [B, key_heads, padded S]  logits of two parts; high -inf: hidden, or none
   const float* high;
   const float* low;

@@ -1,4 +1,4 @@
-// How scores become factors of gradients in the backward pass on tensor cores: of queries, and of
+// Turns scores into factors of gradients in the backward pass on tensor cores: of queries, and of
 // keys.
 #pragma once
 
@@ -33,7 +33,7 @@ struct QueryRows {
       }
     }
   }
-  // With what products of gradients and values begin: -delta, but under dropout.
+  // Sets the initial products of gradients and values: -delta, but under dropout.
   __device__ __forceinline__ void begin(float (&x)[2][4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -41,7 +41,7 @@ struct QueryRows {
       for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -delta[c / 2];
     }
   }
-  // Scores of 16 keys, and x, dP - delta, or dP under dropout, become factors of grad_phi_q.
+  // Makes factors of grad_phi_q from scores of 16 keys, and x, dP - delta, or dP under dropout.
   //   dropout_scale: the rescale of dropout
   __device__ __forceinline__ Fragment products_of(float (&s)[2][4], const float (&x)[2][4],
                                                   const FragmentPairs<kPairs>& at,
@@ -120,7 +120,7 @@ struct KeyRows {
       lows[half] = tokens.forms.lows[padded];
     }
   }
-  // With what products of values and gradients begin: -delta, but under dropout.
+  // Sets the initial products of values and gradients: -delta, but under dropout.
   __device__ __forceinline__ static void begin(float (&x)[2][4], const QueryColumns& queries) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -128,8 +128,8 @@ struct KeyRows {
       for (int c = 0; c < 4; ++c) x[n][c] = kDrops<kPairs> ? 0 : -queries.delta[n][c % 2];
     }
   }
-  // Scores of 16 queries, and x, dP - delta, or dP under dropout, become factors of grad_value and
-  // of grad_phi_k.
+  // Makes factors of grad_value and of grad_phi_k from scores of 16 queries, and x, dP - delta, or
+  // dP under dropout.
   //   norm: 1 / (4M); dropout_scale: the rescale of dropout
   __device__ __forceinline__ void meet(float (&s)[2][4], float (&x)[2][4],
                                        const FragmentPairs<kPairs, true>& at,

@@ -33,7 +33,7 @@ struct QueryBlock {
 struct KeyBlock {
   int bk, j0, b, key_head, value_head;
   int group;              // heads that share the keys
-  int first_tile, tiles;  // of kStep queries, of each of these heads
+  int first_tile, tiles;  // tiles of kStep queries, for each of these heads
   int steps;              // tiles of all of them
 
   __device__ __forceinline__ KeyBlock(const AttentionParams& params, int rows, bool is_causal,
@@ -69,15 +69,15 @@ struct TileRange {
   }
 };
 
-// visit(column, n) for the pairs of neighbouring columns that a thread has of a row of sums: those
-// of tile n of 8.
+// Calls visit(column, n) for the pairs of neighbouring columns that a thread has of a row of sums,
+// in tile n of 8.
 template <int kWidth, typename Visit>
 __device__ __forceinline__ void for_pairs(const Visit& visit) {
 #pragma unroll
   for (int n = 0; n < kWidth / 8; ++n) visit(n * 8 + static_cast<int>(threadIdx.x) % 4 * 2, n);
 }
 
-// The rows of the value that belong to a query head.
+// Returns the rows of the value that belong to a query head.
 template <typename T>
 __device__ __forceinline__ const T* value_rows(const AttentionParams& params,
                                                const FoldedTokens& tokens, int64_t b, int64_t h) {
@@ -85,7 +85,8 @@ __device__ __forceinline__ const T* value_rows(const AttentionParams& params,
          h * params.G / params.H * tokens.value.stride[1];
 }
 
-// Tokens from the first of a tile on; beyond 2^31 a tile is full all the same.
+// Returns how many tokens there are from the first of a tile on; beyond 2^31 a tile is full all the
+// same.
 __device__ __forceinline__ int remaining_of(int64_t count, int64_t first) {
   return static_cast<int>(min(count - first, int64_t{1} << 30));
 }

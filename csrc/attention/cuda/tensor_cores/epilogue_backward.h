@@ -1,4 +1,4 @@
-// How the sums of a thread become gradients in the tensor-core backward, whichever kernel made
+// Turns the sums of a thread into gradients in the tensor-core backward, whichever kernel made
 // them.
 #pragma once
 
@@ -31,8 +31,9 @@ __device__ __forceinline__ KeyScales key_scales_of(const AttentionParams& params
   return scales;
 }
 
-// One row of gradients of F features, from `first` on, of which the thread's parts are sum(n, c) *
-// scale; zeros for a row that sees nothing. All lanes of the warp call it, also without a row.
+// Stores one row of gradients of F features, from `first` on, of which the thread's parts are
+// sum(n, c) * scale; zeros for a row that sees nothing. All lanes of the warp call it, also without
+// a row.
 template <int F, typename Sum>
 __device__ __forceinline__ void store_feature_row(const AttentionParams& params,
                                                   const FeatureGradients& to, int64_t heads,
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_feature_row(const AttentionParams& params,
   }
 }
 
-// FoldedRows::normalizer of query i, that of a query that sees nothing where there is none.
+// Returns FoldedRows::normalizer of query i; where there is no query, as if it saw nothing.
 template <bool kGeneral>
 __device__ __forceinline__ float normalizer_of(const AttentionParams& params,
                                                const FoldedRows& rows, const QueryBlock& at,
@@ -79,8 +80,8 @@ __device__ __forceinline__ float query_scale(const AttentionParams& params, floa
   const float norm = 1 / static_cast<float>(4 * params.M);
   return 2 * (kGeneral ? norm * norm : normalizer) / fit / units;
 }
-// grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's part in
-// `units`. All lanes of the warp call it, also where there is no such query.
+// Stores grad_phi_q of query i, F features from `first` on, of which `sum(n, c)` is the thread's
+// part in `units`. All lanes of the warp call it, also where there is no such query.
 template <int F, bool kGeneral, typename Sum>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackwardParams& params,
                                                       float normalizer, const QueryBlock& at,
@@ -116,7 +117,7 @@ __device__ __forceinline__ void for_keys(const AttentionParams& params, int64_t 
     if (j0 + 8 * half < params.S) visit(half, j0 + 8 * half);
   }
 }
-// The gradients of two keys' logits, of which `sums` are those of all lanes.
+// Stores the gradients of two keys' logits, from the `sums` of all lanes.
 __device__ __forceinline__ void store_logit_gradients(const AttentionBackwardParams& params,
                                                       const HiddenKeys& hidden,
                                                       const FoldedGradients& gradients,
@@ -127,8 +128,8 @@ __device__ __forceinline__ void store_logit_gradients(const AttentionBackwardPar
     gradients.logits[bk * params.S + j] = hidden.of[half] ? 0 : sums[half] * scales.logit;
   });
 }
-// grad_phi_k of two keys, F features from `first` on; sum(half, n, c): the thread's parts. By the
-// whole warp, also where there are no such keys.
+// Stores grad_phi_k of two keys, F features from `first` on; sum(half, n, c): the thread's parts.
+// All lanes of the warp call it, also where there are no such keys.
 template <int F, typename Sum>
 __device__ __forceinline__ void store_feature_gradients(const AttentionBackwardParams& params,
                                                         const HiddenKeys& hidden,
@@ -142,7 +143,7 @@ __device__ __forceinline__ void store_feature_gradients(const AttentionBackwardP
                          [&](int n, int c) { return sum(half, n, c); });
   }
 }
-// grad_value of two keys, V columns from `first` on.
+// Stores grad_value of two keys, V columns from `first` on.
 template <int V, typename Sum>
 __device__ __forceinline__ void store_value_gradients(const AttentionBackwardParams& params,
                                                       const HiddenKeys& hidden,
@@ -161,7 +162,7 @@ __device__ __forceinline__ void store_value_gradients(const AttentionBackwardPar
   });
 }
 
-// All gradients of a thread's two keys, the first of them j0; key_sum(half, n, c) and
+// Stores all gradients of a thread's two keys, the first of them j0; key_sum(half, n, c) and
 // value_sum(half, n, c) are its parts.
 template <int F, int V, typename KeySum, typename ValueSum>
 __device__ __forceinline__ void store_key_gradients(

@@ -5,9 +5,9 @@
 
 namespace ikattn::cuda {
 
-// Where queries are few, blocks share their keys: what each found of its keys, to be combined.
+// Partial results of blocks that share the keys, where queries are few; they are then combined.
 struct Parts {
-  int count = 1;                // of parts; 1: a block finishes its rows
+  int count = 1;                // number of parts; 1: a block finishes its rows
   float* output = nullptr;      // [part][B, H, L, padded d_v]  sum of w V
   float* sums = nullptr;        // [part][B, H, L]              sum of w
   float* roundings = nullptr;   // [part][B, H, L]            ForwardRows::roundings
@@ -25,7 +25,7 @@ struct InitialSums {
   const float* sums = nullptr;    // [B, H, L]              sum of w
   int chunk = 0, most = 0;        // tokens of a chunk; chunks before a query's, at most
 
-  // The first key of the chunk of queries from the i-th on.
+  // Returns the first key of the chunk of queries from the i-th on.
   __device__ __forceinline__ int first_key(int i) const { return min(i / chunk, most) * chunk; }
 };
 
@@ -40,8 +40,8 @@ const char* wide_forward(const AttentionParams& params, Stream stream, const Fol
 
 namespace {
 
-// log x of x > 0, to 1e-7: the exponent's part in float64. A logarithm of float64 takes longer than
-// a tile's products, and nothing goes on beside it.
+// Returns log x of x > 0, to 1e-7: the exponent's part in float64. A logarithm of float64 takes
+// longer than a tile's products, and nothing goes on beside it.
 __device__ __forceinline__ double logarithm(float x) {
   constexpr double kLog2 = 0.69314718055994530942;
   const bool is_small = x < 0x1p-126f;
@@ -65,14 +65,14 @@ __device__ __forceinline__ double reference_of(const FoldedTokens& tokens, int64
   return kGeneral ? of_row - log(static_cast<double>(kWeightScale<T>))
                   : tokens.forms.largest[bk] - static_cast<double>(tokens.forms.log_scale);
 }
-// A query that is not finite spoils its row, if it sees a key.
+// Returns the row's sum, NaN if its query is not finite, and sees a key.
 __device__ __forceinline__ float with_poison(const FoldedTokens& tokens, int64_t row, float sum) {
   return sum == 0 ? sum : sum + tokens.poison[row];
 }
 
-// The results of query i, of V columns of its row from `first` on. weighted(n, c): what the
-// thread's columns have added up to; sum: of weights, NaN where the row is; reference: log Z where
-// it is 1; output_scale: the rescale of dropout, over the scale of the value.
+// Stores the results of query i, V columns of its row from `first` on. weighted(n, c): the thread's
+// sums; sum: of weights, NaN where the row is; reference: log Z where it is 1; output_scale: the
+// rescale of dropout, over the scale of the value.
 template <int V, typename Weighted>
 __device__ __forceinline__ void store_result(const AttentionParams& params, const QueryBlock& at,
                                              int64_t i, int first, float sum, float rounding,

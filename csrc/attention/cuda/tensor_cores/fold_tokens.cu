@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > 512 ? 1 : 2)
              own.weighted_norm);
 }
 
-// The spread of magnitudes, in nats, up to which a head takes the folded form.
+// Returns the spread of magnitudes, in nats, up to which a head takes the folded form.
 double most_spread_of(const AttentionParams& params, const Route& route) {
   if (is_general_alone(params)) return -1.0;
   if (every_row_sees_all(params)) return static_cast<double>(INFINITY);

@@ -1,5 +1,4 @@
-// How scores become weights in the forward pass on tensor cores, and what is kept of their
-// rounding.
+// Turns scores into weights in the forward pass on tensor cores, and keeps their rounding.
 #pragma once
 
 #include "attention/cuda/tensor_cores/pairs.h"
@@ -13,7 +12,7 @@ __device__ __forceinline__ float rounding_of(uint32_t rounded, float low, float 
   const float2 two = unpack<T>(rounded);
   return (two.x - low) + (two.y - high);
 }
-// The next number of bfloat16 that is not less.
+// Returns the next number of bfloat16 that is not less.
 __device__ __forceinline__ float rounded_up(float x) {
   const uint32_t bits = __float_as_uint(x);
   return __uint_as_float((x > 0 ? bits + 0xffffu : bits) & 0xffff0000u);
@@ -48,10 +47,10 @@ class Roundings : public RowPair {
 
 // Weights of a thread's two rows, and their sums.
 //
-// Weights are rounded where they meet the value. A row that sees one key alone should be its value
-// all the same, or its gradients, which vanish, would be what roundings leave, over the score: so
-// an output is divided by the sum of rounded weights where rows may see few keys. Others, of many
-// keys, are divided by the sum itself, which takes less time.
+// Weights are rounded before they multiply the value. A row that sees one key alone should be its
+// value all the same, or its gradients, which vanish, would be what roundings leave, over the
+// score: so an output is divided by the sum of rounded weights where rows may see few keys. Others,
+// of many keys, are divided by the sum itself, which takes less time.
 template <typename T, Pairs kPairs>
 struct ForwardRows {
   float sums[2] = {};
@@ -65,8 +64,8 @@ struct ForwardRows {
     return static_cast<double>(largest[half]) + static_cast<double>(largest_lows[half]);
   }
 
-  // Scores of 16 keys become weights, those of dropped pairs 0. The rows' `output` follows where
-  // what they are relative to changes.
+  // Makes weights of the scores of 16 keys, 0 for dropped pairs. Rescales the rows' `output` where
+  // their reference changes.
   //   few: of the head, kFew
   template <int kTiles>
   __device__ __forceinline__ Fragment weigh(float (&s)[2][4], const FragmentPairs<kPairs>& at,
@@ -152,8 +151,8 @@ struct ForwardRows {
   }
 
  private:
-  // The largest logits so far, `most`, and their second parts, of rows that meet large ones. All
-  // lanes of a warp must come.
+  // Finds the largest logits so far, `most`, and their second parts, for rows that see large ones.
+  // All lanes of a warp must come.
   __device__ __forceinline__ void find_large(const KeyColumns& keys, const float (&masks)[2][4],
                                              uint32_t seen, float (&most)[2],
                                              float (&lows)[2]) const {

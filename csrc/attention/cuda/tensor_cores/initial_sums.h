@@ -1,5 +1,5 @@
-// Where the pairs of causal calls in linear time go on from: what the tokens of a chunk have of all
-// others, before the pairs of the chunk are added. The forward's is in epilogue_forward.h.
+// Initial sums of the pairs of causal calls in linear time: sums over all tokens beyond a chunk, to
+// which the pairs of the chunk are added. The forward's is in epilogue_forward.h.
 #pragma once
 
 #include "attention/cuda/tensor_cores/blocks.h"
@@ -15,7 +15,7 @@ struct InitialGradients {
   const float* value = nullptr;  // [B, key_heads, S, 64]  gradients; nullptr: not wanted
 
   __device__ __forceinline__ int chunk_of(int token) const { return min(token / chunk, most); }
-  // The first key that a block of queries sees by pairs.
+  // Returns the first key that a block of queries sees by pairs.
   __device__ __forceinline__ int first_key(const QueryBlock& at) const {
     return chunk_of(at.i0) * chunk;
   }
@@ -26,7 +26,7 @@ struct InitialGradients {
     const int own = chunk_of(at.j0);
     return own < most && static_cast<uint32_t>(own) >= tokens.linear.quadratic_heads[at.bk];
   }
-  // The query from which on these meet none by pairs.
+  // Returns the query from which on none sees these keys by pairs.
   __device__ __forceinline__ int end_of_queries(const KeyBlock& at) const {
     return (chunk_of(at.j0) + 1) * chunk;
   }

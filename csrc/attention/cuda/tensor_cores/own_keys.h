@@ -13,7 +13,7 @@ namespace {
 template <int kQueries>
 struct QueryTiles {
   int first_head, heads;
-  int first, count;  // of each head
+  int first, count;  // first tile and number of tiles of each head
 
   __device__ __forceinline__ QueryTiles(const AttentionParams& params, const KeyBlock& at)
       : first_head(at.key_head * at.group),
@@ -58,11 +58,11 @@ struct QueryCopy {
         feature_rows(F, F),
         gradient_rows(V, V) {}
 
-  // The first row of a step's tile, of [B, H, L].
+  // Returns the first row of a step's tile, of [B, H, L].
   __device__ __forceinline__ int64_t row(int step) const {
     return (b * params.H + tiles.head(step)) * params.L + tiles.first_query(step);
   }
-  // InitialSums to copy it into the stage at `base`.
+  // Begins to copy the tile into the stage at `base`.
   __device__ __forceinline__ void operator()(uint32_t base, int step) const {
     const int64_t first = row(step), i0 = tiles.first_query(step);
     const int count = remaining_of(params.L, i0);
@@ -77,7 +77,7 @@ struct QueryCopy {
   }
 
  private:
-  // Normalizers, deltas and, in the general form, lows, one array after the other.
+  // Begins to copy normalizers, deltas and, in the general form, lows, one array after the other.
   __device__ __forceinline__ void copy_numbers(uint32_t place, int64_t first) const {
     constexpr int kArrays = kPairs == Pairs::kGeneral ? 3 : 2, kThreads = kQueries / 4;
     if (threadIdx.x >= kArrays * kThreads) return;
@@ -102,7 +102,7 @@ struct KeySums {
         query_rows(FragmentAddresses::of_rows(queries, 2 * F)),
         gradient_rows(FragmentAddresses::of_rows(gradients, 2 * V)) {}
 
-  // x += V dO^T of the chunk-th 16 queries of a stage.
+  // Adds to x V dO^T of the chunk-th 16 queries of a stage.
   template <typename Values>
   __device__ __forceinline__ void multiply_values(float (&x)[1][2][4], const Values& own_values,
                                                   uint32_t stage, int chunk) const {
@@ -110,8 +110,8 @@ struct KeySums {
       return stage + gradient_columns.at<2 * V>(0, k) + chunk * (16 * 2 * V);
     });
   }
-  // grad_value += w^T dO, and grad_phi_k += dS^T phi_q, where weights and dS follow from scores s
-  // and from x as KeyRows::meet() has them.
+  // Adds w^T dO to grad_value, and dS^T phi_q to grad_phi_k, where weights and dS follow from
+  // scores s and from x as KeyRows::meet() has them.
   __device__ __forceinline__ void add(float (&s)[2][4], float (&x)[2][4],
                                       const FragmentPairs<kPairs, true>& pairs,
                                       const QueryColumns& queries, float norm, float eps,
@@ -126,7 +126,7 @@ struct KeySums {
       return stage + query_rows.at<2 * F>(0, n) + chunk * (16 * 2 * F);
     });
   }
-  // Rows of the results, of the block's keys.
+  // Stores rows of the results, of the block's keys.
   __device__ __forceinline__ void store(const AttentionBackwardParams& params, const float* logits,
                                         const FoldedGradients& gradients, const KeyScales& scales,
                                         const KeyBlock& at) const {

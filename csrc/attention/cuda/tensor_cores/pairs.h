@@ -10,7 +10,7 @@
 namespace ikattn::cuda {
 namespace {
 
-// exp(x)
+// Returns exp(x).
 __device__ __forceinline__ float fast_exponential(float x) { return fast_exp2(x * 1.44269504f); }
 
 // Keys that the queries of a tile see; rows and columns count from the tile's first. Beyond the
@@ -20,7 +20,7 @@ struct TileVisibility {
   int diagonal;  // the key that query 0 sees last
   int rows, columns;
   const Array& mask;
-  int64_t base;  // of the tile in the mask
+  int64_t base;  // begin of the tile in the mask
 
   __device__ __forceinline__ TileVisibility(const AttentionParams& params, int64_t b, int64_t h,
                                             int64_t i0, int64_t j0)
@@ -70,7 +70,7 @@ struct FragmentDropout {
   uint32_t dropped = 0;  // bit 4n + c: register c of column tile n
 
   FragmentDropout() = default;
-  // transposed: rows are keys.
+  // Finds the pairs that are dropped. transposed: rows are keys.
   __device__ __forceinline__ FragmentDropout(const AttentionParams& params, int64_t bh,
                                              int64_t query, int64_t key, bool transposed) {
     if (params.dropout_threshold == 0) return;
@@ -97,7 +97,8 @@ struct FragmentDropout {
   }
 };
 
-// Two numbers of a stage for each of the two column tiles of a chunk, those of a thread's columns.
+// Loads the numbers of a thread's columns from a stage, two for each of the two column tiles of a
+// chunk.
 __device__ __forceinline__ void load_columns(Shared<const float> numbers, int chunk,
                                              float (&columns)[2][2]) {
 #pragma unroll
@@ -112,7 +113,7 @@ __device__ __forceinline__ void load_columns(Shared<const float> numbers, int ch
 template <Pairs kPairs, bool kTransposed = false>
 struct FragmentPairs {
   const TileVisibility<kPairs>& visible;
-  int row, column;  // of the first pair's query and key, from the tile's first on
+  int row, column;  // place of the first pair's query and key, counted from the tile's first ones
   FragmentDropout dropout;
 
   // Takes the 16 rows from row0 and the 16 columns from column0 of the tile of queries from i0 and
@@ -142,8 +143,7 @@ struct FragmentPairs {
   }
 };
 
-// Lanes that pairs have sent different ways come together for the next product, which wants them
-// so.
+// Brings lanes together that pairs have sent different ways, as the next product needs them.
 template <Pairs kPairs>
 __device__ __forceinline__ void rejoin_after() {
   if constexpr (kDrops<kPairs>) __syncwarp();
@@ -154,7 +154,7 @@ struct KeyColumns {
   float terms[2][2];
   float lows[2][2];  // general
 
-  // General: the logit of the key of a fragment's register c of tile n.
+  // Returns the logit of the key of a fragment's register c of tile n, in the general form.
   __device__ __forceinline__ TwoParts<float> logit(int n, int c) const {
     return {terms[n][c % 2], lows[n][c % 2]};
   }

@@ -20,7 +20,7 @@ struct QueryLayout {
   static constexpr int64_t kBytes = kStages0 + kStages * int64_t{kStage};
 };
 
-// InitialSums to copy a block's queries and what comes in for them.
+// Begins to copy a block's queries and their incoming gradients.
 template <typename T, int F, int V, typename L>
 __device__ __forceinline__ void begin_queries(const AttentionParams& params,
                                               const FoldedTokens& tokens, const FoldedRows& rows,
@@ -36,7 +36,7 @@ __device__ __forceinline__ void begin_queries(const AttentionParams& params,
       count);
 }
 
-// The units of what is added up for the queries of a block.
+// Returns the units of the sums for the queries of a block.
 __device__ __forceinline__ float units_of(const AttentionParams& params, const FoldedTokens& tokens,
                                           const FoldedRows& rows, const QueryBlock& at) {
   return gradient_scale_of(rows, at.bk) * value_scale_of(tokens, value_head_of(params, at.b, at.h));
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const FragmentAddresses value_places = FragmentAddresses::of_columns(L::kValues, 2 * V);
   const FragmentAddresses key_places = FragmentAddresses::of_rows(0, 2 * F);
 
-  // 2. What each of the warp's queries brings to its pairs, and what its sums begin with.
+  // 2. Numbers of each of the warp's queries, and its initial sums.
   const float dropout_scale = static_cast<float>(dropout_rescale(params.dropout_threshold));
   QueryRows<kPairs> queries[kRowTiles];
 #pragma unroll

@@ -1,4 +1,4 @@
-// The backward pass on tensor cores: what every query brings to its pairs.
+// The backward pass on tensor cores: numbers of every query that its pairs need.
 #include "attention/cuda/mma/row_lanes.h"
 #include "attention/cuda/tensor_cores/blocks.h"
 #include "attention/cuda/tensor_cores/rows.h"
@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_row_numbers(const AttentionBackwardParams&
     const double log_normalizer =
         static_cast<const double*>(params.log_normalizer.data)[at.bh * params.L + i];
     const float limit = 0.5f / sqrtf(static_cast<float>(params.eps));
-    float by_query = limit, by_key = limit;  // what bounds the score's factor
+    float by_query = limit, by_key = limit;  // bounds of the score's factor
     if (log_normalizer != minus_infinity<double>()) {
       if (!sums.finite) {
         normalizer = NAN;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const int64_t row_index = at.row + r * kRowsOfBlock;
     const int64_t columns = row_index < params.L ? params.d_v : 0;
     const bool all = all_of_row(not_finite[r] == not_finite[r]);
-    // delta is that of the rounded gradient, which the pairs meet: what they add up to vanishes.
+    // delta is made of the rounded gradient, as the pairs are: their sum vanishes.
     T* row = static_cast<T*>(rows.gradients) + (at.bh * params.L + row_index) * V;
     double of_row = 0;
     for (int64_t column = at.lane * 8; row_index < params.L && column < V; column += kLaneColumns) {

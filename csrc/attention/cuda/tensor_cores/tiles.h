@@ -7,8 +7,8 @@
 namespace ikattn::cuda {
 namespace {
 
-// Rows g and g + 8 of the 16 from `first` on, kCount fragments of A each; zeros beyond `count` rows
-// and `columns` columns.
+// Loads rows g and g + 8 of the 16 from `first` on, kCount fragments of A each; zeros beyond
+// `count` rows and `columns` columns.
 //   rows [count][stride], of 16 bits
 template <int kCount, int kRoom, typename T>
 __device__ __forceinline__ void load_rows(Fragment (&fragments)[kRoom], const T* rows,
@@ -48,7 +48,7 @@ class OwnRows {
         places_(FragmentAddresses::of_rows(place + threadIdx.x / 32 * (16 * 2 * kColumns),
                                            2 * kColumns)) {}
 
-  // InitialSums to copy them to shared memory.
+  // Begins to copy the rows to shared memory.
   __device__ __forceinline__ void begin() const {
     if constexpr (!kHolds) {
       const RowCopy<kColumns> copy(stride_, columns_);
@@ -61,7 +61,7 @@ class OwnRows {
       load_rows<kColumns / 16>(held_, rows_, stride_, columns_, threadIdx.x / 32 * 16, count_);
     }
   }
-  // Fragment k, for multiply_by_columns().
+  // Returns fragment k, for multiply_by_columns().
   __device__ __forceinline__ Fragment operator()(int, int k) const {
     if constexpr (kHolds) return held_[k];
     return load_fragment(places_.at<2 * kColumns>(0, k));
@@ -99,7 +99,7 @@ struct KeyCopy {
               threadIdx.x * 4),
         tokens(tokens) {}
 
-  // InitialSums to copy the next tile into the stage at `base`; `count` keys are left from its
+  // Begins to copy the next tile into the stage at `base`; `count` keys are left from its
   // first on.
   __device__ __forceinline__ void operator()(uint32_t base, int count) {
     key_rows.template begin<kStep>(base, phi_k, count);
@@ -118,8 +118,8 @@ struct KeyCopy {
   }
 };
 
-// The stage of a tile of kKeys keys, when it is there: the next tile is on its way, and the values
-// of a head that may hold anything are finite.
+// Waits for a tile of kKeys keys, and returns its stage: the next tile is on its way, and the
+// values of a head that may hold anything are finite.
 //   copy(place, count): begins to copy the next tile; `count` keys are left from its first on
 template <typename L, typename T, int kKeys, int kColumns, typename Copy>
 __device__ __forceinline__ Shared<unsigned char> arrive_at(int tile, int end, int64_t S,

@@ -1,4 +1,4 @@
-// How large values are, and who makes them numbers of 16 bits.
+// Bounds of values, and their conversion to 16 bits.
 #pragma once
 
 #include "attention/cuda/operands/value_bounds.h"

@@ -7,18 +7,18 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr int kChunks = kStep / 16;  // of 16 keys, of a tile
+constexpr int kChunks = kStep / 16;  // chunks of 16 keys in a tile
 constexpr int64_t kZeros = 8;        // columns of the value, which is nothing but zeros
 
-// A lane's 16 bytes of a row of features, zeros of a row that is not there.
+// Loads a lane's 16 bytes of a row of features, zeros of a row that is not there.
 __device__ __forceinline__ uint4 load_piece(const Half* rows, int64_t row, int64_t count, int width,
                                             int column) {
   return row < count ? load_vector<uint4>(rows + row * width + column) : make_uint4(0, 0, 0, 0);
 }
 
-// Scores of a warp's 16 queries and the 64 keys of a tile. A lane has eight neighbouring columns of
-// a row at once, which stand at its inner places of two products: which column stands where is of
-// no account, as both operands agree.
+// Computes the scores of a warp's 16 queries and the 64 keys of a tile. A lane has eight
+// neighbouring columns of a row at once, which stand at its inner places of two products: which
+// column stands where is of no account, as both operands agree.
 //   queries [L][width], keys [S][width]
 __device__ __forceinline__ void make_scores(const Half* queries, int64_t i, int64_t L,
                                             const Half* keys, int64_t j, int64_t S, int width,
@@ -65,7 +65,7 @@ struct RowNormalizers {
   }
 };
 
-// sums += dropout_scale times the weights of a chunk of 16 keys, of its scores.
+// Adds dropout_scale times the weights of a chunk of 16 keys, from its scores.
 //   scales: similarity = score score square + eps
 __device__ __forceinline__ void add_weights(const FragmentPairs<Pairs::kGeneral>& at,
                                             const RowNormalizers& rows, const float* terms,
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
 
 bool has_weights_on_tensor_cores(const WeightsParams& params) {
   AttentionParams call = params;
-  call.value = params.query;  // of its type
+  call.value = params.query;  // any tensor of the same type
   call.d_v = kZeros;
   call.batch_invariant = true;
   const ElementType type = params.query.type;

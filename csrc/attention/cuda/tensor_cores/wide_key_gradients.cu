@@ -16,11 +16,11 @@ struct WideKeyCopy {
   const FoldedRows& rows;
   const KeyBlock& at;
   QueryTiles<kStep> tiles;
-  uint32_t base;  // of shared memory
+  uint32_t base;  // begin of shared memory
   int own_slice;
   // Columns of rows of features and of grad_output, and slices of these.
   int width, features, columns, of_values;
-  const Half* phi_k;  // of the block's keys
+  const Half* phi_k;  // features of the block's keys
   const T* values;
 
   __device__ __forceinline__ WideKeyCopy(const AttentionBackwardParams& params,
@@ -41,12 +41,12 @@ struct WideKeyCopy {
         values(value_rows<T>(params, tokens, at.b, at.key_head * at.group) +
                at.j0 * tokens.value.stride[2]) {}
 
-  // Slices that come before those of features.
+  // Returns how many slices come before the features.
   __device__ __forceinline__ int before() const { return kOfValues ? 0 : of_values; }
   __device__ __forceinline__ int slices() const {
     return kOfValues ? features + 1 : of_values + features;
   }
-  // InitialSums to copy a slice of a tile, with the first one what its queries bring, too.
+  // Begins to copy a slice of a tile, with the first one its queries' numbers, too.
   __device__ __forceinline__ void operator()(int tile, int slice, uint32_t stage) const {
     const int64_t bh = int64_t{at.b} * params.H + tiles.head(tile);
     const int64_t i0 = tiles.first_query(tile);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kFoldedThreads, 2)
   const int64_t bk = at.bk, j0 = at.j0;
   if (is_of_other_form<kPairs>(tokens.forms.state[bk])) return;  // the whole block
 
-  // 1. What is copied, and what the warp's keys bring to their pairs.
+  // 1. Copies, and the numbers of the warp's keys.
   const int own_slice = static_cast<int>(blockIdx.y);
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);

@@ -21,7 +21,8 @@ __host__ __device__ constexpr int slices_of(int64_t columns) {
 // In shared memory: stages of a slice of the block's rows and one of the tile's, and for two tiles
 // up to three numbers of each of their rows.
 struct WideLayout {
-  static constexpr uint32_t kRight = kStep * 2 * kSlice;  // of the tile; behind the block's
+  static constexpr uint32_t kRight =
+      kStep * 2 * kSlice;  // features of the tile; they lie behind the block's
   static constexpr uint32_t kStage = 2 * kRight;
   static constexpr uint32_t kNumbers = kStages * kStage, kNumbersOfTile = 3 * kStep * 4;
   static constexpr int64_t kBytes = kNumbers + 2 * int64_t{kNumbersOfTile};
@@ -31,7 +32,7 @@ struct WideLayout {
   }
 };
 
-// InitialSums to copy a slice of kStep rows; zeros beyond `count` rows and `columns` columns.
+// Begins to copy a slice of kStep rows; zeros beyond `count` rows and `columns` columns.
 template <typename T>
 __device__ __forceinline__ void copy_slice(uint32_t place, const T* rows, int64_t stride,
                                            int columns, int slice, int count) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void copy_slice(uint32_t place, const T* rows, int64_
   copy.template begin<kStep>(place, copy.source(rows + slice * kSlice), count);
 }
 
-// InitialSums to copy the numbers of a tile, from the first of each array on.
+// Begins to copy the numbers of a tile, from the first of each array on.
 template <int kCount>
 __device__ __forceinline__ void copy_numbers(uint32_t place, const float* const (&arrays)[kCount]) {
   static_assert(kCount <= 3);
@@ -89,8 +90,8 @@ __device__ __forceinline__ void clear(TileSums& sums) {
   }
 }
 
-// A loop over a tile's chunks is unrolled where the registers hold all that is under way then; else
-// it moves the sums of the next chunk to the front.
+// Returns which sums a chunk takes. A loop over a tile's chunks is unrolled where registers hold
+// all sums; else it moves the sums of the next chunk to the front.
 template <bool kRolls>
 __device__ __forceinline__ constexpr int held_at(int chunk) {
   return kRolls ? 0 : chunk;
@@ -114,7 +115,7 @@ struct SliceProducts {
         columns(FragmentAddresses::of_columns(WideLayout::kRight, 2 * kSlice)),
         rows(FragmentAddresses::of_rows(WideLayout::kRight, 2 * kSlice)) {}
 
-  // sums += the warp's rows of the block's slice times those of the tile's.
+  // Adds to sums the products of the warp's rows of the block's slice and the rows of the tile's.
   template <typename T>
   __device__ __forceinline__ void add_slice(TileSums& sums, uint32_t stage) const {
 #pragma unroll
@@ -128,7 +129,7 @@ struct SliceProducts {
       }
     }
   }
-  // sums += pairs of 16 rows of the tile times these rows of the tile's slice.
+  // Adds to sums the products of pairs, 16 rows of the tile, and these rows of the tile's slice.
   template <typename T>
   __device__ __forceinline__ void add_pairs(float (&sums)[1][kSlice / 8][4],
                                             const Fragment (&pairs)[1], uint32_t stage,

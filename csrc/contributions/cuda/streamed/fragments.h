@@ -15,7 +15,7 @@ struct FactorScale {
   double to_half;
   float unit;
 
-  // largest: without its sign, NaN if one is
+  // Takes the largest entry without its sign, NaN if one is
   __device__ __forceinline__ explicit FactorScale(float largest) {
     is_finite = largest - largest == 0;
     const int exponent = is_finite && largest > 0 ? ilogbf(largest) : 0;

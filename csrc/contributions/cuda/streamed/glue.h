@@ -56,7 +56,7 @@ struct StreamedOperand {
   at::Tensor rows, factor;  // factor [B, heads, N]
 };
 
-// Rows of a multiple of kOperandColumns, zeros behind the given ones, at multiples of 16 bytes.
+// Pads rows with zeros to a multiple of kOperandColumns, at multiples of 16 bytes.
 inline at::Tensor operand_rows(at::Tensor rows) {
   const int64_t beyond = rows.size(3) % kOperandColumns;
   if (beyond != 0) rows = at::constant_pad_nd(rows, {0, kOperandColumns - beyond});
@@ -83,12 +83,12 @@ inline StreamedOperand operand_of(const at::Tensor& x, bool is_split, bool is_ke
   return is_split ? split_operand(x, is_key) : StreamedOperand{operand_rows(x), {}};
 }
 
-// The axis of heads, third from the end, with each of them as often as makes it `heads`.
+// Repeats each head along the axis of heads, third from the end, which then has `heads`.
 inline at::Tensor repeated_heads(const at::Tensor& x, int64_t heads, int64_t axis = -3) {
   return x.size(axis) == heads ? x : x.repeat_interleave(heads / x.size(axis), axis);
 }
 
-// Features of the query's and the key's tokens, in Half or float32.
+// Computes features of the query's and the key's tokens, in Half or float32.
 inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source, int64_t H,
                                                      bool is_split) {
   const auto wide = [](const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; };
@@ -102,8 +102,9 @@ inline std::pair<at::Tensor, at::Tensor> features_of(const WeightsSource& source
   return {features(source.query, H), features(source.key, w1.size(-3))};
 }
 
-// [B, H, S], float64: what is added to the logit of a key in every row, -inf where it is hidden. Of
-// the implicit kernel with the magnitude, relative to the largest of a head, which no weight sees.
+// Computes the part of a key's logit that all rows share, [B, H, S] in float64, -inf where it is
+// hidden. For the implicit kernel it has the magnitude, relative to the largest of a head, which no
+// weight sees.
 inline at::Tensor key_logits(const WeightsSource& source, const ContributionSizes& sizes) {
   const auto [B, H, G, L, S, d_v, D] = sizes;
   at::Tensor mask = or_undefined(source.options.attn_mask), hidden;
@@ -165,7 +166,7 @@ class StreamedPairs {
     if (block.key_padding.defined()) params_.key_padding = array_of(block.key_padding);
   }
 
-  // norms[variant] [B, L, S], float32, of every variant that is there.
+  // Sets norms[variant] [B, L, S], float32, of every variant that is there.
   void set_variants(const Keys& keys, const std::array<at::Tensor, 3>& norms) {
     for (int variant = 0; variant < 3; ++variant) {
       if (!norms[variant].defined()) continue;
@@ -224,7 +225,7 @@ class StreamedPairs {
   StreamedParams params_;
   at::Tensor rows_;            // [B, H, L, kRowNumbers]
   at::Tensor queries_, keys_;  // [B, H, L, *], [B, G, S, *], what scores are products of
-  double scale_ = 1;           // of scores
+  double scale_ = 1;           // scale of scores
 
  private:
   void set_operands(const WeightsSource& source) {

@@ -222,11 +222,11 @@ class StreamedGradients : StreamedPairs {
   const SourceGraph graph_;
   at::Tensor grad_queries_, grad_keys_, grad_logits_;  // undefined where nothing wants them
   at::Tensor own_;                                     // [B, H, L], weights of own pairs
-  std::array<at::Tensor, 3> units_, outer_;            // by variant, as StreamedGradientParams
+  std::array<at::Tensor, 3> units_, outer_;            // [variant], see StreamedGradientParams
   std::array<const uint32_t*, 3> fragments_{}, reversed_{};
 };
 
-// The outer products of the keys; what else is wanted is added to `totals`.
+// Returns the outer products of the keys; adds all other gradients to `totals`.
 inline std::array<at::Tensor, 3> streamed_gradients(const ContributionCall& given,
                                                     const MapTensors& grad_maps, const Keys& keys,
                                                     const ContributionSizes& sizes,

@@ -32,7 +32,7 @@ const char* mask_words(const MaskParams& params, Stream stream) {
 
 constexpr int kParts = 16;  // threads that share a key: each two lanes of a tile
 
-// The larger; NaN stays.
+// Returns the larger number; NaN stays.
 __device__ __forceinline__ float larger(float largest, float x) {
   return x > largest || x != x ? x : largest;
 }
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kFactorBlock* kParts) fragment_kernel(Fragment
   for (int n = 0; n < 2 * tiles; ++n) {
     const int first = params.is_reversed ? 0 : n / 2, end = params.is_reversed ? n / 2 + 1 : tiles;
     for (int k = first; k < end; ++k, ++tile) {
-      uint2 own[4];  // of a lane and its right neighbour
+      uint2 own[4];  // registers of a lane and its right neighbour
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         own[i] =

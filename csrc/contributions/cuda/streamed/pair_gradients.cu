@@ -33,7 +33,8 @@ struct GradientTile {
   }
 
  private:
-  // 16 bytes, swizzled so that neighbouring keys, and neighbouring heads, lie in different banks.
+  // Returns the place of 16 bytes, swizzled so that neighbouring keys, and neighbouring heads, lie
+  // in different banks.
   __device__ static __forceinline__ uint32_t slot(int key, int head, int n) {
     return static_cast<uint32_t>((key * kHeads + head) * kQueries * 4 +
                                  (n ^ ((key + head) & 7)) * 16);
@@ -118,7 +119,7 @@ __device__ __forceinline__ void make_directions(const StreamedGradientParams& pa
   }
 }
 
-// sums[n] of 16 queries and 8 heads, over the rows of the factor: R^T times directions.
+// Computes sums[n] of 16 queries and 8 heads, over the rows of the factor: R^T times directions.
 template <int kHeadTiles, int kSplits>
 __device__ __forceinline__ void multiply_reversed(const uint32_t* fragments,
                                                   const Directions<kHeadTiles, kSplits>& directions,
@@ -142,14 +143,14 @@ __device__ __forceinline__ void multiply_reversed(const uint32_t* fragments,
   }
 }
 
-// The largest power of two that keeps numbers up to `largest` in Half, and one over it.
+// Returns the largest power of two that keeps numbers up to `largest` in Half, and one over it.
 __device__ __forceinline__ float2 half_scale(float largest) {
   const bool has_size = largest > 0 && largest - largest == 0;
   const int exponent = has_size ? max(ilogbf(largest), -100) : 14;
   return make_float2(ldexpf(1.0f, 14 - exponent), ldexpf(1.0f, exponent - 14));
 }
 
-// totals[k][n] of 16 and 8 heads += the sum over 16 queries, the m-th, of slope a a^T. The left
+// Adds to totals[k][n] of 16 and 8 heads the sum over the m-th 16 queries of slope a a^T. The left
 // operand is slope a, over a power of two of its own; the right one a as it lies.
 template <typename Tile, int kHeadTiles, int kSplits>
 __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, const float (&slope)[2],
@@ -165,7 +166,7 @@ __device__ __forceinline__ void add_outer(uint32_t weights, int key, int m, cons
                   weights + Tile::of_part(Tile::place(key, head, 2 * m + lane / 16), p));
     }
   }
-  float slopes[2][2];  // of queries 2 t + c + 8 half, from the lanes that have them
+  float slopes[2][2];  // slopes of queries 2 t + c + 8 half, from the lanes that have them
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -239,7 +240,7 @@ __device__ __forceinline__ void store_outer(const StreamedGradientParams& params
   }
 }
 
-// All of a key and the tile's queries, by a warp.
+// Computes all gradients of a key and the tile's queries, in a warp.
 template <int kHeadTiles, int kSplits>
 __device__ __forceinline__ void through_key(const StreamedGradientParams& params,
                                             const PlaceOfTile& at, int place,
@@ -284,7 +285,7 @@ __device__ __forceinline__ void through_key(const StreamedGradientParams& params
   if (params.outer != nullptr) store_outer<kHeadTiles>(params, own_key(params, at, place), totals);
 }
 
-// The gradients of the tile's weights, or zeros, 16 keys of a row side by side.
+// Stores the gradients of the tile's weights, or zeros, 16 keys of a row side by side.
 template <typename Tile>
 __device__ __forceinline__ void store_gradients(const StreamedGradientParams& params,
                                                 const PlaceOfTile& at, bool is_seen,

@@ -17,7 +17,7 @@ struct Tile {
   static constexpr int kQueries = 64 / kSplits / (kHeadTiles > 2 ? 2 : 1), kChunks = kQueries / 8;
   static constexpr int kHeads = 16 * kHeadTiles;
   static constexpr int kPartBytes = kStreamedKeys * kHeads * kQueries * 2;
-  static constexpr int kPitch = kStreamedKeys + 1;  // of norms, [variant][query][key]
+  static constexpr int kPitch = kStreamedKeys + 1;  // pitch of norms, [variant][query][key]
   static constexpr int kFragments = static_cast<int>(fragment_tiles(kHeadTiles));
   static constexpr int64_t shared_bytes(int variants) {
     return kSplits * kPartBytes + int64_t{variants} * kQueries * kPitch * 4;
@@ -45,7 +45,7 @@ __device__ __forceinline__ PlaceOfTile place_of_tile(const StreamedParams& param
           blockIdx.x % key_tiles * kStreamedKeys};
 }
 
-// The norms of a key and all queries of the block, by a warp.
+// Computes the norms of a key and all queries of the block, in a warp.
 template <typename Tile, int kHeadTiles, int kSplits>
 __device__ __forceinline__ void make_norms(const uint32_t* fragments, float unit, uint32_t weights,
                                            int key, Shared<float> norms) {
@@ -71,7 +71,8 @@ __device__ __forceinline__ void make_norms(const uint32_t* fragments, float unit
   }
 }
 
-// Where no pair of the block is seen: zeros, and NaN in the rows of queries that are not finite.
+// Stores zeros where no pair of the block is seen, and NaN in the rows of queries that are not
+// finite.
 template <typename Tile>
 __device__ __forceinline__ void fill_norms(const StreamedParams& params, const PlaceOfTile& at,
                                            Shared<float> norms) {

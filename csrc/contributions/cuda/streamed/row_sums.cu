@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kWarps = 4, kQueries = 8 * kTiles;
 
-// The sums of a lane's queries over the keys of its warp.
+// Adds up a lane's queries over the keys of its warp.
 template <typename T>
 __device__ __forceinline__ void add_keys(const StreamedParams& params, int64_t b, int64_t h,
                                          int64_t q0, RunningSum (&sums)[kTiles][2]) {

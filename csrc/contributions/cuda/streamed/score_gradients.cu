@@ -83,7 +83,8 @@ __device__ __forceinline__ void for_each_tile(const StreamedGradientParams& para
   }
 }
 
-// delta[n][c]: over all keys, the sum of weights times gradients. parts [kWarps][kQueries].
+// Computes delta[n][c]: over all keys, the sum of weights times gradients. parts
+// [kWarps][kQueries].
 template <typename T>
 __device__ __forceinline__ void make_deltas(const StreamedGradientParams& params,
                                             const PlaceOfRows& at, Shared<float> parts,
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kWarps * 32, 4)
   float delta[kTiles][2] = {};
   make_deltas<T>(params, at, parts, delta);
   for_each_tile<T>(params, at, [&](const PlaceOfRows& own, const KeyTile& tile, int64_t j0) {
-    float sums[2] = {};  // of the logits' gradients, by r
+    float sums[2] = {};  // sums of the logits' gradients, [r]
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll

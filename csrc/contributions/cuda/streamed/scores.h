@@ -139,7 +139,7 @@ __device__ __forceinline__ float weight_of(const StreamedParams& params, const P
   const float weight = term.magnitude * exp_of((term.logit - row.y) + (term.low - row.w)) * row.z;
   // A hidden pair is zero in a row that is NaN, too, but for dot attention, as torch has it.
   if (params.is_implicit && term.logit == -INFINITY) return 0;
-  return weight > 1 ? 1 : weight;  // by rounding, of which a large logit may have much
+  return weight > 1 ? 1 : weight;  // rounding exceeds 1, much so for a large logit
 }
 
 // Sum of the terms seen so far, relative to the largest logit, which is of two floats: magnitudes

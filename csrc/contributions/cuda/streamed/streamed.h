@@ -38,13 +38,13 @@ struct StreamedParams {
   const uint32_t* mask = nullptr;
   int64_t mask_heads = 1;  // H, or 1: every head has the same
   Array offsets;           // [B, H, L, S], of float masks, -inf hides; absent: none
-  // Where finite offsets end.
+  // Bound of finite offsets.
   float farthest_offset = INFINITY;
 
   // Fields of the pairs alone.
   bool is_split = false;  // weights and factors are split into two operands of Half, else one
   int variants = 0;
-  const uint32_t* fragments[3] = {};  // as factor_fragments() makes them
+  const uint32_t* fragments[3] = {};  // made by factor_fragments()
   const float* units[3] = {};         // [B, S]
   Array norms[3];                     // [B, L, S], float32
   Array query_padding, key_padding;   // bool [B, L], [B, S]
@@ -64,7 +64,7 @@ struct MaskParams {
 struct FragmentParams {
   int64_t B = 0, H = 0, S = 0;
   bool is_split = false;
-  const float* factors = nullptr;  // as in FactorParams
+  const float* factors = nullptr;  // see FactorParams
   uint32_t* fragments = nullptr;   // [B, S, 1 or 2, tiles, 32, 2]
   float* units = nullptr;          // [B, S]
   // Whether products are with the factor itself, rows by heads, in place of the transposed one.
@@ -82,14 +82,14 @@ struct StreamedGradientParams : StreamedParams {
   int64_t i0 = 0, queries = 0;         // a multiple of kStripRows, but of the last ones
   int64_t keys = 0;                    // no query of these sees another key than the first ones
   Array grad_norms;                    // [B, queries, S], float32
-  const uint32_t* reversed = nullptr;  // as factor_fragments() makes them with is_reversed
+  const uint32_t* reversed = nullptr;  // made by factor_fragments() with is_reversed
   bool is_first = true;                // grad is written, else added to
   float* grad = nullptr;               // [B, H, queries, keys], of weights, then of scores
   float* outer = nullptr;              // [B, S, 16 tiles, 16 tiles], added to
   float* grad_logits = nullptr;        // [B, H, ceil(queries / kStripRows), keys], sums
 };
 
-// Where a factor's element lies, of the matrix row by row.
+// Returns where a factor's element lies, of the matrix row by row.
 IKATTN_HOST_DEVICE constexpr int factor_entry(int H, int row, int head) {
   return row * H - row * (row - 1) / 2 + head - row;
 }

@@ -1,6 +1,6 @@
 // Sums values that each query takes of all keys but its own, [B, H, L, d_v], for mixing ratios. A
 // block takes 32 queries of a head and 64 columns. Its four warps make the weights of 64 keys, by
-// 16, in float32, which then meet the values on CUDA cores. Keys come in order.
+// 16, in float32, which then multiply the values on CUDA cores. Keys come in order.
 #include "contributions/cuda/pairs.h"
 #include "contributions/cuda/streamed/scores.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kQueries = 8 * kTiles, kKeys = kStreamedKeys * kWarps, kColumns = 64;
-constexpr int kPitch = kQueries + 4;             // of weights, [key][query]
+constexpr int kPitch = kQueries + 4;             // pitch of weights, [key][query]
 constexpr int kRows = 4, kLanes = kColumns / 4;  // a thread's queries; threads that share them
 
 struct PlaceOfSums {
@@ -28,8 +28,8 @@ struct PlaceOfSums {
   }
 };
 
-// The weights of 16 keys from j0 on, by a warp: zero where a key is the query's own or padding, NaN
-// where what it holds is not finite.
+// Puts the weights of 16 keys from j0 on, in a warp: zero where a key is the query's own or
+// padding, NaN where it is not finite.
 template <typename T>
 __device__ __forceinline__ void put_weights(const WeighedValueParams& params, const PlaceOfSums& at,
                                             int64_t j0, uint32_t visible, Shared<float> weights) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void put_weights(const WeighedValueParams& params, co
   }
 }
 
-// The values of the keys from j0 on, [key][column]; zeros in the place of those that are not there.
+// Loads the values of the keys from j0 on, [key][column]; zeros in the place of missing ones.
 __device__ __forceinline__ void load_values(const WeighedValueParams& params, const PlaceOfSums& at,
                                             int64_t j0, Shared<float> values) {
   const int64_t* stride = params.values.stride;

@@ -12,15 +12,15 @@
 namespace ikattn::cuda {
 namespace {
 
-constexpr float kWeightScale = 0x1p15f;  // of weights in Half
+constexpr float kWeightScale = 0x1p15f;  // scale of weights in Half
 
 // The place of a block's tile.
 struct PlaceOfTile {
   int64_t b, q0, j0;
 };
 
-// The smallest weight of a key that is not zero, over 2^-15. Of a key whose factor is not finite it
-// must not be lost: who weighs such a key is not finite either.
+// Returns the smallest weight of a key that is not zero, over 2^-15. It must not be lost for a key
+// whose factor is not finite: a query that weighs such a key is not finite either.
 __device__ __forceinline__ float smallest_weight(const StreamedParams& params, int64_t b,
                                                  int64_t j) {
   bool is_finite = true;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void store_weights(Shared<unsigned char> weights, uin
   }
 }
 
-// The weights of a head and 32 queries (where a tile has fewer, 16), from the q0-th of the block
-// on, by a warp.
+// Makes the weights of a head and 32 queries (where a tile has fewer, 16), from the q0-th of the
+// block on, by a warp.
 template <typename T, typename Tile, int kSplits>
 __device__ __forceinline__ void make_weights(const StreamedParams& params, const PlaceOfTile& at,
                                              int h, int q0, uint32_t visible,
@@ -92,7 +92,7 @@ __device__ __forceinline__ void make_weights(const StreamedParams& params, const
   __syncwarp();  // products follow
 }
 
-// Zeros in the place of heads that are not there.
+// Stores zeros in the place of heads that are not there.
 template <typename Tile, int kSplits>
 __device__ __forceinline__ void clear_weights(int h, Shared<unsigned char> weights) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -124,8 +124,8 @@ struct KeyFactor {
   }
 };
 
-// sums[n] of 16 queries, the m-th, and 8 rows of the factor, over all heads. What is small times
-// small is below what float32 holds.
+// Computes sums[n] of the m-th 16 queries and 8 rows of the factor, over all heads. Products of two
+// small parts are below float32's digits.
 template <typename Tile, int kHeadTiles, int kSplits>
 __device__ __forceinline__ void multiply_factor(const KeyFactor<kHeadTiles, kSplits>& factor,
                                                 uint32_t weights, int key, int m,

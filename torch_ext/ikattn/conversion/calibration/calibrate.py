@@ -35,8 +35,6 @@ from ikattn.conversion.calibration.weights import fit_to_weights, some_queries
 from ikattn.nn.selection import Selection
 from ikattn.recorder.calls.attention_call import AttentionCall
 
-__all__ = ["calibrate"]
-
 Trained = Literal["frequencies", "attention"]
 
 _OF_MODULE = 1 << 22  # weights that are kept of a module
@@ -71,8 +69,8 @@ def calibrate(
     The outputs of all layers are held for all batches, [tokens, model size] each.
 
     Args:
-        model: With ``ikattn.MultiheadAttention`` of kernel "implicit", or of transformers, after
-            ``use_implicit_attention``; called in eval mode, without grad, while all its implicit
+        model: After ``ikattn.convert``, or with ``ikattn.MultiheadAttention`` of kernel "implicit";
+            called in eval mode, without grad, while all its implicit
             kernels compute softmax, those that are left out among them.
         batches: Inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
             ``attention_mask`` of a dict tells which tokens are padding.
@@ -161,7 +159,7 @@ def _checked(
     projection_learning_rate: float,
     keep: float | None,
 ) -> list[Any]:
-    """The batches, if they are some, and the numbers are in range."""
+    """Returns the batches, if they are some and the numbers are in range."""
     if isinstance(batches, Tensor | Mapping | str):
         raise TypeError(
             "calibrate: batches must be an iterable of batches, each a tensor, a tuple of "
@@ -188,7 +186,7 @@ def _checked(
 
 
 class _Seen:
-    """What the layers were given, and gave, while the model computed softmax.
+    """Inputs and outputs of the layers, while the model computed softmax.
 
     Attributes:
         calls: Of each layer, as many as are kept.
@@ -256,7 +254,7 @@ def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
         return
     try:
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    except (NotImplementedError, AttributeError):  # of models with several towers
+    except (NotImplementedError, AttributeError):  # models with several towers raise it
         return
     count = getattr(embeddings, "num_embeddings", None)
     if count is None:
@@ -297,7 +295,7 @@ def _without_autocast(calls: list[AttentionCall]) -> torch.autocast:
 
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Without caches of keys, too, which would grow each time a layer is called alone."""
+    """Opens a context in eval mode without caches of keys, which grow where a layer runs alone."""
     training = {module: module.training for module in model.modules()}
     configs: Any = {id(x): x for x in (getattr(m, "config", None) for m in training)}
     caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]

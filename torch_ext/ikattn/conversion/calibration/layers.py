@@ -6,17 +6,16 @@ Sizes: B batch, H query heads, L queries, S keys, E model size.
 from __future__ import annotations
 
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
+from ikattn.conversion.modules import select_modules
 from ikattn.nn.multihead_attention import MultiheadAttention
-from ikattn.nn.selection import Selection, is_selected, path_to, select_modules
+from ikattn.nn.selection import Selection
 from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.recorder.calls.attention_call import AttentionCall
@@ -24,9 +23,7 @@ from ikattn.recorder.calls.torch_attention import torch_call
 from ikattn.recorder.runs.padding import fill_padding
 from ikattn.spectral.interface import call_source, unwrapped
 
-__all__ = ["Layer", "as_softmax", "layers_of", "listening", "note_softmax_heads"]
-
-# What modules of transformers call the tokens that are not their own.
+# Names that modules of transformers have for tokens that are not their own.
 _OTHERS = ("key_value_states", "encoder_hidden_states")
 
 Listener = Callable[["Layer", AttentionCall], None]
@@ -53,7 +50,7 @@ class Layer(ABC):
         return [w for w in self.kernel.parameters() if w.requires_grad]
 
     def weights(self, call: AttentionCall) -> Tensor:
-        """The implicit kernel's normalised weights [B, H, L, S] of a call, differentiable."""
+        """Returns the implicit kernel's normalised weights [B, H, L, S] of a call."""
         w1, w2, p, key_bias = self._kernel_of(call)
         query = call.query
         return implicit_kernel_weights(
@@ -71,12 +68,12 @@ class Layer(ABC):
     def _kernel_of(
         self, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
-        """w1, w2, p and what is added to the logits of keys."""
+        """Returns w1, w2, p and what is added to the logits of keys."""
 
     @property
     @abstractmethod
     def owner(self) -> SoftmaxHeads:
-        """What knows which heads compute softmax."""
+        """The module that knows which heads compute softmax."""
 
 
 class _TorchLayer(Layer):
@@ -101,7 +98,7 @@ class _TorchLayer(Layer):
 
 
 class _InterfaceLayer(Layer):
-    """A module of transformers after ``use_implicit_attention``."""
+    """A module of transformers after ``ikattn.convert``."""
 
     def _kernel_of(
         self, call: AttentionCall
@@ -117,56 +114,35 @@ class _InterfaceLayer(Layer):
 def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
     """Makes a checkpoint of the model know that layers have heads with softmax."""
     if any(isinstance(layer, _InterfaceLayer) for layer in layers):
-        from ikattn.integrations.transformers._implicit import note_softmax_heads as note
+        from ikattn.integrations.transformers.conversion import note_softmax_heads as note
 
         note(model)
 
 
+_LAYERS: dict[str, type[Layer]] = {
+    "nn.MultiheadAttention": _TorchLayer,
+    "attention of transformers": _InterfaceLayer,
+}
+
+
 def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
-    """The selected layers with implicit kernels, in the order of their names.
+    """Returns the selected layers with implicit kernels, in the order of their names.
 
     Raises:
         TypeError: The model is none, or select is no selection.
         ValueError: There are none.
     """
-    found = _interface_layers(model, select) if isinstance(model, nn.Module) else []
-    has_torch_layers = isinstance(model, nn.Module) and any(
-        isinstance(module, nn.MultiheadAttention) for module in model.modules()
-    )
-    if not found or has_torch_layers:
-        try:
-            chosen = select_modules(model, select)
-        except ValueError:  # it names what the model has
-            if not found:
-                raise
-            chosen = []
-        found += [
-            _TorchLayer(one.names, one.module, unwrapped(one.module.spectral))
-            for one in chosen
-            if isinstance(one.module, MultiheadAttention) and one.kernel == "implicit"
-        ]
+    found = [
+        _LAYERS[one.kind.title](one.names, one.module, unwrapped(one.module.spectral))
+        for one in select_modules(model, select)
+        if one.kind.title in _LAYERS and one.is_ours and one.kernel == "implicit"
+    ]
     if not found:
         raise ValueError(
             f"calibrate: expected a model with implicit kernels, got a {type(model).__name__} "
-            "without; ikattn.convert or use_implicit_attention makes them"
+            "without; ikattn.convert makes them"
         )
     return found
-
-
-def _interface_layers(model: nn.Module, select: Selection | None) -> list[Layer]:
-    if "transformers" not in sys.modules:
-        return []
-    from ikattn.integrations.transformers._kernels import KERNELS
-
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(unwrapped(getattr(module, "spectral", None)), KERNELS):
-            names.setdefault(module, []).append(name)
-    return [
-        _InterfaceLayer(own, module, unwrapped(module.spectral))
-        for module, own in names.items()
-        if is_selected(own, module, chain.from_iterable(path_to(model, n) for n in own), select)
-    ]
 
 
 @contextmanager
@@ -183,7 +159,7 @@ def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
                 stack.callback(vars(module).__setitem__, "kernel", "implicit")
                 vars(module)["kernel"] = "dot"
         if any(isinstance(layer, _InterfaceLayer) for layer in layers):
-            from ikattn.integrations.transformers._interface import softmax_in_place
+            from ikattn.integrations.transformers.interface import softmax_in_place
 
             stack.enter_context(softmax_in_place(model))
         yield
@@ -214,7 +190,7 @@ def listening(
                 stack.callback(hook.remove)
         of_interface = [m for m, layer in by_module.items() if isinstance(layer, _InterfaceLayer)]
         if of_interface:
-            from ikattn.integrations.transformers._attention import scaled_query
+            from ikattn.integrations.transformers.attention import scaled_query
             from ikattn.recorder.calls import transformers_attention
 
             crosses: dict[nn.Module, bool] = {}
@@ -252,7 +228,7 @@ def _reads_others(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _mask_of_tokens(batch: Any, call: AttentionCall) -> Tensor | None:
-    """The batch's attention_mask [B, S], where it is one of the call's keys."""
+    """Returns the batch's attention_mask [B, S], where it is one of the call's keys."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     sizes = (call.key.size(0), call.key.size(2))
     return mask if isinstance(mask, Tensor) and tuple(mask.shape) == sizes else None

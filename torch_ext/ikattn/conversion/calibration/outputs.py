@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map_only
 from ikattn.conversion.calibration.layers import Layer
 from ikattn.conversion.calibration.weights import by_what_is_held_out
 
-__all__ = ["Rates", "Target", "fit_to_outputs", "in_float32", "rows_of", "run"]
-
 _NOTHING = 1e-30  # a square of outputs
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -34,7 +32,7 @@ class Rates(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a layer gave in one call while the model computed softmax.
+    """The output of a layer in one call, while the model computed softmax.
 
     Attributes:
         output: [B, L, E], or what ``rows_of`` makes of it.
@@ -60,13 +58,13 @@ def run(model: nn.Module, batch: Any) -> None:
 
 
 def rows_of(output: Any, module: nn.Module) -> Tensor:
-    """The output of a layer as [B, L, E]; of nested sequences as one, [1, tokens, E]."""
+    """Returns the output of a layer as [B, L, E]; of nested sequences as one, [1, tokens, E]."""
     y: Tensor = output[0] if isinstance(output, tuple | list) else output
     if y.is_nested:
         return torch.cat(y.unbind()).unsqueeze(0)
     if y.dim() == 2:
         return y.unsqueeze(0)
-    # of torch's modules alone
+    # torch's modules alone have it
     return y if getattr(module, "batch_first", True) else y.transpose(0, 1)
 
 
@@ -103,7 +101,7 @@ def fit_to_outputs(
         groups.append({"params": others, "lr": rates.projections})
     split = layer.owner.split_heads()
     parameters = [*frequencies, *others]
-    if split is not None and not split.implicit:  # of no use where all heads compute softmax
+    if split is not None and not split.implicit:  # no use where all heads compute softmax
         groups, parameters = groups[1:], others
     with _alone(layer.module, parameters), in_float32([layer.module]):
         first = [w.detach().clone() for w in parameters]
@@ -157,14 +155,14 @@ def _descend(
 
 
 def _others(layer: Layer, own: set[int]) -> list[nn.Parameter]:
-    """The layer's parameters that are trained beside its frequencies."""
+    """Returns the layer's parameters that are trained beside its frequencies."""
     return [w for w in layer.module.parameters() if w.requires_grad and id(w) not in own]
 
 
 def _calls_of(
     model: nn.Module, layer: Layer, batch: Any, count: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """What the model calls the layer with, ``count`` times."""
+    """Yields the arguments with which the model calls the layer, ``count`` times."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -190,7 +188,7 @@ def _calls_of(
 
 
 def _for_autograd(x: Tensor) -> Tensor:
-    """In float32 at least, and no tensor of inference mode."""
+    """Returns a tensor in float32 at least, and none of inference mode."""
     x = x.detach()
     if x.dtype in _HALF:
         return x.float()
@@ -200,7 +198,7 @@ def _for_autograd(x: Tensor) -> Tensor:
 def _errors(
     module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], target: Target
 ) -> Tensor:
-    """Squared errors and squares, [fitted or held out, error or size], of one call."""
+    """Returns squared errors and squares, [fitted or held out, error or size], of one call."""
     args, kwargs = call
     found = rows_of(module(*args, **kwargs), module)
     expected = target.output.to(found.dtype)
@@ -238,7 +236,7 @@ def _alone(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Of 16 bits a step of the optimiser would be lost, or infinite."""
+    """Opens a context in float32: in 16 bits a step of the optimiser would be lost, or infinite."""
     tensors = [x for part in modules for x in (*part.parameters(), *part.buffers())]
     narrow = [(x, x.dtype) for x in tensors if x.dtype in _HALF]
     for x, _ in narrow:

@@ -1,12 +1,10 @@
-"""What a calibration tells of each layer and head."""
+"""The report of a calibration, by layer and head."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
-
-__all__ = ["CalibratedModule", "CalibrationReport"]
 
 
 class CalibratedModule(NamedTuple):
@@ -45,7 +43,7 @@ class CalibrationReport(tuple[CalibratedModule, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """A line a layer: errors of the heads' weights after the fit, then those of the output.
+        """Prints a line a layer: errors of the heads' weights after the fit, then of the output.
 
         Heads that compute softmax are in brackets.
         """

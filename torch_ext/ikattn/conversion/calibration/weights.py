@@ -14,8 +14,6 @@ from ikattn.conversion.calibration.layers import Layer
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.spectral.direct import Direct
 
-__all__ = ["by_what_is_held_out", "fit_to_weights", "some_queries"]
-
 # Weights that are kept of a call, and those of a step.
 _OF_CALL = 1 << 19
 _FEWEST = 16  # queries of a sequence that are kept, where it has so many
@@ -108,7 +106,7 @@ def fit_to_weights(
 
 
 def _groups(calls: list[AttentionCall]) -> list[list[AttentionCall]]:
-    """The calls in parts of about as many weights as a step takes."""
+    """Yields the calls in parts of about as many weights as a step takes."""
     groups: list[list[AttentionCall]] = []
     left = 0
     for call in calls:
@@ -163,7 +161,7 @@ def _errors(layer: Layer, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:
 
 
 def by_what_is_held_out(of_rows: Tensor) -> Tensor:
-    """Sums over sequences and queries: of what is fitted to, and of the rest, in front.
+    """Sums over sequences and queries: those that are fitted to, and the rest, in front.
 
     Of fewer than five sequences queries are held out instead.
 

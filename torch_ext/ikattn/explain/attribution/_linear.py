@@ -13,76 +13,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.recorder.calls.hooks import Hook
-
-__all__ = [
-    "SUMS",
-    "Activation",
-    "LinearModel",
-    "activations_as_one",
-    "body_of",
-    "detached",
-    "name_of",
-    "tolerance_of",
-]
+from ikattn.explain.attribution._torch import (
+    IN_PLACE,
+    NOT_ZERO_AT_ZERO,
+    OF_ONE,
+    RULES,
+    body_of,
+    detached,
+    hooked,
+    is_in_place,
+    laid_out,
+    name_of,
+    operands_in_place,
+    out_of_place,
+    tensors_in,
+)
 
 Activation: TypeAlias = Literal["slope", "tangent"]
 
-# How far parts may be from adding up, over the sum of their sizes: norms of models in float64
+# Allowed distances of parts from adding up, over the sum of their sizes: norms of models in float64
 # compute in float32.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# What torch calls the second operand of a function of two, and the factors of a sum with a product.
-_SECOND = ("other", "exponent", "mat2", "vec", "vec2", "tensor")
-_FACTORS = ("mat1", "batch1", "mat2", "batch2")
-
-# By the names that torch gives to its functions, of tensors and of modules alike.
-_ACTIVATIONS = _names(
-    """
-    gelu silu relu relu6 tanh hardtanh hardswish leaky_relu elu selu celu mish prelu rrelu pow
-    square float_power clamp clamp_min clamp_max abs sin tan atan sinh expm1 log1p erf
-    """
-)
-_FIXED = _names(
-    """
-    softmax log_softmax sigmoid softplus hardsigmoid sqrt rsqrt reciprocal exp exp2 log norm
-    vector_norm linalg_vector_norm linalg_norm var std var_mean std_mean logsumexp cos rpow
-    softmin gumbel_softmax logsigmoid
-    """
-)
-_BILINEAR = _names(
-    """
-    mul multiply rmul matmul rmatmul mm bmm einsum dot mv outer inner
-    """
-)
-_QUOTIENTS = _names(
-    """
-    div divide true_divide truediv rtruediv rdiv
-    """
-)
-_JOINS = _names("cat concat concatenate stack hstack vstack")
-_NOT_ZERO_AT_ZERO = _names("pow float_power clamp clamp_min clamp_max hardtanh")
-SUMS = frozenset(["add", "radd", "sub", "subtract", "rsub"])
-_IN_PLACE = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ipow", "imatmul"])
+_FACTORS = ("mat1", "batch1", "mat2", "batch2")  # names, in a sum with a product
 
 
 def tolerance_of(x: Tensor) -> float:
-    """How far parts of ``x`` may be from adding up in the type in which the model computes."""
+    """Returns how far parts of ``x`` may be from adding up in the type the model computes in."""
     device = x.device.type
     under_autocast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
     dtype = torch.get_autocast_dtype(device) if under_autocast else x.dtype
@@ -90,15 +56,15 @@ def tolerance_of(x: Tensor) -> float:
 
 
 class _WithConstant(torch.autograd.Function):
-    """``x + c`` for a constant c, whose part of the result the backward adds to a ledger.
+    """``x + c`` for a constant c, whose part of the result the backward appends to a list.
 
-    The ledger is a list, which the host does not wait for.
+    The host does not wait for it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, constant: Tensor, ledger: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, constant: Tensor, parts: list[Tensor]) -> Tensor:
         ctx.save_for_backward(constant)
-        ctx.shape, ctx.ledger = x.shape, ledger
+        ctx.shape, ctx.parts = x.shape, parts
         return x + constant
 
     @staticmethod
@@ -107,7 +73,7 @@ class _WithConstant(torch.autograd.Function):
         (constant,) = ctx.saved_tensors
         whole = gradient.sum_to_size(constant.shape).double()
         part = whole * constant.double()
-        ctx.ledger.append(part.masked_fill(whole == 0, 0).sum())
+        ctx.parts.append(part.masked_fill(whole == 0, 0).sum())
         return gradient.sum_to_size(ctx.shape), None, None
 
 
@@ -125,21 +91,23 @@ class LinearModel(TorchFunctionMode):
 
     def __init__(self, activation: Activation = "slope") -> None:
         super().__init__()
+        if activation not in ("slope", "tangent"):
+            raise ValueError(f'activation must be "slope" or "tangent", got {activation!r}')
         self.activation = activation
         self._constants: list[Tensor] = []
         self._lost: list[Tensor] = []
-        # Fixed numbers that depend on the tokens, and what is made of them, by which function.
+        # Functions by their results: numbers that are fixed, and depend on the tokens.
         self._fixed: Any = WeakTensorKeyDictionary()
         self._functions_added: dict[str, None] = {}
 
     @property
     def constants(self) -> float:
-        """What constants have added since ``clear``."""
+        """The sum of what constants have added since ``clear``."""
         return _sum_of(self._constants)
 
     @property
     def lost(self) -> float:
-        """What fixed numbers have added since ``clear`` that are no constants."""
+        """The sum of what fixed numbers that are no constants have added since ``clear``."""
         return _sum_of(self._lost)
 
     @property
@@ -155,12 +123,16 @@ class LinearModel(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = _first_two_in_place(args, dict(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        args = operands_in_place(args, kwargs)
         name = name_of(func)
-        changes_first = _is_in_place(func) or (name in _IN_PLACE)
-        name = name[1:] if name in _IN_PLACE else name
-        rule = self._rule(name)
-        is_empty = bool(args) and isinstance(args[0], Tensor) and args[0].numel() == 0
+        changes_first = is_in_place(func) or name in IN_PLACE
+        name = name[1:] if name in IN_PLACE else name
+        rule = getattr(self, RULES[name]) if name in RULES else None
+        first = args[0] if args else None
+        is_empty = isinstance(first, Tensor) and first.numel() == 0
+        if name in OF_ONE and not self._depends(first):
+            rule = None
         if rule is None or is_empty:
             if name == "multi_head_attention_forward":  # written in Python: its parts can be seen
                 with self:
@@ -168,75 +140,44 @@ class LinearModel(TorchFunctionMode):
             result = func(*args, **kwargs)
             self._follow(name, args, kwargs, result)
             return result
-        before = args[0] if changes_first else None
-        if kwargs.pop("inplace", False):
-            before = args[0]
+        before = first if changes_first or kwargs.pop("inplace", False) else None
         if before is not None:
-            own = rule(_out_of_place(func, name), before.clone(), *args[1:], **kwargs)
+            own = rule(out_of_place(name), before.clone(), *args[1:], **kwargs)
             return before.copy_(own)
         result = rule(func, *args, **kwargs)
         self._follow(name, args, kwargs, result)
-        calls_it = rule in (self._attention, self._product)  # what func has made, or sums of it
+        calls_it = rule in (
+            self._attention,
+            self._product,
+        )  # results of func itself, or sums of them
         if calls_it or not self._depends(result):
             return result
-        return _laid_out(result, func, args, kwargs)
-
-    def _rule(self, name: str) -> Callable[..., Any] | None:
-        if name in _ACTIVATIONS:
-            return self._activation
-        if name in _FIXED:
-            return self._fix
-        if name in _BILINEAR:
-            return self._product
-        if name in _QUOTIENTS:
-            return self._quotient
-        if name in SUMS:
-            return self._sum
-        others: dict[str, Callable[..., Any]] = {
-            "linear": self._linear,
-            "addmm": self._addmm,
-            "baddbmm": self._addmm,
-            "conv1d": self._convolution,
-            "conv2d": self._convolution,
-            "layer_norm": self._layer_norm,
-            "rms_norm": self._rms_norm,
-            "group_norm": self._group_norm,
-            "batch_norm": self._batch_norm,
-            "normalize": self._normalize,
-            "glu": self._glu,
-            "scaled_dot_product_attention": self._attention,
-            "implicit_kernel_attention": self._attention,
-            "attention_from_features": self._attention,
-            "softmax_mean_weights": self._attention,
-            "dropout": self._dropout,
-            **dict.fromkeys(_JOINS, self._join),
-        }
-        return others.get(name)
+        return laid_out(result, func, args, kwargs)
 
     # --- What is fixed
 
     def _keep(self, make: Callable[[], Any]) -> Any:
-        """Numbers that are fixed."""
+        """Fixes numbers."""
         return make()
 
     def _fitting(self, fixed: Any, like: Any) -> Any:
-        """Fixed numbers where ``like`` stood."""
+        """Returns fixed numbers in the shape of ``like``, whose place they take."""
         return fixed
 
     def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Notes results that depend on the tokens, and through which no gradient comes."""
-        if name.startswith("new") or name.endswith("like"):  # which take a size and a type
+        if name.startswith("new") or name.endswith("like"):  # they take a size and a type
             return
-        outputs = [x for x in _tensors_in(result) if not x.requires_grad and x.is_floating_point()]
+        outputs = [x for x in tensors_in(result) if not x.requires_grad and x.is_floating_point()]
         if not outputs:
             return
-        for given in _tensors_in((args, kwargs)):
+        for given in tensors_in((args, kwargs)):
             if given.requires_grad or given in self._fixed:
                 self._as_fixed(outputs, self._fixed.get(given, name))
                 return
 
     def _as_fixed(self, x: Any, name: str) -> Any:
-        for each in _tensors_in(x):
+        for each in tensors_in(x):
             self._fixed[each] = name
         return x
 
@@ -254,7 +195,7 @@ class LinearModel(TorchFunctionMode):
 
         def at_point() -> tuple[Tensor, Tensor | None]:
             y = func(x.detach(), *rest, **kwargs)
-            is_zero = name_of(func) not in _NOT_ZERO_AT_ZERO
+            is_zero = name_of(func) not in NOT_ZERO_AT_ZERO
             return slope_of(x, y), None if is_zero else torch.where(x.detach() == 0, y, 0)
 
         slope, at_zero = self._keep(at_point)
@@ -272,7 +213,7 @@ class LinearModel(TorchFunctionMode):
         return self._with_constant(x * slope, rest)
 
     def _fix(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(self._depends(x) for x in _tensors_in((args, kwargs))):
+        if not any(self._depends(x) for x in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
         args, kwargs = detached(args), detached(kwargs)
         return self._as_fixed(self._keep(lambda: func(*args, **kwargs)), name_of(func))
@@ -321,7 +262,7 @@ class LinearModel(TorchFunctionMode):
         return self._with_constant(moving, constant, is_fixed=is_fixed)
 
     def _join(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tensors side by side, of which some may be constants."""
+        """Joins tensors, of which some may be constants."""
         moving = [self._depends(x) for x in tensors]
         if all(moving) or not any(moving):
             return func(tensors, *args, **kwargs)
@@ -343,8 +284,6 @@ class LinearModel(TorchFunctionMode):
     def _linear(
         self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        if not self._depends(input):
-            return func(input, weight, bias)  # type: ignore[no-any-return]
         return self._with_constant(func(input, weight), bias)
 
     def _addmm(
@@ -366,76 +305,41 @@ class LinearModel(TorchFunctionMode):
     def _convolution(
         self, func: Any, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **kwargs: Any
     ) -> Tensor:
-        if not self._depends(input):
-            return func(input, weight, bias, *rest, **kwargs)  # type: ignore[no-any-return]
         made = func(input, weight, None, *rest, **kwargs)
         shape = (-1,) + (1,) * (weight.dim() - 2)
         return self._with_constant(made, None if bias is None else bias.view(shape))
 
-    def _layer_norm(
-        self,
-        func: Any,
-        x: Tensor,
-        normalized_shape: Any,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if not self._depends(x):
-            return func(x, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
-        axes = list(range(-len(normalized_shape), 0))
+    def _layer_norm(self, func: Any, x: Tensor, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
+        weight, bias, eps = _given(args, kwargs, weight=None, bias=None, eps=1e-5)
+        axes = list(range(-len(shape), 0))
 
-        def inverse() -> Tensor:
+        def inverse() -> Any:
             return (_wide(x).var(axes, correction=0, keepdim=True) + eps).rsqrt()
 
         y = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
         y = y if weight is None else y * weight
         return self._with_constant(y, bias).to(x.dtype)
 
-    def _rms_norm(
-        self,
-        func: Any,
-        x: Tensor,
-        normalized_shape: Any,
-        weight: Tensor | None = None,
-        eps: float | None = None,
-    ) -> Tensor:
-        if not self._depends(x):
-            return func(x, normalized_shape, weight, eps)  # type: ignore[no-any-return]
-        axes = list(range(-len(normalized_shape), 0))
+    def _rms_norm(self, func: Any, x: Tensor, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
+        weight, eps = _given(args, kwargs, weight=None, eps=None)
+        axes = list(range(-len(shape), 0))
 
-        def inverse() -> Tensor:
+        def inverse() -> Any:
             smallest = torch.finfo(x.dtype).eps if eps is None else eps
             return (_wide(x).square().mean(axes, keepdim=True) + smallest).rsqrt()
 
         y: Tensor = x * self._keep(inverse)
         return (y if weight is None else y * weight).to(x.dtype)
 
-    def _group_norm(
-        self,
-        func: Any,
-        x: Tensor,
-        num_groups: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if not self._depends(x):
-            return func(x, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
-        own = x.unflatten(1, (num_groups, -1)).flatten(2)
-        y = self._layer_norm(F.layer_norm, own, own.shape[2:], None, None, eps).reshape(x.shape)
+    def _group_norm(self, func: Any, x: Tensor, groups: int, *args: Any, **kwargs: Any) -> Tensor:
+        weight, bias, eps = _given(args, kwargs, weight=None, bias=None, eps=1e-5)
+        own = x.unflatten(1, (groups, -1)).flatten(2)
+        y = self._layer_norm(F.layer_norm, own, own.shape[2:], eps=eps).reshape(x.shape)
         shape = (-1,) + (1,) * (x.dim() - 2)
         y = y if weight is None else y * weight.view(shape)
         return self._with_constant(y, None if bias is None else bias.view(shape)).to(x.dtype)
 
     def _batch_norm(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._depends(x):
-            same: Tensor = func(x, *args, **kwargs)
-            return same
         names = ["running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
         if func is torch.batch_norm:
             names = [*names[2:4], *names[:2], *names[4:]]
@@ -455,21 +359,17 @@ class LinearModel(TorchFunctionMode):
     def _normalize(
         self, func: Any, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **kw: Any
     ) -> Tensor:
-        if not self._depends(x):
-            return func(x, p, dim, eps, **kw)  # type: ignore[no-any-return]
         norm = self._keep(lambda: x.detach().norm(p, dim, keepdim=True).clamp_min(eps))
         scaled: Tensor = x / norm
         return scaled
 
     def _glu(self, func: Any, x: Tensor, dim: int = -1) -> Tensor:
-        if not self._depends(x):
-            return func(x, dim)  # type: ignore[no-any-return]
         y, gate = x.chunk(2, dim)
         gated: Tensor = y * self._keep(lambda: gate.detach().sigmoid())
         return gated
 
     def _attention(self, func: Any, query: Any, key: Any, value: Any, *rest: Any, **kw: Any) -> Any:
-        """Weights are fixed; the output is linear in ``value``."""
+        """Fixes the weights; the output is linear in ``value``."""
         fixed = detached((query, key)), detached(rest), detached(kw)
         return func(*fixed[0], value, *fixed[1], **fixed[2])
 
@@ -481,19 +381,19 @@ class LinearModel(TorchFunctionMode):
         return x
 
     def plus_constant(self, x: Tensor, constant: Tensor) -> Tensor:
-        """``x`` plus what is to count as a bias, outside of the linear map."""
+        """Returns ``x`` plus what counts as a bias, outside of the linear map."""
         return _WithConstant.apply(x, constant, self._constants)  # type: ignore[no-any-return, no-untyped-call]
 
     def _with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
-        """``x`` plus a constant, a tensor or a number."""
+        """Returns ``x`` plus a constant, a tensor or a number."""
         if constant is None:
             return x
         c = constant.detach() if isinstance(constant, Tensor) else x.new_tensor(constant)
-        ledger = self._lost if is_fixed else self._constants
-        return _WithConstant.apply(x, c, ledger)  # type: ignore[no-any-return, no-untyped-call]
+        parts = self._lost if is_fixed else self._constants
+        return _WithConstant.apply(x, c, parts)  # type: ignore[no-any-return, no-untyped-call]
 
     def through_activation(self, x: Tensor, y: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """``y``, which a module has made of ``x`` element by element."""
+        """Returns ``y``, made of ``x`` by a module element by element, as linear in x."""
         if not self._depends(x):
             return y
         with torch._C.DisableTorchFunction():
@@ -512,25 +412,18 @@ def activations_as_one(model: nn.Module, linear: LinearModel) -> Iterator[None]:
             return None
         return linear.through_activation(args[0], output, module.forward)
 
-    handles: list[RemovableHandle] = []
-    try:
-        for module in model.modules():
-            kind = type(module)
-            if kind.__module__ == "transformers.activations" or "gelu" in kind.__name__.lower():
-                handles.append(module.register_forward_hook(Hook(hook)))
+    def is_activation(module: nn.Module) -> bool:
+        kind = type(module)
+        return kind.__module__ == "transformers.activations" or "gelu" in kind.__name__.lower()
+
+    with hooked(filter(is_activation, model.modules()), after=hook):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _laid_out(x: Tensor, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """What stands for torch's result, in the order in memory that torch's own has."""
-    if x.is_contiguous() and all(y.is_contiguous() for y in _tensors_in((args, kwargs))):
-        return x
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        like = func(*args, **kwargs)
-    return x if like.stride() == x.stride() else torch.empty_like(like).copy_(x)
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
+    """Returns arguments in the order of their defaults, which stand for those not given."""
+    given = dict(zip(defaults, args, strict=False)) | kwargs
+    return [given.get(name, default) for name, default in defaults.items()]
 
 
 def _sum_of(parts: list[Tensor]) -> float:
@@ -541,74 +434,11 @@ def _sum_of(parts: list[Tensor]) -> float:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The values of ``x`` in float32 at least."""
+    """Returns the values of ``x`` in float32 at least."""
     return x.detach() if x.dtype == torch.float64 else x.detach().float()
 
 
 def slope_of(x: Tensor, y: Tensor) -> Tensor:
-    """``y / x``, 0 where x is."""
+    """Returns ``y / x``, 0 where x is."""
     x = x.detach()
     return torch.where(x == 0, 0, y / torch.where(x == 0, 1, x))
-
-
-def name_of(func: Any) -> str:
-    name: str = getattr(func, "__name__", "")
-    return name.split(".")[0].strip("_")
-
-
-def _first_two_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments, the first operands by place where they were given by name."""
-    if not args and "input" in kwargs:
-        args = (kwargs.pop("input"),)
-    if not args and "tensors" in kwargs:
-        args = (kwargs.pop("tensors"),)
-    if len(args) == 1 and "mat1" not in kwargs:
-        args += tuple(kwargs.pop(name) for name in _SECOND if name in kwargs)
-    return args, kwargs
-
-
-def _is_in_place(func: Any) -> bool:
-    name: str = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _out_of_place(func: Any, name: str) -> Any:
-    return getattr(torch, name, None) or getattr(Tensor, name, None) or getattr(F, name)
-
-
-def body_of(func: FunctionType) -> FunctionType:
-    """A function of torch's that does not ask modes before it runs."""
-    names = dict(func.__globals__)
-    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-        if name in names:
-            names[name] = _never
-    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    body.__kwdefaults__ = func.__kwdefaults__
-    return body
-
-
-def _never(*args: Any) -> bool:
-    return False
-
-
-def _tensors_in(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for each in x:
-            yield from _tensors_in(each)
-    elif isinstance(x, dict):
-        for each in x.values():
-            yield from _tensors_in(each)
-
-
-def detached(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.detach()
-    if type(x) in (tuple, list):
-        return type(x)(detached(each) for each in x)
-    if hasattr(x, "_fields"):
-        return type(x)(*(detached(each) for each in x))
-    if type(x) is dict:
-        return {name: detached(each) for name, each in x.items()}
-    return x

@@ -1,4 +1,4 @@
-"""What attribution needs of a model: its blocks, the vectors that enter them, and its logits.
+"""A model as attribution sees it: blocks, the vectors that enter them, and logits.
 
 Sizes: B batch, S source tokens, L tokens that logits belong to, D model size, V logits.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,26 +19,10 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ikattn.explain.attribution._linear import LinearModel, activations_as_one
-from ikattn.recorder.calls.hooks import Hook
+from ikattn.explain.attribution._torch import called_with, first_output, hooked
 from ikattn.recorder.calls.modes import without_compiled_code
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.sums.tensors import first_tensor
-
-__all__ = [
-    "Stack",
-    "alone",
-    "attention_of",
-    "called_linear",
-    "checkpointed",
-    "frozen_parameters",
-    "is_of_batch",
-    "last_hidden",
-    "logits_of",
-    "replaced",
-    "stacks_of",
-    "takes",
-    "the_stack_of",
-]
 
 _LOCK = threading.RLock()  # two threads would meet each other's hooks
 _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
@@ -46,7 +30,7 @@ _MIXERS = ("Attention", "Mixer", "TimeMix", "Mamba", "SSM")
 
 @contextmanager
 def alone(model: nn.Module, caller: str) -> Iterator[None]:
-    """Calls of the model in this context are those of one thread, and of the model as written.
+    """Has the model called by one thread alone, and as it is written.
 
     There is no inference mode, whose tensors have no gradients, no graph of torch.compile, none of
     torch's fused layers, which hide their parts, and no weight that autocast has kept.
@@ -63,7 +47,10 @@ def alone(model: nn.Module, caller: str) -> Iterator[None]:
             "not let it: call it outside"
         )
     if model.training:
-        raise ValueError(f"{caller}: model must be in eval mode, got one in training")
+        raise ValueError(
+            f"{caller}: model must be in eval mode, got {type(model).__name__} in training: call "
+            "model.eval()"
+        )
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_inference():
             raise ValueError(
@@ -84,8 +71,8 @@ def check_graph(module: nn.Module) -> None:
     """Raises RuntimeError where a module that is to have a graph runs without one."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            f"attribution: {type(module).__name__} runs in torch.no_grad, of the model's own or of "
-            "torch.utils.checkpoint with use_reentrant=True, and has no gradients: call the model "
+            f"attribution: {type(module).__name__} was called with gradients switched off, as "
+            "torch.no_grad and torch.utils.checkpoint with use_reentrant=True do: call the model "
             "without it"
         )
 
@@ -95,8 +82,8 @@ class Stack:
     """Blocks that follow each other.
 
     Attributes:
-        blocks: In the order of the module list they are in.
-        name: Of that list.
+        blocks: The blocks, in the order of the module list they are in.
+        name: The list's name.
         source: ``[B, S, D]``, what entered the first block; None until it has run.
     """
 
@@ -106,7 +93,7 @@ class Stack:
 
 
 def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
-    """The model's blocks, list by list; a model without a list of blocks is one block.
+    """Returns the model's blocks, list by list; a model without a list of blocks is one block.
 
     Raises:
         ValueError: The model has no attention.
@@ -121,7 +108,7 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
             lists = [i for i, module in enumerate(path) if isinstance(module, nn.Sequential)][:1]
         at = lists[-1] if lists and lists[-1] > 0 else len(path)
         holder = path[at] if at < len(path) else model
-        # of lists in a list, which nobody calls, the blocks
+        # a list in a list is called by nobody: its blocks are
         block = next(module for module in path[:at][::-1] if not isinstance(module, nn.ModuleList))
         stack = stacks.setdefault(holder, Stack([], names.get(holder, "")))
         if block not in stack.blocks:
@@ -137,19 +124,22 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
 
 
 def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> Stack:
-    """The only list of blocks of a model that is called with tensors of one batch.
+    """Returns the only list of blocks of a model that is called with tensors of one batch.
 
     Raises:
-        ValueError: It is not so.
+        ValueError: The model has several, or the inputs are no tensors of one batch.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(inputs, Mapping):
         raise ValueError(f"{caller}: inputs must be arguments by name, got {type(inputs).__name__}")
     stacks = stacks_of(model, caller)
     if len(stacks) != 1:
         names = ", ".join(stack.name for stack in stacks)
         raise ValueError(
-            f"{caller}: model must be one stack of blocks, got {names}: take one, such as "
-            "model.get_encoder(), with inputs of its own"
+            f"{caller}: model must be one stack of blocks, got {len(stacks)} in "
+            f"{type(model).__name__}, {names}: take one, such as model.get_encoder(), with inputs "
+            "of its own"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
@@ -173,27 +163,38 @@ def is_of_batch(name: str, x: Any) -> bool:
     return isinstance(x, Tensor) and not is_of_pairs
 
 
+def sequences_of(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the arguments of each sequence of the batch."""
+    count = next(x for name, x in inputs.items() if is_of_batch(name, x)).size(0)
+    with torch.inference_mode(False):
+        own = {
+            n: x.clone() if is_of_batch(n, x) and x.is_inference() else x for n, x in inputs.items()
+        }
+    return [
+        {name: x[b : b + 1] if is_of_batch(name, x) else x for name, x in own.items()}
+        for b in range(count)
+    ]
+
+
 def _mixers(
     module: nn.Module, ancestors: tuple[nn.Module, ...], known: set[nn.Module]
 ) -> list[tuple[nn.Module, ...]]:
-    """Paths of modules that mix tokens in code of their own, innermost first."""
-    name = type(module).__name__
-    if ancestors and module not in known and any(part in name for part in _MIXERS):
-        return [(module, *ancestors)]
+    """Returns paths of modules that mix tokens in code of their own, innermost first."""
+    name, path = type(module).__name__, (module, *ancestors)
     if ancestors and module in known and not any(part in known for part in module.children()):
         return []
-    return [
-        path for child in module.children() for path in _mixers(child, (module, *ancestors), known)
-    ]
+    inner = [found for child in module.children() for found in _mixers(child, path, known)]
+    is_one = ancestors and module not in known and any(part in name for part in _MIXERS)
+    return [path] if is_one and not inner else inner
 
 
 @contextmanager
 def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """The first block of the stack is called with another tensor, when it is called first.
+    """Has the first block that runs called with another tensor, in its first call.
 
     Args:
-        stack: Its ``source`` becomes what ``make`` gave.
-        make: Called with ``[B, S, D]``.
+        stack: Blocks, whose ``source`` becomes the other tensor.
+        make: Makes it of ``[B, S, D]``.
     """
     stack.source = None
 
@@ -203,28 +204,19 @@ def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
             return None
         check_graph(module)
         y = stack.source = make(x)
-        changed = tuple(y if each is x else each for each in args)
-        return changed, {name: y if each is x else each for name, each in kwargs.items()}
+        return called_with(args, kwargs, x, y)
 
-    # of blocks that are skipped or called in another order, the first that runs
-    handles = [
-        block.register_forward_pre_hook(Hook(hook), with_kwargs=True, prepend=True)
-        for block in stack.blocks
-    ]
-    try:
+    with hooked(stack.blocks, before=hook):  # the first that runs, in whatever order
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
-    """What each stack makes, ``[B, L, D]``, as a leaf that requires gradients, as they run."""
+    """Gathers what each stack makes, ``[B, L, D]``, as leaves in the order in which they run."""
     found: list[tuple[Stack, Tensor]] = []
 
     def hook(stack: Stack, module: nn.Module, args: Any, output: Any) -> Any:
-        x = output[0] if isinstance(output, (tuple, list)) else output
+        x = first_output(output)
         if not isinstance(x, Tensor):
             return None
         check_graph(module)
@@ -234,18 +226,14 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
             return output._replace(**{output._fields[0]: leaf})
         return (leaf, *output[1:]) if isinstance(output, (tuple, list)) else leaf
 
-    handles = [
-        stack.blocks[-1].register_forward_hook(Hook(partial(hook, stack))) for stack in stacks
-    ]
-    try:
+    with ExitStack() as opened:
+        for stack in stacks:
+            opened.enter_context(hooked(stack.blocks[-1:], after=partial(hook, stack)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def attention_of(model: nn.Module, stack: Stack) -> list[str]:
-    """The names of the attention in a stack's blocks."""
+    """Returns the names of the attention in a stack's blocks."""
     blocks = set(stack.blocks)
     sites = find_attention(model)
     return [site.name for site in sites if blocks & {site.module, *site.ancestors}]
@@ -253,7 +241,7 @@ def attention_of(model: nn.Module, stack: Stack) -> list[str]:
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """No parameter requires gradients."""
+    """Switches the parameters' gradients off."""
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in frozen:
@@ -266,7 +254,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
-    """Blocks keep what enters them and run once more in the backward pass."""
+    """Has blocks keep their inputs alone, and run once more in the backward pass."""
     blocks = [block for stack in stacks for block in stack.blocks]
 
     def twice(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,16 +286,29 @@ def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
 
 @contextmanager
 def called_linear(model: nn.Module, linear: LinearModel) -> Iterator[None]:
-    """A context in which calls of the model are those of the linear map."""
+    """Has calls of the model be those of the linear map."""
     with frozen_parameters(model), activations_as_one(model, linear), torch.enable_grad(), linear:
         yield
 
 
+def activation_bytes(stacks: Sequence[Stack], inputs: Mapping[str, Any]) -> int:
+    """Returns the bytes of the linear map's graph where every block's numbers are kept.
+
+    A token keeps ``2 (in + out)`` numbers of every linear module in a block, which covers the norms
+    and activations between them.
+    """
+    tokens = [x.numel() for x in inputs.values() if isinstance(x, Tensor) and x.dim() == 2]
+    weights = [p for stack in stacks for block in stack.blocks for p in block.parameters()]
+    item = max(2, weights[0].element_size()) if weights else 4
+    kept = sum(2 * (p.shape[0] + p.shape[1]) for p in weights if p.dim() == 2)
+    return max(tokens, default=256) * kept * item
+
+
 def logits_of(output: Any, caller: str) -> Tensor:
-    """The logits of what a model gave.
+    """Returns the logits in what a model gave.
 
     Raises:
-        ValueError: There are none.
+        ValueError: It holds no logits.
     """
     found = getattr(output, "logits", None)
     if found is None and isinstance(output, Mapping):

@@ -15,21 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.explain.attribution._linear import detached
 from ikattn.explain.attribution._model import Stack
-from ikattn.recorder.calls.hooks import Hook
+from ikattn.explain.attribution._torch import detached, hooked
 from ikattn.recorder.sums.tensors import first_tensor
-
-__all__ = ["places_of_tokens", "readers_of"]
 
 
 def readers_of(
     model: nn.Module, stacks: Sequence[Stack], inputs: Mapping[str, Any], call: Callable[..., Any]
 ) -> list[Stack]:
-    """The stacks that what the model is given enters otherwise than through another stack.
+    """Returns the stacks that the model's inputs enter otherwise than through another stack.
 
     Args:
-        model: It has hooks meanwhile.
+        model: A model, which has hooks meanwhile.
         stacks: Its blocks.
         inputs: Its arguments.
         call: Calls the model with arguments in place of these.
@@ -59,16 +56,10 @@ def readers_of(
         return detached(output)
 
     with ExitStack() as opened:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                opened.callback(module.register_forward_hook(Hook(looked_up)).remove)
+        opened.enter_context(hooked(_embeddings(model), after=looked_up))
         for stack in stacks:
-            for block in stack.blocks:
-                before = block.register_forward_pre_hook(
-                    Hook(partial(entering, stack)), with_kwargs=True
-                )
-                opened.callback(before.remove)
-                opened.callback(block.register_forward_hook(Hook(made)).remove)
+            enters = partial(entering, stack)
+            opened.enter_context(hooked(stack.blocks, before=enters, after=made))
         opened.enter_context(torch.enable_grad())
         leaves = {
             name: x.detach().requires_grad_().clone()
@@ -82,13 +73,13 @@ def readers_of(
 def places_of_tokens(
     model: nn.Module, stacks: Sequence[Stack], ids: Tensor, W: int, call: Callable[[], Any]
 ) -> Tensor | None:
-    """The places ``[S]`` of the tokens among the W vectors; None: some have no place of their own.
+    """Returns the places ``[S]`` of tokens among W vectors; None: some have no place of their own.
 
     Args:
-        model: It has hooks meanwhile.
+        model: A model, which has hooks meanwhile.
         stacks: Its blocks.
-        ids: ``[B, S]``, what the model is called with.
-        W: How many vectors enter a block.
+        ids: ``[B, S]``, the ids that the model is called with.
+        W: The number of vectors that enter a block.
         call: Calls the model, whose embedding of the ids is followed to its first block.
     """
     vectors: list[Tensor] = []  # [B, S or more, D], as they are looked up
@@ -111,20 +102,19 @@ def places_of_tokens(
                 found.append(places[: ids.size(1)])
 
     with ExitStack() as opened:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                handle = module.register_forward_hook(Hook(looked_up))
-                opened.callback(handle.remove)
-        for stack in stacks:
-            handle = stack.blocks[0].register_forward_pre_hook(Hook(entering), with_kwargs=True)
-            opened.callback(handle.remove)
+        opened.enter_context(hooked(_embeddings(model), after=looked_up))
+        opened.enter_context(hooked([stack.blocks[0] for stack in stacks], before=entering))
         opened.enter_context(torch.enable_grad())
         call()
     return found[0] if found else None
 
 
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
+
+
 def _places(x: Tensor, vectors: Tensor) -> Tensor | None:
-    """The place in ``x``, ``[B, W, D]``, that each of ``vectors``, ``[B, S, D]``, enters alone.
+    """Finds the place in ``x``, ``[B, W, D]``, that each of ``[B, S, D]`` vectors enters alone.
 
     The gradient of a part of x, in random directions, is whole at what enters there and zero at
     what does not; the digits of a place are those of the parts it is in. None: some vector enters

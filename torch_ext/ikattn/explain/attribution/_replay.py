@@ -15,60 +15,49 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.explain.attribution._linear import SUMS, Activation, LinearModel, detached, name_of
+from ikattn.explain.attribution._linear import Activation, LinearModel
+from ikattn.explain.attribution._torch import SUMS, detached, name_of
 from ikattn.recorder.calls.sdpa import sdpa_call
-
-__all__ = ["BlockReplay", "Replay"]
 
 # Functions that take a tensor without its waiting bias.
 _UNASKING = SUMS | {"iadd", "isub", "dropout", "get", "set", "size", "dim", "requires_grad"}
 # Functions whose result is their first tensor in another form.
-_SAME = _UNASKING - SUMS | {
-    "to",
-    "type",
-    "type_as",
-    "float",
-    "view",
-    "reshape",
-    "flatten",
-    "contiguous",
-    "clone",
-    "squeeze",
-}
+_FORMS = "to type type_as float view reshape flatten contiguous clone squeeze"
+_SAME = (_UNASKING - SUMS) | set(_FORMS.split())
 
 
 class Replay(LinearModel):
-    """The same map applied to other vectors: one call fixes numbers, others use them.
+    """A linear map applied to other vectors: one call fixes numbers, others use them.
 
     The calls are with batches of one sequence first, and then of as many as there are sources whose
     vectors go through together.
 
     Args:
-        activation: As of ``LinearModel``.
+        activation: "slope" or "tangent", as for ``LinearModel``.
         biases: "none": they stay out, but for those before tokens are mixed, which belong to their
             token. "absdot": each is shared among the vectors that go through, by how large the
             product of the bias and each is (DecompX's ``absdot``).
-        caller: Which function errors name.
+        caller: The function that errors name.
     """
 
     def __init__(
         self, activation: Activation, biases: Literal["none", "absdot"], caller: str
     ) -> None:
         super().__init__(activation)
-        self._caller = caller
+        self.caller = caller
         self._biases = biases
         self._kept: list[Any] = []
         self._next: int | None = None  # None: numbers are being fixed
         self._own: Tensor | None = None
         self._is_whole, self._count = False, 1
-        # What ran in the first call, and how far a later one has come.
+        # Events of the first call, and how far a later one has come.
         self._events: list[str] = []
         self._event = 0
         # Biases of out-projections, which wait for the sum of their output and the residual.
         self._waiting: Any = WeakTensorKeyDictionary()
 
     def begin(self, own: Tensor) -> None:
-        """The next call uses what the first one fixed.
+        """Has the next call use what the first one fixed.
 
         Args:
             own: bool ``[K, L]``, which token each of the vectors that go through belongs to. With
@@ -78,7 +67,7 @@ class Replay(LinearModel):
         self._is_whole, self._count = False, own.size(0)
 
     def begin_whole(self) -> None:
-        """The next call is of whole vectors, with every bias as it is."""
+        """Has the next call be one of whole vectors, with every bias as it is."""
         self._next, self._own, self._event = 0, None, 0
         self._is_whole = True
 
@@ -93,7 +82,7 @@ class Replay(LinearModel):
         self._event += 1
 
     def _next_is(self, event: str) -> bool:
-        """Whether the next thing that is no linear module is this."""
+        """Whether the next event besides linear modules is this."""
         rest = (each for each in self._events[self._event :] if each != "linear")
         return next(rest, "") == event
 
@@ -107,9 +96,9 @@ class Replay(LinearModel):
         assert self._next is not None
         if self._next >= len(self._kept):
             raise RuntimeError(
-                f"{self._caller}: the model fixed {len(self._kept)} numbers in its first call and "
-                "asks for more in a second one with the same inputs: it does not compute the same "
-                "in each call"
+                f"{self.caller}: the model's first call fixed {len(self._kept)} numbers, and a "
+                "later one with the same inputs asks for more: it computes something else in each "
+                "call"
             )
         self._next += 1
         return self._kept[self._next - 1]
@@ -183,12 +172,13 @@ class Replay(LinearModel):
         return fixed
 
     def _attention(self, func: Any, query: Any, key: Any, value: Any, *rest: Any, **kw: Any) -> Any:
-        self._own = None  # from here on vectors are mixed
+        self._own = None  # vectors are mixed from here on
         self._note("attention")
         if name_of(func) != "scaled_dot_product_attention":
             raise NotImplementedError(
-                f"{self._caller}: the model calls {name_of(func)}, which gives no weights to fix; "
-                "scaled_dot_product_attention, or a softmax, does"
+                f"{self.caller}: the model calls {name_of(func)}, which gives no weights to fix: "
+                "load the model with attention by scaled_dot_product_attention or a softmax "
+                '(attn_implementation="sdpa" or "eager")'
             )
 
         def weights() -> Tensor:
@@ -206,8 +196,8 @@ class Replay(LinearModel):
             return x
         if is_fixed:
             raise NotImplementedError(
-                f"{self._caller}: the model adds what {self.adds_results_of or 'a function'} made "
-                "of the tokens, of which there is no linear map"
+                f"{self.caller}: the model adds what {self.adds_results_of or 'a function'} made "
+                "of the tokens as biases are added, of which there is no linear map"
             )
         c = constant if isinstance(constant, Tensor) else x.new_tensor(constant)
         if self._is_whole:
@@ -225,13 +215,13 @@ class Replay(LinearModel):
         return self._shared(x, c[:1] if c.dim() == x.dim() else c)
 
     def _own_of(self, x: Tensor) -> Tensor:
-        """Which token each of the vectors belongs to, with as many axes as ``x``.
+        """Returns which token each of the vectors belongs to, with as many axes as ``x``.
 
         Args:
             x: ``[K, L, ..]``, ``[L, K, ..]`` or, of heads, ``[K, H, L, ..]``.
 
         Raises:
-            NotImplementedError: It is none of them.
+            NotImplementedError: ``x`` has another shape.
         """
         assert self._own is not None
         own = self._own[..., 0]
@@ -243,11 +233,11 @@ class Replay(LinearModel):
         if x.dim() == 4 and x.shape[::2] == (K, L):
             return own.view(K, 1, L, 1)
         raise NotImplementedError(
-            f"{self._caller}: a bias is added to {list(x.shape)}, where [{K}, {L}, ..] is expected"
+            f"{self.caller}: a bias is added to {list(x.shape)}, where [{K}, {L}, ..] is expected"
         )
 
     def _shared(self, x: Tensor, c: Tensor) -> Tensor:
-        """``x``, ``[K, .., D]``, with a bias, and what its last holds, shared among the others."""
+        """Shares a bias, and what the last of ``x``, ``[K, .., D]``, holds, among the others."""
         own, total = x[:-1], x[-1:] + c
         share = (own * total).sum(-1, keepdim=True).abs()
         size = share.sum(0, keepdim=True)
@@ -263,8 +253,8 @@ class BlockReplay(Replay):
     operand made later. What a parallel block adds in several sums is taken together.
 
     Args:
-        activation: As of ``LinearModel``.
-        caller: Which function errors name.
+        activation: "slope" or "tangent", as for ``LinearModel``.
+        caller: The function that errors name.
     """
 
     def __init__(self, activation: Activation, caller: str) -> None:
@@ -277,7 +267,7 @@ class BlockReplay(Replay):
         self._first: Any = None
         self._added: list[tuple[int, int]] | None = None
         self._block, self._sum_count = -1, 0
-        self._parts: list[list[tuple[int, int]]] = []  # of each block
+        self._parts: list[list[tuple[int, int]]] = []  # one list for each block
         self._is_last = False
         self._found: list[Tensor] = []
 
@@ -290,7 +280,7 @@ class BlockReplay(Replay):
         self._vectors_own, self._block = None, -1
 
     def enter_block(self, x: Tensor) -> None:
-        """A block is called with ``x``."""
+        """Notes that a block is called with ``x``."""
         self._own = self._vectors_own
         self._block, self._sum_count, self._is_last = self._block + 1, 0, False
         self._found.clear()
@@ -299,7 +289,7 @@ class BlockReplay(Replay):
             self._stream[x] = []
 
     def part(self) -> Tensor | None:
-        """What the block that ran last added with its last sum; None: more than norms followed."""
+        """Returns what the block that ran last added last; None: more than norms followed."""
         wanted = self._parts[self._block]
         if not self._is_last or not wanted or len(self._found) != len(wanted):
             return None
@@ -346,7 +336,7 @@ class BlockReplay(Replay):
         return super()._sum(func, *args, **kwargs)
 
     def _adds(self, left: Any, right: Tensor) -> list[tuple[int, int]]:
-        """What a sum adds to the stream, as sums and their operands."""
+        """Returns what a sum adds to the stream, as sums and their operands."""
         known = [self._stream.get(x) if isinstance(x, Tensor) else None for x in (left, right)]
         ages = [self._age_of(left), self._age_of(right)]
         if (known[0] is None) == (known[1] is None):

@@ -1,38 +1,36 @@
-"""Which numbers of a model's output are attributed.
+"""The question to a model: its arguments, and the numbers of its output to attribute.
 
-Sizes: B batch, L tokens that logits belong to, V logits.
+Sizes: B batch, n targets, L tokens that logits belong to, V logits.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ikattn.explain.attribution._linear import LinearModel
-from ikattn.explain.attribution._model import logits_of
+from ikattn.explain.attribution._model import Stack, logits_of, takes
 
-__all__ = ["Choice", "Target", "choose", "predicts_next", "with_answer"]
-
-# See ikattn.attribute.
 Target: TypeAlias = (
     "int | str | slice | tuple[int, int | None] | Sequence[int] | Tensor | "
     "Callable[[Any], Tensor] | None"
 )
+"""Targets as :func:`ikattn.attribute` has them."""
 
 
-@dataclass
-class Choice:
+class Choice(NamedTuple):
     """The numbers whose sum is attributed, and the token each of them belongs to.
 
     Attributes:
-        positions: For each sequence those of the logits, ``[n]``; empty for logits ``[B, V]``.
-        ids: For each sequence the logits chosen, ``[n]``.
-        against: Those taken off, or None.
+        positions: Places of the logits, n for each sequence; none for logits ``[B, V]``.
+        ids: The logits chosen, n for each sequence.
+        against: The logit that is taken off, or None.
         function: A function of the output in their place.
     """
 
@@ -41,64 +39,170 @@ class Choice:
     against: int | None = None
     function: Callable[[Any], Tensor] | None = None
 
-    def values(
-        self, output: Any, kept: Sequence[int] | None, caller: str, linear: LinearModel | None
+
+class Task(NamedTuple):
+    """A model, its arguments, and numbers of its output.
+
+    Attributes:
+        model: A model in eval mode.
+        inputs: Its arguments by name.
+        choice: The numbers.
+        is_seq2seq: Whether its decoder reads an encoder.
+        plain: The output, where the model had to be asked to know the target; or None.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    choice: Choice
+    is_seq2seq: bool
+    plain: Any
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        named: dict[str, Any],
+        target: Any,
+        against: int | None,
+        prompt_length: int | None,
+    ) -> Task:
+        """Makes the task of a target as :func:`ikattn.attribute` has it."""
+        is_seq2seq = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        is_next = predicts_next(model)
+        name = "decoder_input_ids" if is_seq2seq else "input_ids"
+        if isinstance(target, Tensor) and target.dim() == 0:
+            target = target.item()
+        if isinstance(target, list) and not all(isinstance(i, int) for i in target):
+            raise ValueError(f"attribute: a list as target must hold token ids, got {target!r:.60}")
+        if isinstance(target, (list, Tensor)) and is_next:
+            ids = [int(i) for i in target]
+            named, target = _with_answer(named, ids, name), slice(-len(ids), None)
+        if isinstance(target, str):
+            if target != "answer" or prompt_length is None:
+                raise ValueError(
+                    'attribute: target must be "answer", with prompt_length, a span, token ids, '
+                    "a class, a text with tokenizer=, or a function, got "
+                    f"{target!r} and prompt_length={prompt_length}"
+                )
+            target = slice(prompt_length, None)
+        mask = named.get("decoder_attention_mask" if is_seq2seq else "attention_mask")
+        mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        plain: Any = None
+        if callable(target):
+            choice = Choice([], [], None, target)
+        elif isinstance(target, slice):
+            choice = _span(target, against, named.get(name), mask, is_next)
+        else:
+            with torch.no_grad():
+                plain = model(**named)
+            choice = _of_logits(target, against, logits_of(plain, "attribute"), mask, is_next)
+        return Task(model, named, choice, is_seq2seq, plain)
+
+    def values(self, linear: LinearModel | None = None) -> Tensor:
+        """Returns the numbers chosen, ``[n, B]``, of a call of the model or of its linear map."""
+        options: dict[str, Any] = {}
+        kept = None
+        positions = sorted({i for own in self.choice.positions for i in own})
+        if positions and takes(self.model, "logits_to_keep"):
+            kept = positions
+            options["logits_to_keep"] = torch.tensor(kept)
+        if takes(self.model, "use_cache") and "use_cache" not in self.inputs:
+            options["use_cache"] = False
+        with nullcontext() if linear is None else linear:
+            output = self.output(**options)
+        return self.values_of(output, kept, linear)
+
+    def values_of(
+        self, output: Any, kept: Sequence[int] | None = None, linear: LinearModel | None = None
     ) -> Tensor:
-        """The numbers, ``[n, B]``: those of a sequence that has fewer are 0.
+        """Returns the numbers, ``[n, B]``, of an output: 0 where a sequence has fewer than others.
 
         Args:
-            output: What the model gave.
+            output: The model's output.
             kept: Positions that it gave logits of; None: all.
-            caller: For errors.
             linear: Takes up what the tangent of a function leaves; None: the output is no linear
                 map's.
         """
-        if self.function is not None:
-            made = _numbers(self.function, output, caller)
+        function, against = self.choice.function, self.choice.against
+        if function is not None:
+            made = _numbers(function, output)
             if linear is not None:
-                rest = _rest_of_tangent(self.function, output, caller)
+                rest = _rest_of_tangent(function, output)
                 made = linear.plus_constant(made - rest, rest)
             return made.unsqueeze(0)
-        logits = logits_of(output, caller)
+        logits = logits_of(output, "attribute")
         V = logits.size(-1)
-        if self.against is not None and not 0 <= self.against < V:
-            raise ValueError(f"{caller}: against must be a logit, 0 to {V - 1}, got {self.against}")
-        n = max((len(own) for own in self.ids), default=0)
+        if against is not None and not (isinstance(against, int) and 0 <= against < V):
+            raise ValueError(f"attribute: against must be a logit, 0 to {V - 1}, got {against!r}")
+        n = max((len(own) for own in self.choice.ids), default=0)
         rows = []
-        for b, (positions, ids) in enumerate(zip(self.positions, self.ids, strict=True)):
+        for b, (at, ids) in enumerate(zip(self.choice.positions, self.choice.ids, strict=True)):
             own = logits[b]
-            if own.dim() == 2:
-                at = positions if kept is None else [kept.index(i) for i in positions]
-                own = own[at]  # [n, V]
-            else:
+            if own.dim() == 1:
                 own = own.unsqueeze(0)
-            index = torch.tensor(ids, device=own.device)
-            found = own.gather(1, index[:, None])[:, 0]
-            if self.against is not None:
-                found = found - own[:, self.against]
+            else:
+                own = own[at if kept is None else [kept.index(i) for i in at]]  # [n, V]
+            found = own.gather(1, torch.tensor(ids, device=own.device)[:, None])[:, 0]
+            if against is not None:
+                found = found - own[:, against]
             rows.append(nn.functional.pad(found, (0, n - len(ids))))
         return torch.stack(rows, 1)
 
+    def output(self, **options: Any) -> Any:
+        """Returns what the model gives with other arguments in place of some."""
+        return self.model(**{**self.inputs, **options})
 
-def _numbers(function: Callable[[Any], Tensor], output: Any, caller: str) -> Tensor:
-    """What a function made of an output, ``[B]``."""
+    def source_ids(self) -> list[Tensor | None]:
+        """Returns the ids that the stacks of blocks read."""
+        names = ["input_ids", "decoder_input_ids"] if self.is_seq2seq else ["input_ids"]
+        return [self.inputs.get(name) for name in names]
+
+    def is_unnamed(self, stack: Stack) -> bool:
+        """Whether a stack read something else than a vector for each id that was given."""
+        ids = self.source_ids()[0]
+        return ids is None or stack.source is None or stack.source.shape[:2] != ids.shape
+
+
+def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Returns a model's arguments by name, without labels.
+
+    Raises:
+        ValueError: They are neither a tensor nor a mapping, or hold no token.
+    """
+    if isinstance(inputs, Tensor):
+        first = next(iter(inspect.signature(model.forward).parameters))
+        inputs = {first: inputs}
+    if not isinstance(inputs, Mapping):
+        raise ValueError(
+            f"attribute: inputs must be a tensor, or arguments by name, got {type(inputs).__name__}"
+        )
+    named = {name: x for name, x in inputs.items() if name != "labels"}
+    for name, x in named.items():
+        if isinstance(x, Tensor) and x.numel() == 0:
+            raise ValueError(f"attribute: inputs[{name!r}] must hold a token, got {list(x.shape)}")
+        if isinstance(x, Tensor) and x.is_inference():
+            named[name] = x.clone()
+    return named
+
+
+def _numbers(function: Callable[[Any], Tensor], output: Any) -> Tensor:
+    """Returns what a function made of an output, ``[B]``."""
     made = function(output)
     if not isinstance(made, Tensor) or made.dim() > 2 or not made.is_floating_point():
         got = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else repr(made)[:60]
-        raise ValueError(f"{caller}: target must give a tensor of numbers, [] or [B], got {got}")
+        raise ValueError(f"attribute: target must give a tensor of numbers, [] or [B], got {got}")
     return made.reshape(-1)
 
 
-def _rest_of_tangent(function: Callable[[Any], Tensor], output: Any, caller: str) -> Tensor:
-    """What a function gives less its gradient times the output, ``[B]``: 0 of a linear one."""
+def _rest_of_tangent(function: Callable[[Any], Tensor], output: Any) -> Tensor:
+    """Returns a function's numbers less its gradient times the output, ``[B]``: 0 if linear."""
     leaves: dict[int, tuple[Tensor, Tensor]] = {}
-    made = _numbers(function, _on_leaves(output, leaves), caller)
+    made = _numbers(function, _on_leaves(output, leaves))
     if not leaves:
         return made
     if not made.requires_grad:
         raise ValueError(
-            f"{caller}: target gives numbers without a gradient in the model's output: it detaches "
-            "or rounds them, or reads numbers of the output that have none"
+            "attribute: target must give numbers with a gradient in the model's output, got some "
+            "without: let it read numbers that have one, and neither detach nor round them"
         )
     points = [leaf for _, leaf in leaves.values()]
     rest = made.detach().double().clone()
@@ -112,7 +216,7 @@ def _rest_of_tangent(function: Callable[[Any], Tensor], output: Any, caller: str
 
 
 def _on_leaves(x: Any, leaves: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """A copy of an output whose tensors are leaves; the same tensor is the same leaf."""
+    """Copies an output with leaves for its tensors; the same tensor is the same leaf."""
     if isinstance(x, Tensor):
         if not x.requires_grad:
             return x
@@ -141,66 +245,67 @@ def predicts_next(model: Any) -> bool:
     return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
 
-def with_answer(inputs: dict[str, Any], ids: Sequence[int], name: str) -> dict[str, Any]:
-    """Inputs whose tokens go on with ``ids``."""
-    tokens: Tensor = inputs[name]
+def _with_answer(inputs: dict[str, Any], ids: Sequence[int], name: str) -> dict[str, Any]:
+    """Returns inputs whose tokens go on with ``ids``."""
+    tokens = inputs.get(name)
+    if not isinstance(tokens, Tensor) or not ids:
+        raise ValueError(
+            f"attribute: target as token ids needs inputs[{name!r}] and one id or more, got "
+            f"{', '.join(inputs)} and {len(ids)} ids"
+        )
     own = torch.tensor(list(ids), device=tokens.device).expand(tokens.size(0), -1)
     changed = {**inputs, name: torch.cat([tokens, own.to(tokens.dtype)], 1)}
     mask_name = "attention_mask" if name == "input_ids" else "decoder_attention_mask"
     mask = inputs.get(mask_name)
     if mask is not None:
+        if not bool(mask[:, -1].all()):
+            raise ValueError(
+                f"attribute: target as token ids needs sequences padded on the left, and "
+                f"inputs[{mask_name!r}] has padding on the right"
+            )
         changed[mask_name] = torch.cat([mask, mask.new_ones(own.shape)], 1)
     types = inputs.get("token_type_ids")
     if types is not None and name == "input_ids":
         changed["token_type_ids"] = torch.cat([types, types[:, -1:].expand(own.shape)], 1)
     for other in ("position_ids", "cache_position"):
         if name == "input_ids" and inputs.get(other) is not None:
-            raise ValueError(f"attribute: with token ids as target, inputs must not hold {other!r}")
+            raise ValueError(
+                f"attribute: target as token ids adds tokens, of which inputs[{other!r}] has no "
+                "positions: leave it out, or give the whole sequence and a span"
+            )
     return changed
 
 
-def choose(
-    target: Any,
-    against: int | None,
-    logits: Callable[[], Tensor],
-    tokens: Tensor | None,
-    mask: Tensor | None,
-    is_next: bool,
+def _of_logits(
+    target: Any, against: int | None, logits: Tensor, mask: Tensor | None, is_next: bool
 ) -> Choice:
-    """What ``target`` stands for.
+    """Chooses among logits ``[B, V]`` or ``[B, L, V]``.
 
     Args:
-        target: As :func:`ikattn.attribute` has it, token ids and "answer" turned into slices.
-        against: Likewise.
-        logits: Makes the model's logits, ``[B, V]`` or ``[B, L, V]``, where they are needed.
-        tokens: ``[B, L]``, ids of the tokens that logits belong to.
+        target, against: Arguments of :func:`ikattn.attribute`.
+        logits: The model's.
         mask: bool ``[B, L]``, True = a token.
-        is_next: Logits at a token are those of the next one.
+        is_next: Whether logits at a token are those of the next one.
 
     Raises:
-        ValueError: It stands for nothing.
+        ValueError: The target stands for nothing.
     """
-    if callable(target):
-        return Choice([], [], None, target)
-    if isinstance(target, slice):
-        return _span(target, against, tokens, mask, is_next)
-    found = logits()
-    B, V = found.shape[0], found.shape[-1]
-    if found.dim() == 2:
-        ids = _classes(target, found)
-        return Choice([[]] * B, [[_checked(i, V)] for i in ids], against)
+    B, V = logits.shape[0], logits.shape[-1]
+    if logits.dim() == 2:
+        return Choice([[]] * B, [[_checked(i, V)] for i in _classes(target, logits)], against)
     if mask is None:
-        mask = torch.ones(found.shape[:2], dtype=torch.bool)
+        mask = torch.ones(logits.shape[:2], dtype=torch.bool)
     there = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
-    position, chosen = target if isinstance(target, tuple) else (-1, target)
-    if not is_next and not isinstance(target, tuple):
+    is_pair = isinstance(target, tuple) and len(target) == 2 and isinstance(target[0], int)
+    position, chosen = target if is_pair else (-1, target)
+    if not is_pair and (isinstance(target, tuple) or not is_next):
         raise ValueError(
-            "attribute: a model with logits for each token needs target=(position, class), or "
-            f"(position, None) for the class it predicts, got {target!r}"
+            f"attribute: logits {list(logits.shape)} for each token need target=(position, class), "
+            f"or (position, None) for the class that the model predicts, got {target!r}"
         )
     at = [_position(position, own) for own in there]
     ids = [
-        _checked(int(found[b, at[b]].argmax()) if chosen is None else chosen, V) for b in range(B)
+        _checked(int(logits[b, at[b]].argmax()) if chosen is None else chosen, V) for b in range(B)
     ]
     return Choice([[i] for i in at], [[i] for i in ids], against)
 
@@ -211,15 +316,15 @@ def _span(
     if tokens is None or not is_next:
         raise ValueError(
             "attribute: a span of tokens as target needs a model that predicts the next token and "
-            f"is given token ids, got {'no ids' if tokens is None else 'another model'}"
+            f"is given token ids, got {'no ids' if tokens is None else 'logits of something else'}"
         )
-    if span.step not in (None, 1):
-        raise ValueError(f"attribute: target must be a span without a step, got {span}")
+    asked = (span.start, span.stop)
+    if span.step not in (None, 1) or not all(x is None or isinstance(x, int) for x in asked):
+        raise ValueError(f"attribute: target must be a span of integers without a step, got {span}")
     positions, ids = [], []
     for b, row in enumerate(tokens.tolist()):
         there = range(len(row)) if mask is None else mask[b].nonzero()[:, 0].tolist()
         first, last, _ = span.indices(len(there))
-        asked = (span.start, span.stop)
         outside = any(x is not None and not -len(there) <= x <= len(there) for x in asked)
         if outside or first >= last:
             raise ValueError(

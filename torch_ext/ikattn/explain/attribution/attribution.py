@@ -1,21 +1,32 @@
-"""What :func:`ikattn.attribute` found."""
+"""The result of :func:`ikattn.attribute`: numbers, a table, and a page of the coloured text.
+
+Sizes: B sequences, n targets, S tokens.
+"""
 
 from __future__ import annotations
 
+import html
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ikattn.explain.attribution.page import frame, write_page
+from ikattn._library import version
+from ikattn._whole_files import whole_file
 from ikattn.maps.importance import RankedToken
-from ikattn.maps.tokens import is_byte_level, readable_tokens
-from ikattn.maps.words import texts_of, words_of_text
+from ikattn.maps.page.arrays import as_base64
+from ikattn.maps.page.template import frame, write_mode
+from ikattn.maps.tokens import is_byte_level, is_special, readable_tokens
+from ikattn.maps.words import text_span, texts_of, words_of_text
 
-__all__ = ["Attribution"]
+_LARGEST_FRAME = 2_000_000  # bytes; a notebook keeps one for every cell that shows one
 
 
 @dataclass
@@ -28,13 +39,14 @@ class Attribution:
         scores: ``[B, S]``, or ``[B, n, S]`` for n targets apart. Padding has 0, unless
             the target reads it.
         value: ``[B]`` or ``[B, n]``, what was attributed: the sum of the targets' logits.
-        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" what biases add, and
-            vectors that the model puts beside the tokens it was given; with
-            "alti_logit" what feed-forward parts, the token's own vector and biases add. NaN where
-            scores are shares that add up to 1 ("rollout").
-        prefix_scores: Of an encoder-decoder those of the decoder's tokens, ``[B, L]``.
-        method: As it was asked for.
-        tokens, prefix_tokens: For each sequence, with padding; None: no tokenizer was given.
+        bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" the part of biases
+            and of vectors that the model puts beside the tokens it was given; with "alti_logit"
+            that of feed-forward parts, the token's own vector and biases. NaN where scores are
+            shares that add up to 1 ("rollout").
+        prefix_scores: ``[B, L]`` or ``[B, n, L]``, scores of the decoder's tokens in an
+            encoder-decoder.
+        method: The name of the method.
+        tokens, prefix_tokens: Names for each sequence, with padding; None: no tokenizer was given.
         target_tokens: The tokens that were attributed, for each sequence.
         byte_level: Whether tokens are those of byte-level BPE, whose "Ġ" is a space.
     """
@@ -68,10 +80,10 @@ class Attribution:
                 self.target_tokens = [readable_tokens(tokenizer, row) for row in targets]
 
     def by_words(self, words: Sequence[Sequence[int | None]] | None = None) -> Attribution:
-        """The same with scores of words: sums over their tokens.
+        """Adds up the scores of each word's tokens.
 
         Args:
-            words: For each sequence the number of each token's word, as ``word_ids()`` of a fast
+            words: Numbers of the tokens' words for each sequence, as ``word_ids()`` of a fast
                 tokenizer gives them; tokens without a word (None) are left out. None: a word
                 begins where the tokens' text has a space or a new line; special tokens are words.
 
@@ -80,7 +92,7 @@ class Attribution:
             ``prefix_scores`` stay those of tokens.
 
         Raises:
-            ValueError: As many numbers as tokens are needed, or the tokens' names.
+            ValueError: Numbers are not as many as tokens, or the tokens' names are not known.
 
         Example:
             >>> import torch
@@ -97,10 +109,10 @@ class Attribution:
         return self._summed(words, are_texts=False)
 
     def by_lines(self) -> Attribution:
-        r"""The same with scores of the text's lines: sums over their tokens.
+        r"""Adds up the scores of each line's tokens.
 
-        A token that ends a line belongs to it. Of code, or of a conversation, lines often say more
-        than words.
+        A token that ends a line belongs to it. In code and conversations lines often say more than
+        words.
 
         Returns:
             Scores ``[B, n]``, n the largest number of lines; ``tokens`` are the lines' texts.
@@ -132,18 +144,22 @@ class Attribution:
         return self.tokens
 
     def _summed(self, words: Sequence[Sequence[int | None]], *, are_texts: bool) -> Attribution:
-        """Sums over tokens with the same number.
+        """Adds up the scores of tokens with the same number.
 
         Args:
-            words: For each sequence, the numbers.
+            words: The numbers, a list for each sequence.
             are_texts: Whether they are named by their text; otherwise by their tokens' names.
         """
         S = self.scores.size(-1)
         if len(words) != self.scores.size(0) or any(len(own) != S for own in words):
             raise ValueError(
-                f"by_words: words must hold {S} numbers for each of {self.scores.size(0)} sequences"
+                f"by_words: words must hold {S} numbers for each of {self.scores.size(0)} "
+                f"sequences, got {[len(own) for own in words]}"
             )
-        count = max((i + 1 for own in words for i in own if i is not None), default=0)
+        numbers = [i for own in words for i in own if i is not None]
+        if wrong := [i for i in numbers if not (isinstance(i, Integral) and i >= 0)]:
+            raise ValueError(f"by_words: words must hold numbers from 0 or None, got {wrong[0]!r}")
+        count = max(numbers, default=-1) + 1
         sums = self.scores.new_zeros(*self.scores.shape[:-1], count)
         names: list[list[str]] = [[""] * count for _ in words]
         for b, own in enumerate(words):
@@ -159,19 +175,13 @@ class Attribution:
                 names[b] = [name.strip(" ") for name in names[b]]
         rest = self.bias + self.scores.sum(-1) - sums.sum(-1)
         tokens = None if self.tokens is None else names
-        return Attribution(
-            sums,
-            self.value,
-            rest,
-            self.prefix_scores,
-            self.method,
-            tokens,
-            self.prefix_tokens,
-            self.target_tokens,
-        )
+        return replace(self, scores=sums, bias=rest, tokens=tokens, byte_level=False)
 
     def ranked(self, top: int | None = None) -> list[list[RankedToken]]:
-        """Tokens of each sequence by the size of their score, the largest first.
+        """Sorts tokens of each sequence by the size of their score, the largest first.
+
+        Args:
+            top: The number of tokens of each sequence; None: all.
 
         Raises:
             ValueError: Targets are apart, or no tokenizer named the tokens.
@@ -188,7 +198,7 @@ class Attribution:
         return ranked
 
     def __str__(self) -> str:
-        """A table of the scores of each token, with what they and the bias add up to."""
+        """Returns a table of the scores of each token, with what they and the bias add up to."""
         parts = [("", self.scores, self.tokens)]
         if self.prefix_scores is not None:
             parts.append(("prefix ", self.prefix_scores, self.prefix_tokens))
@@ -221,8 +231,8 @@ class Attribution:
         page shows the scores of those that its reader chooses. Padding is left out.
 
         Args:
-            path: Of the file, .html.
-            title: Of the page, by default "Attribution".
+            path: The file, .html.
+            title: The page's title, by default "Attribution".
 
         Returns:
             The size of the file in bytes.
@@ -240,8 +250,140 @@ class Attribution:
             >>> found.to_html(path, title="Why so late?") == len(open(path, "rb").read())
             True
         """
-        return write_page(self, path, title)
+        contents = _contents(self)
+        with whole_file(path) as file:
+            write_mode(file, "attribution", title or "Attribution", lambda arrays: contents)
+            return file.tell()
 
     def _repr_html_(self) -> str:
-        """The page of :meth:`to_html`, small; the coloured text alone where it is too large."""
-        return frame(self)
+        """Returns the page of :meth:`to_html`, small; with targets summed where it is too large."""
+        return _frame(self)
+
+
+# --- The page
+
+
+def _frame(found: Attribution) -> str:
+    """Returns the page in a frame that its script cannot leave; if too large, of summed targets."""
+    both = (found.scores, found.prefix_scores)
+    if 16 / 3 * sum(x.numel() for x in both if x is not None) < _LARGEST_FRAME:  # base64, float32
+        contents = _contents(found)
+        written = BytesIO()
+        write_mode(written, "attribution", "Attribution", lambda arrays: contents, kind="small")
+        shown = contents["sequences"]
+        longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
+        page = frame(written.getvalue(), "Attribution", min(560, 260 + 2 * longest))
+        if len(page) < _LARGEST_FRAME:
+            return page
+    if found.scores.dim() == 3:
+        prefix = None if found.prefix_scores is None else found.prefix_scores.sum(1)
+        value, bias = found.value.sum(1), found.bias.sum(1)
+        sums = found.scores.sum(1)
+        return _frame(replace(found, scores=sums, value=value, bias=bias, prefix_scores=prefix))
+    return (
+        f"<p>{html.escape(found.method or 'attribution')}: the page would take more than "
+        f"{_LARGEST_FRAME / 1e6:g} MB here; to_html(path) writes it to a file.</p>"
+    )
+
+
+def _contents(found: Attribution) -> dict[str, Any]:
+    """Gathers all that the page shows, for JSON."""
+    _check(found)
+    return {
+        "about": f"{found.method or 'attribution'} · ikattn {version()}",
+        "apart": found.scores.dim() == 3,
+        "sequences": [_sequence(found, b) for b in range(found.scores.size(0))],
+    }
+
+
+def _check(found: Attribution) -> None:
+    """Raises ValueError where there is no sequence, or shapes and lists do not fit."""
+    scores = found.scores
+    if scores.dim() not in (2, 3) or scores.size(0) == 0:
+        raise ValueError(
+            "to_html: scores must be [B, S] or [B, n, S] with B of 1 or more, "
+            f"got {list(scores.shape)}"
+        )
+    shapes = {"value": found.value.shape, "bias": found.bias.shape}
+    if found.prefix_scores is not None:
+        shapes["prefix_scores"] = found.prefix_scores.shape[:-1]
+    for name, shape in shapes.items():
+        if shape != scores.shape[:-1]:
+            raise ValueError(
+                f"to_html: {name} must be of {list(scores.shape[:-1])} targets as scores are, "
+                f"got {list(shape)}"
+            )
+    for name in ("tokens", "prefix_tokens", "target_tokens"):
+        lists = getattr(found, name)
+        if lists is not None and len(lists) != scores.size(0):
+            raise ValueError(
+                f"to_html: {name} must hold {scores.size(0)} lists, one a sequence, "
+                f"got {len(lists)}"
+            )
+
+
+def _sequence(found: Attribution, b: int) -> dict[str, Any]:
+    """Gathers a sequence: its texts, and what was attributed."""
+    names = (found.target_tokens[b] or None) if found.target_tokens else None
+    rows = _rows(found.scores, b)  # [n, S]
+    n = rows.size(0)
+    if found.scores.dim() == 3 and names is not None:
+        if len(names) > n:
+            raise ValueError(
+                f"to_html: target_tokens[{b}] must be {n} at most, as scores has rows, "
+                f"got {len(names)}"
+            )
+        n = len(names)  # a sequence with fewer targets than others has 0 for the rest
+    has_two = found.prefix_scores is not None
+    kind = found.byte_level
+    parts = [_text("Encoder" if has_two else "Text", found.tokens, rows[:n], b, "tokens", kind)]
+    if found.prefix_scores is not None:
+        prefix = _rows(found.prefix_scores, b)[:n]
+        parts.append(_text("Decoder", found.prefix_tokens, prefix, b, "prefix_tokens", kind))
+    opening = "".join(parts[0]["texts"]).strip()
+    return {
+        "title": " ".join(opening[:400].split())[:100],
+        "targets": None if names is None else texts_of(names, byte_level=found.byte_level),
+        "value": _numbers(found.value[b])[:n],
+        "bias": _numbers(found.bias[b])[:n],
+        "texts": parts,
+    }
+
+
+def _text(
+    title: str,
+    tokens: list[list[str]] | None,
+    rows: Tensor,
+    b: int,
+    argument: str,
+    byte_level: bool,
+) -> dict[str, Any]:
+    """Gathers a text without its padding, and the scores ``[n, S]`` of its tokens."""
+    S = rows.size(1)
+    names = [str(j) for j in range(S)] if tokens is None else tokens[b]
+    if len(names) != S:
+        raise ValueError(
+            f"to_html: {argument}[{b}] must hold the {S} tokens that have scores, got {len(names)}"
+        )
+    has_part = (rows != 0).any(0).tolist()  # NaN, too
+    span = text_span(names, has_part)
+    shown = rows[:, span].contiguous()
+    return {
+        "title": title,
+        "texts": texts_of(names[span], byte_level=byte_level),
+        "special": [j for j, name in enumerate(names[span]) if is_special(name)],
+        "first": span.start,
+        "padding": S - shown.size(1),
+        "scores": as_base64(shown),
+    }
+
+
+def _rows(scores: Tensor, b: int) -> Tensor:
+    """Returns the scores of one sequence, float32 ``[n, S]``; n is 1 where targets are summed."""
+    own = scores[b].detach().to("cpu", torch.float32)
+    return own if own.dim() == 2 else own.unsqueeze(0)
+
+
+def _numbers(x: Tensor) -> list[float | None]:
+    numbers = x.detach().cpu().double().reshape(-1).tolist()
+    return [number if math.isfinite(number) else None for number in numbers]

@@ -1,36 +1,37 @@
-"""How much of every token's vector, after every block, comes from each token of the input.
+"""The vectors of single tokens followed through a model, or through each of its blocks.
 
-Sizes: B batch, N blocks, L = S tokens, D model size.
+Sizes: B batch, N blocks, K vectors that go through together, L = S tokens, D model size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
-from ikattn.explain.attribution._linear import Activation
-from ikattn.explain.attribution._model import Stack, alone, called_linear, replaced, the_stack_of
-from ikattn.explain.attribution._replay import Replay
-from ikattn.explain.attribution._vectors import (
-    check_vectors,
-    keys_together,
-    outputs_of,
-    own_vectors,
-    run_many,
+from ikattn.explain.attribution._linear import Activation, tolerance_of
+from ikattn.explain.attribution._model import (
+    Stack,
+    alone,
+    called_linear,
+    is_of_batch,
+    replaced,
     sequences_of,
-    whose,
-    without_graph,
+    the_stack_of,
 )
+from ikattn.explain.attribution._replay import BlockReplay, Replay
+from ikattn.explain.attribution._torch import called_with, first_output, hooked
+from ikattn.recorder.sums.tensors import first_tensor
 
-__all__ = ["decomposed_norms"]
+_DECOMPOSED, _BLOCKS = "decomposed_norms", "block_maps"
 
-_CALLER = "decomposed_norms"
+Make: TypeAlias = Callable[[int, Tensor], Tensor]
+"""Functions that make what a block is called with, of its number and what it was called with."""
 
 
 @takes_memory_for("the decomposed vectors")
@@ -42,7 +43,7 @@ def decomposed_norms(
     activation: Activation = "slope",
     sources: int = 32,
 ) -> Tensor:
-    """DecompX's maps: ``|x_i<-j|``, what of token i's vector after each block came from token j.
+    """Measures ``|x_i<-j|``, the part of token i's vector after each block that came from token j.
 
     The vectors x_j that enter the first block go through the model one by one, with attention
     weights, divisors of norms and slopes of activations fixed at what they are for the whole
@@ -54,14 +55,14 @@ def decomposed_norms(
     Args:
         model: An encoder or decoder in eval mode; its attention must go through
             ``F.scaled_dot_product_attention`` or a softmax.
-        inputs: What it is called with, by name, ``input_ids`` among them or another tensor whose
-            first axis is the batch.
+        inputs: Its arguments by name, ``input_ids`` among them or another tensor whose first axis
+            is the batch.
         biases: "none": they stay out, but for those before the first attention mixes tokens, such
             as that of its values, which belong to their token. "absdot", the authors' default: each
             is shared among the tokens, by the size of its product with what came from each; all
             sources go at once.
-        activation: As in :func:`ikattn.attribute`.
-        sources: How many go through together.
+        activation: "slope" or "tangent", as in :func:`ikattn.attribute`.
+        sources: The number of vectors that go through together.
 
     Returns:
         ``[N, B, L, S]``. Rows of padding mean nothing.
@@ -80,64 +81,251 @@ def decomposed_norms(
         torch.Size([2, 1, 5, 5])
     """
     if biases not in ("none", "absdot"):
-        raise ValueError(f'{_CALLER}: biases must be "none" or "absdot", got {biases!r}')
-    if sources < 1:
-        raise ValueError(f"{_CALLER}: sources must be 1 or more, got {sources}")
-    stack = the_stack_of(model, inputs, _CALLER)
-    items = []
-    for item in sequences_of(inputs):
-        with alone(model, _CALLER):
-            items.append(_of_sequence(model, item, stack, biases, activation, sources))
-    return torch.stack(items, 1)
+        raise ValueError(f'{_DECOMPOSED}: biases must be "none" or "absdot", got {biases!r}')
+
+    def maps(stack: Stack, item: dict[str, Any]) -> Tensor:
+        replay = Replay(activation, biases, _DECOMPOSED)
+
+        def entered(make: Make) -> AbstractContextManager[None]:
+            return replaced(stack, lambda x: make(0, x))
+
+        norms = partial(torch.linalg.vector_norm, dim=-1)
+        return _followed(model, item, stack, replay, entered, norms, sources, biases == "absdot")
+
+    return _of_sequences(model, inputs, sources, _DECOMPOSED, maps)
 
 
-def _of_sequence(
+@takes_memory_for("the decomposed vectors")
+def block_maps(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    scope: Literal["block", "feed_forward"] = "block",
+    *,
+    activation: Activation = "slope",
+    sources: int = 32,
+) -> Tensor:
+    r"""Measures what each token's vector adds to a block's output, feed-forward part included.
+
+    .. math::
+        F_{ij} = W_2 \, \mathrm{diag}(g(p_i) / p_i) \, W_1 \, a_{ij}
+
+    is what goes from token j through the attention, its residual and the norm after it, a_ij, and
+    then through the feed-forward part, whose hidden units p_i have the activation g. The fixed
+    slope ``g(p) / p`` is what integrated gradients give from a baseline of zero, as the authors
+    have it. Each block is taken alone, from the vectors that enter it; biases stay out.
+
+    Source: G. Kobayashi, T. Kuribayashi, S. Yokoi, K. Inui, "Analyzing Feed-Forward Blocks in
+    Transformers through the Lens of Attention Maps", ICLR 2024.
+
+    Args:
+        model, inputs: A model and its arguments, as in :func:`decomposed_norms`.
+        scope: "feed_forward": ``|F_ij|`` (AtbFf in the paper, AtbLnFf of pre-norm blocks), of
+            parallel blocks what attention and feed-forward part add together. "block": with the
+            residual around it and the norm after it, where there is one (AtbFfResLn, AtbLnFfRes).
+        activation, sources: Options of :func:`decomposed_norms`.
+
+    Returns:
+        ``[N, B, L, S]``. Rows of padding mean nothing.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: Errors of :func:`decomposed_norms`; and a
+            block does not end with the sum of a feed-forward part and its residual.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.explain import block_maps
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> block_maps(model, {"src": torch.randn(1, 5, 16)}, "feed_forward").shape
+        torch.Size([2, 1, 5, 5])
+    """
+    if scope not in ("block", "feed_forward"):
+        raise ValueError(f'{_BLOCKS}: scope must be "block" or "feed_forward", got {scope!r}')
+
+    def maps(stack: Stack, item: dict[str, Any]) -> Tensor:
+        replay = BlockReplay(activation, _BLOCKS)
+        entered = partial(_every_block, stack, replay)
+        norms = partial(_norms_of_block, stack, replay, scope)
+        return _followed(model, item, stack, replay, entered, norms, sources, False)
+
+    return _of_sequences(model, inputs, sources, _BLOCKS, maps)
+
+
+def _of_sequences(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    sources: int,
+    caller: str,
+    maps: Callable[[Stack, dict[str, Any]], Tensor],
+) -> Tensor:
+    """Stacks the maps of each sequence, ``[N, L, S]``, as ``[N, B, L, S]``."""
+    if not isinstance(sources, int) or sources < 1:
+        raise ValueError(f"{caller}: sources must be an integer, 1 or more, got {sources!r}")
+    stack = the_stack_of(model, inputs, caller)
+    with alone(model, caller):
+        return torch.stack([maps(stack, item) for item in sequences_of(inputs)], 1)
+
+
+def _followed(
     model: nn.Module,
     inputs: dict[str, Any],
     stack: Stack,
-    biases: Literal["none", "absdot"],
-    activation: Activation,
+    replay: Replay,
+    entered: Callable[[Make], AbstractContextManager[None]],
+    norms: Callable[[Tensor], Tensor],
     sources: int,
+    shares_biases: bool,
 ) -> Tensor:
-    """The maps of one sequence, ``[N, L, S]``."""
-    replay = Replay(activation, biases, _CALLER)
+    """Follows the vectors of one sequence's tokens: the maps ``[N, L, S]``.
+
+    Args:
+        model, inputs: A model and the arguments of one sequence.
+        stack: Its blocks.
+        replay: Fixes numbers in a first call, for those that follow.
+        entered: A context in which blocks are called with what a function makes.
+        norms: Gives the norms ``[K, L]`` of what a block that just ran made.
+        sources: The number of vectors that go through together.
+        shares_biases: All go through together, with one that takes the biases to be shared.
+    """
+    caller = replay.caller
+    given: list[Tensor] = []  # vectors that enter
+
+    def first(n: int, x: Tensor) -> Tensor:
+        if x.dim() != 3:
+            raise ValueError(
+                f"{caller}: blocks must be called with [B, S, D], and {stack.name or 'the model'} "
+                f"was called with {list(x.shape)}"
+            )
+        given.append(x.detach())
+        return x.detach().requires_grad_()
+
+    def whole(n: int, x: Tensor) -> Tensor:
+        return given[n].clone().requires_grad_()
+
+    def alone_of(keys: Tensor, n: int, x: Tensor) -> Tensor:
+        vectors = x.new_zeros(len(keys) + shares_biases, *given[n].shape[1:])
+        vectors[torch.arange(len(keys), device=x.device), keys] = given[n][0, keys]
+        return vectors.requires_grad_()
+
     with ExitStack() as opened:
         opened.enter_context(called_linear(model, replay))
-        opened.enter_context(without_graph())
-        with replaced(stack, lambda x: x.detach().requires_grad_()), outputs_of(stack) as expected:
+        opened.enter_context(torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing))
+        with entered(first), _outputs_of(stack) as expected:
             model(**inputs)
-        source = stack.source
-        if source is None or source.dim() != 3:
-            raise ValueError(f"{_CALLER}: the first block must be called with [B, S, D]")
-        source = source.detach()
+        if not given:
+            raise ValueError(f"{caller}: {stack.name or 'the model'} was called with no tensor")
         replay.begin_whole()
-        with replaced(stack, lambda x: source.clone().requires_grad_()), outputs_of(stack) as whole:
+        with entered(whole), _outputs_of(stack) as made:
             model(**inputs)
-        check_vectors(model, torch.stack(whole), torch.stack(expected), _CALLER)
-        S = source.size(1)
-        each = S if biases == "absdot" else min(sources, S)
+        _check_vectors(stack, made, expected, caller)
+        S, device = given[0].size(1), given[0].device
         parts = []
-        for keys in keys_together(S, each, source.device):
-            vectors = own_vectors(source, keys)
-            if biases == "absdot":  # one that belongs to no token
-                vectors = torch.cat([vectors, torch.zeros_like(source)])
-            replay.begin(whose(keys, S, len(vectors)))
-            with (
-                replaced(stack, partial(_instead, vectors)),
-                outputs_of(stack, partial(_norms_and_sum, len(keys))) as made,
-            ):
-                run_many(model, inputs, len(vectors), _CALLER)
-            if biases == "absdot":
-                totals = torch.stack([total for _, total in made])
-                check_vectors(model, totals, torch.stack(expected), _CALLER)
-            parts.append(torch.stack([norms for norms, _ in made]))  # [N, K, L]
+        for keys in torch.arange(S, device=device).split(S if shares_biases else sources):
+            own = torch.zeros(len(keys) + shares_biases, S, dtype=torch.bool, device=device)
+            own[torch.arange(len(keys), device=device), keys] = True
+            replay.begin(own)
+            reduced = partial(_norms_and_sum, norms) if shares_biases else norms
+            with entered(partial(alone_of, keys)), _outputs_of(stack, reduced) as found:
+                _run_many(model, inputs, len(own), caller)
+            if shares_biases:
+                _check_vectors(stack, [total for _, total in found], expected, caller)
+                found = [each for each, _ in found]
+            parts.append(torch.stack(found))  # [N, K, L]
     return torch.cat(parts, 1).mT
 
 
-def _instead(vectors: Tensor, x: Tensor) -> Tensor:
-    return vectors.requires_grad_()
+def _nothing(x: Any) -> Any:
+    """Keeps nothing for a backward pass, which none of these graphs has."""
 
 
-def _norms_and_sum(count: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The norms ``[count, L]`` of the first vectors, and the sum ``[1, L, D]`` of all."""
-    return torch.linalg.vector_norm(x[:count], dim=-1), x.sum(0, keepdim=True)
+def _norms_and_sum(norms: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns norms ``[K - 1, L]`` without the last vector, and the sum ``[1, L, D]`` of all."""
+    return norms(x[:-1]), x.sum(0, keepdim=True)
+
+
+def _norms_of_block(stack: Stack, replay: BlockReplay, scope: str, output: Tensor) -> Tensor:
+    """Returns norms ``[K, L]`` of what the block that just ran made, or its feed-forward part."""
+    if scope == "feed_forward":
+        part = replay.part()
+        if part is None:
+            raise NotImplementedError(
+                f"{_BLOCKS}: a block of {stack.name or 'the model'}, "
+                f"{type(stack.blocks[0]).__name__}, does not end with the sum of a feed-forward "
+                'part and its residual, and a norm at most: take scope="block"'
+            )
+        output = part.reshape(output.shape)
+    norms: Tensor = torch.linalg.vector_norm(output, dim=-1)
+    return norms
+
+
+@contextmanager
+def _every_block(stack: Stack, replay: BlockReplay, make: Make) -> Iterator[None]:
+    """Has every block called with another tensor."""
+    count = 0
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal count
+        x = first_tensor(args, kwargs)
+        if x is None:
+            return None
+        with torch._C.DisableTorchFunction():
+            y = make(count, x)
+        replay.enter_block(y)
+        count += 1
+        return called_with(args, kwargs, x, y)
+
+    with hooked(stack.blocks, before=hook):
+        yield
+
+
+@contextmanager
+def _outputs_of(
+    stack: Stack, reduced: Callable[[Tensor], Any] = Tensor.detach
+) -> Iterator[list[Any]]:
+    """Gathers what each block makes, ``[K, L, D]``, as they run, or ``reduced`` makes of it."""
+    found: list[Any] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            found.append(reduced(first_output(output).detach()))
+
+    with hooked(stack.blocks, after=hook):
+        yield found
+
+
+def _run_many(model: nn.Module, inputs: dict[str, Any], count: int, caller: str) -> None:
+    """Calls the model with vectors that go through together, in place of one sequence.
+
+    Raises:
+        NotImplementedError: The model mixes sequences of a batch, as experts do.
+    """
+    many = {
+        name: x.expand(count, *x.shape[1:]) if is_of_batch(name, x) else x
+        for name, x in inputs.items()
+    }
+    try:
+        model(**many)
+    except (RuntimeError, IndexError) as error:
+        own = (NotImplementedError, torch.OutOfMemoryError)
+        if isinstance(error, own) or "memory" in str(error):
+            raise
+        raise NotImplementedError(
+            f"{caller}: {type(model).__name__}, called with {count} copies of one sequence, raised "
+            f"{type(error).__name__}: {error}: sources=1 takes one at a time"
+        ) from error
+
+
+def _check_vectors(
+    stack: Stack, found: Sequence[Tensor], expected: Sequence[Tensor], caller: str
+) -> None:
+    """Raises RuntimeError where vectors of tokens do not add up to what a block made."""
+    size = torch.stack([x.abs().max() for x in expected]).max().clamp_min(1e-30)
+    for n, (x, y) in enumerate(zip(found, expected, strict=True)):
+        off = float((x.double() - y.double()).abs().max() / size)
+        if not off <= tolerance_of(y):
+            raise RuntimeError(
+                f"{caller}: vectors of tokens do not add up to what block {n} of "
+                f"{stack.name or 'the model'}, {type(stack.blocks[0]).__name__}, made, {off:.2g} "
+                "of the largest number off: it calls a function that is not linear in them and has "
+                "no rule here"
+            )

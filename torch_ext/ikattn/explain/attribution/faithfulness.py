@@ -16,15 +16,13 @@ from torch import Tensor, nn
 
 from ikattn.explain.attribution._model import logits_of
 
-__all__ = ["Faithfulness", "Replacement", "faithfulness"]
-
 _CALLER = "faithfulness"
 Replacement = Literal["mask", "zero", "drop"]
 
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """What becomes of a class when the tokens of highest score go, or stay alone.
+    """Changes of a class when the tokens of highest score go, or stay alone.
 
     Probabilities are those of the class that the model gives the whole text.
 
@@ -59,7 +57,7 @@ class Faithfulness:
     def interval(
         self, draws: int = 1000, level: float = 0.95, seed: int = 0
     ) -> tuple[float, float]:
-        """Of ``aopc``, by bootstrap over texts."""
+        """Returns an interval of ``aopc``, by bootstrap over texts."""
         each = self.comprehensiveness.double().mean(1)
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randint(len(each), (draws, len(each)), generator=generator)
@@ -87,13 +85,13 @@ def faithfulness(
         model: Gives logits ``[B, V]`` of classes; in eval mode. Of other models see ``output``.
         inputs: ``input_ids`` ``[B, S]``, ``attention_mask`` where there is padding, and others.
         scores: ``[B, S]``, for example those of :func:`ikattn.attribute`.
-        shares: Of the tokens that may go, rounded up; the same number for every method, so that
-            methods can be compared.
+        shares: Shares of the tokens that may go, rounded up; the same number for every method, so
+            that methods can be compared.
         replace: "mask": the token becomes ``mask_id``; "zero": its word embedding becomes 0;
             "drop": it is left out, and those after it move up.
-        mask_id: Of the mask token, for "mask".
+        mask_id: The mask token's id, for "mask".
         keep: bool ``[B, S]``, True = never goes, such as special tokens; padding never counts.
-        output: From what the model gives to logits ``[B, V]``: of a model of text, for example,
+        output: Makes logits ``[B, V]`` of the model's output: for a model of text, for example,
             ``lambda out: out.logits[:, -1]``, those of the next token.
 
     Returns:
@@ -120,23 +118,36 @@ def faithfulness(
     if not isinstance(ids, Tensor) or ids.dim() != 2 or scores.shape != ids.shape:
         raise ValueError(
             f"{_CALLER}: scores must be [B, S] as inputs['input_ids'] is, got {list(scores.shape)}"
-            f" and inputs of {type(inputs).__name__}"
+            f" and {list(ids.shape) if isinstance(ids, Tensor) else type(inputs).__name__}"
         )
     if model.training:
-        raise ValueError(f"{_CALLER}: model must be in eval mode, got one in training")
+        raise ValueError(
+            f"{_CALLER}: model must be in eval mode, got {type(model).__name__} in training: call "
+            "model.eval()"
+        )
     if ids.numel() == 0:
         raise ValueError(f"{_CALLER}: inputs['input_ids'] must hold a token, got {list(ids.shape)}")
     if replace not in ("mask", "zero", "drop"):
         raise ValueError(f'{_CALLER}: replace must be "mask", "zero" or "drop", got {replace!r}')
     if replace == "mask" and mask_id is None:
-        raise ValueError(f'{_CALLER}: mask_id must be given for replace="mask"')
+        raise ValueError(
+            f'{_CALLER}: replace="mask" needs mask_id, the id of the mask token, got None: '
+            'give it, or take replace="zero" or "drop"'
+        )
     if not shares or not all(0 < share <= 1 for share in shares):
         raise ValueError(f"{_CALLER}: shares must be in (0, 1], got {list(shares)}")
     mask = inputs.get("attention_mask")
     there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if keep is not None and (keep.dtype != torch.bool or keep.shape != ids.shape):
+        raise ValueError(
+            f"{_CALLER}: keep must be bool {list(ids.shape)}, got {keep.dtype} {list(keep.shape)}"
+        )
     free = there if keep is None else there & ~keep
     if not bool(free.any(1).all()):
-        raise ValueError(f"{_CALLER}: keep must leave a token of every text that may go")
+        texts = (~free.any(1)).nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"{_CALLER}: keep must leave a token that may go in every text, got none in {texts}"
+        )
     asked = _Asked(model, inputs, there, replace, mask_id, output)
     if not bool(scores[free].isfinite().all()):
         raise ValueError(f"{_CALLER}: scores must be finite, got {scores[~scores.isfinite()][0]}")
@@ -167,7 +178,7 @@ class _Asked:
     output: Callable[[Any], Tensor] | None
 
     def without(self, gone: Tensor | None, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities of the classes (None: the likeliest), and the likeliest, ``[B]`` each."""
+        """Returns probabilities ``[B]`` of classes (None: the likeliest), and the likeliest."""
         logits = self._logits(gone)
         if logits.dim() != 2:
             raise ValueError(
@@ -191,7 +202,7 @@ class _Asked:
         return torch.cat([self._dropped(gone, b) for b in range(len(ids))])
 
     def _whole(self) -> Tensor:
-        """Of the texts as they are, in the way in which those without tokens are computed.
+        """Returns the logits of the texts as they are, by the way of those without tokens.
 
         Raises:
             ValueError: The model makes something else of vectors than of the tokens they are of.

@@ -6,7 +6,6 @@ Sizes: B batch, N blocks, K tokens whose values are zeroed together, L = S token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,29 +15,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn._memory import takes_memory_for
-from ikattn.explain.attribution._linear import body_of, name_of
-from ikattn.explain.attribution._model import Stack, alone, takes, the_stack_of
-from ikattn.explain.attribution._vectors import sequences_of
+from ikattn.explain.attribution._model import Stack, alone, sequences_of, takes, the_stack_of
+from ikattn.explain.attribution._torch import ATTENTION, body_of, first_output, hooked, name_of
 from ikattn.maps.summary import row_shares
-from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.sums.tensors import first_tensor
 
-__all__ = ["value_zeroing"]
-
 _CALLER = "value_zeroing"
-_ATTENTION = (
-    "scaled_dot_product_attention",
-    "implicit_kernel_attention",
-    "attention_from_features",
-    "softmax_mean_weights",
-)
 _KEEPING = ("dropout", "to", "type", "float", "type_as", "view", "reshape", "nan_to_num", "getitem")
 
 
 @torch.no_grad()
 @takes_memory_for("the outputs without a token's value")
 def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: int = 32) -> Tensor:
-    r"""Maps of blocks: how far a token's output turns where another's value is zero.
+    r"""Measures how far a token's output turns where another token's value is zero.
 
     .. math:: c_{ij} = \frac{1 - \cos(y_i, y_i^{\neg j})}{\sum_k 1 - \cos(y_i, y_i^{\neg k})}
 
@@ -50,7 +39,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
     Transformers", EACL 2023, equation 1.
 
     Args:
-        model: In eval mode, one stack of blocks.
+        model: A model in eval mode, one stack of blocks.
         inputs: Tensors of one batch, by name; ``mask`` and ``src_mask`` of two axes are of pairs.
         together: How many tokens go together.
 
@@ -86,7 +75,7 @@ def value_zeroing(model: nn.Module, inputs: Mapping[str, Tensor], *, together: i
 
 
 def _padding_of(inputs: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens of a sequence are padding, bool ``[S]``, by transformers' mask or torch's."""
+    """Returns which tokens are padding, bool ``[S]``, by transformers' mask or torch's."""
     for name, mask in inputs.items():
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             continue
@@ -104,7 +93,7 @@ class _Run:
         self._block, self._args, self._kwargs = block, args, kwargs
 
     def maps(self, together: int) -> Tensor:
-        """Cosine distances, ``[L, S]``."""
+        """Returns cosine distances, ``[L, S]``."""
         x = first_tensor(self._args, self._kwargs)
         if x is None or x.dim() != 3:
             got = "no tensor" if x is None else list(x.shape)
@@ -129,11 +118,11 @@ class _Run:
                 )
             columns.append(1 - F.cosine_similarity(output, plain, dim=-1))
         distances = torch.cat(columns).mT
-        # what is but rounding: pairs that a mask hides
+        # pairs that a mask hides differ by rounding alone
         return distances.masked_fill(distances < 16 * torch.finfo(distances.dtype).eps, 0)
 
     def _many(self, x: Tensor, count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one sequence, such as ``x`` and its padding, as often as this."""
+        """Repeats the arguments of one sequence, such as ``x`` and its padding."""
 
         def many(each: Any) -> Any:
             is_of_one = isinstance(each, Tensor) and each.dim() > 1 and each.size(0) == 1
@@ -151,8 +140,7 @@ class _Run:
         )
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        made = self._block(*args, **kwargs)
-        output: Tensor = made[0] if isinstance(made, (tuple, list)) else made
+        output: Tensor = first_output(self._block(*args, **kwargs))
         return output if output.dtype == torch.float64 else output.float()
 
 
@@ -163,10 +151,7 @@ def _runs(model: nn.Module, inputs: dict[str, Any], stack: Stack) -> list[_Run]:
         runs.append(_Run(module, args, dict(kwargs)))
 
     options = {"use_cache": False} if takes(model, "use_cache") else {}
-    with ExitStack() as opened:
-        for block in stack.blocks:
-            handle = block.register_forward_pre_hook(Hook(hook), with_kwargs=True)
-            opened.callback(handle.remove)
+    with hooked(stack.blocks, before=hook):
         model(**{**options, **inputs})
     return runs
 
@@ -194,7 +179,7 @@ class _Zeroed(TorchFunctionMode):
                 return body_of(func)(*args, **kwargs)
         if self.has_seen:
             return func(*args, **kwargs)
-        if name in _ATTENTION and len(args) >= 3:
+        if name in ATTENTION and len(args) >= 3:
             return func(*args[:2], self._without(args[2]), *args[3:], **kwargs)
         is_mixing = name in ("matmul", "bmm") and len(args) == 2 and args[0] in self._weights
         if is_mixing:
@@ -207,7 +192,7 @@ class _Zeroed(TorchFunctionMode):
         return result
 
     def _without(self, value: Tensor) -> Tensor:
-        """``[K, .., S, d_v]`` with zeros where the key of a sequence is."""
+        """Returns ``[K, .., S, d_v]`` with zeros where the key of a sequence is."""
         self.has_seen = True
         K, S = len(self._keys), value.size(-2)
         away = torch.arange(S, device=value.device) == self._keys[:, None]  # [K, S]

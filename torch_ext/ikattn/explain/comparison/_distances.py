@@ -15,28 +15,26 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.sequences import AXES
 from ikattn.maps.summary import row_shares
 
-__all__ = ["ROW_MAPS", "Sums", "add_to", "entropy", "mixing_sums", "row_sums", "shares"]
-
 _OTHERS = (name for name, axes in AXES.items() if axes.endswith("LS") and name != "weights")
 ROW_MAPS = ("weights", *_OTHERS)
-Sums = dict[str, Tensor]  # by the name of a statistic, [H] or a scalar, float64
+Sums = dict[str, Tensor]  # statistics by name, [H] or scalars, float64
 
 _PAIRS_AT_ONCE = 1 << 22  # rows are gone through in pieces of 32 MiB
 
 
 def shares(x: Tensor) -> Tensor:
-    """Rows divided by their sums, float64; a row of zeros stays one."""
+    """Divides rows by their sums, in float64; a row of zeros stays one."""
     return row_shares(x.double())
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Of rows, in bits: ``[..., L, S]`` to ``[..., L]``."""
+    """Returns the entropy of rows in bits, ``[..., L, S]`` to ``[..., L]``."""
     in_nats: Tensor = torch.special.entr(p).sum(-1)
     return in_nats / math.log(2)
 
 
 def row_sums(a: Tensor, b: Tensor, *, ranks: bool = True) -> Sums:
-    """Statistics of every pair of rows, added up over the rows.
+    """Adds up statistics of every pair of rows.
 
     A row without anything in it, in either map, is no distribution and is left out.
 
@@ -77,7 +75,7 @@ def _sums_of_piece(a: Tensor, b: Tensor) -> Sums:
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Spearman's of each pair of rows, 0 where there is none, and where there is: ``[..., L]``.
+    """Returns Spearman's correlation of pairs of rows, or 0, and where there is one, ``[..., L]``.
 
     It is over keys that either row takes something from, so that keys hidden from a query, which
     both agree on, do not count. A row whose ranks are all the same has none; that of a row with
@@ -92,7 +90,7 @@ def rank_correlation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _centred_ranks(values: Tensor, seen: Tensor) -> Tensor:
-    """Ranks less their mean, 0 where not seen; those that tie have the mean of their ranks."""
+    """Returns ranks less their mean, 0 where not seen; ties have the mean of their ranks."""
     values = values.where(seen, math.inf)
     ordered, order = values.sort(-1)
     positions = torch.arange(values.shape[-1], dtype=torch.float64, device=values.device)
@@ -108,7 +106,7 @@ def _centred_ranks(values: Tensor, seen: Tensor) -> Tensor:
 
 
 def mixing_sums(a: Contributions, b: Contributions, name: str) -> Sums:
-    """Mixing ratios of a map of one sequence, added up over its tokens."""
+    """Adds up mixing ratios of a map of one sequence over its tokens."""
     ratio_a, ratio_b = a.mixing_ratio.get(name), b.mixing_ratio.get(name)
     if ratio_a is None or ratio_b is None:
         return {}

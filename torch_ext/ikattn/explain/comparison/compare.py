@@ -9,25 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ikattn.explain.comparison._distances import ROW_MAPS, Sums, add_to, mixing_sums, row_sums
-from ikattn.explain.comparison._inputs import Inputs, call, main_output
 from ikattn.explain.comparison.comparison import Comparison, MapDistance
+from ikattn.explain.comparison.probe import Inputs, call
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch
 from ikattn.maps.page.labels import short_name
 from ikattn.maps.recording import Recording
-from ikattn.maps.sequences import AXES, cut, sequence_count
+from ikattn.maps.sequences import cut, sequence_count
 from ikattn.maps.tokens import tokens_of_batch
 from ikattn.nn.selection import Selection
 from ikattn.recorder.entry import record
-
-__all__ = ["compare"]
 
 
 @torch.no_grad()
@@ -43,35 +41,35 @@ def compare(
     keep: int = 4,
     names: tuple[str, str] | None = None,
 ) -> Comparison:
-    """Gives the same inputs to two models and says how far apart their maps are, layer by layer.
+    """Gives the same inputs to two models and measures how far apart their maps are, by layer.
 
-    Such as a model with softmax and the same one with the implicit kernel, or one before and after
-    it was trained. All averages are over tokens, however these were batched; padding is no part of
+    The models may be one with softmax and one with the implicit kernel, or one before and after
+    training. All averages are over tokens, however these were batched; padding is no part of
     them. Of any number of texts only sums are held, and the maps of the first few.
 
     Layers are paired by name where both models have the same names, else by the order they ran.
 
     Args:
-        model_a, model_b: In eval mode; they may be on two devices.
+        model_a, model_b: Models in eval mode; they may be on two devices.
         texts_or_inputs: Texts, or what the models are called with: tensors, or mappings of keyword
             arguments, each of them one call. They go to the model's device, and to its dtype where
             they are floating point.
         tokenizer: One of transformers, for texts; it also names the tokens of ``input_ids``. Texts
             beyond its ``model_max_length`` are cut, with a warning.
-        maps: As for ``ikattn.record``. None: the weights, and what ``record(maps=None)`` takes of
-            each layer. Maps of pairs are compared; "mixing_ratio" goes with them.
-        layers: Which ones, as for ``ikattn.record``, of both models.
+        maps: Names for ``ikattn.record``. None: the weights, and what ``record(maps=None)`` takes
+            of each layer. Maps of pairs are compared; "mixing_ratio" goes with them.
+        layers: A selection of layers, as for ``ikattn.record``, of both models.
         batch_size: Texts in a call.
         keep: The maps of so many sequences stay in the comparison's recordings.
-        names: What to call the models in tables and pages; None: by their classes.
+        names: Names of the models in tables and pages; None: their classes.
 
     Returns:
         A :class:`Comparison`.
 
     Raises:
         TypeError: Texts without a tokenizer, or inputs of another type.
-        ValueError: There are no inputs, a model is in training mode, or layers or maps of the two
-            models do not go together; the message says which.
+        ValueError: The inputs hold no sequence, a model is in training mode, or layers or maps of
+            the two models do not go together; the message says which.
         NotImplementedError: Attention over the edges of a graph.
         What ``ikattn.record`` raises.
 
@@ -90,6 +88,10 @@ def compare(
         if not isinstance(model, nn.Module) or model.training:
             got = "one in training mode" if isinstance(model, nn.Module) else type(model).__name__
             raise ValueError(f"compare: {name} must be a torch.nn.Module in eval mode, got {got}")
+    if keep < 0 or not (names is None or len(names) == 2):
+        raise ValueError(
+            f"compare: keep must be 0 or more, and names two, got {keep} and {names!r}"
+        )
     asked = maps if maps is None or isinstance(maps, str) else tuple(maps)
     running = _Running(keep, tokenizer)
     with ExitStack() as stack:
@@ -102,7 +104,7 @@ def compare(
             batch = _last_batch(own)
             for recording in (*recordings_a, *recordings_b):  # models may share modules
                 recording.batches.clear()
-            return batch, main_output(output)
+            return batch, _main_output(output)
 
         for inputs in _batches(texts_or_inputs, tokenizer, batch_size):
             batch_a, output_a = run(model_a, inputs, recordings_a)
@@ -114,7 +116,7 @@ def compare(
 
 
 class _Running:
-    """What is known so far."""
+    """The comparison so far."""
 
     def __init__(self, keep: int, tokenizer: Any) -> None:
         self._keep = keep
@@ -127,7 +129,7 @@ class _Running:
         self._sequences = 0
 
     def add(self, pairs: dict[str, str], a: Batch, b: Batch) -> None:
-        """A batch of both models."""
+        """Adds a batch of both models."""
         count = sequence_count(list(a.values()))
         self._pairs |= pairs
         for layer, other in pairs.items():
@@ -140,11 +142,14 @@ class _Running:
         for batch, kept in zip((a, b), self._kept, strict=True):
             first = min(count, self._keep - self._sequences)
             if first > 0:
-                kept.append(_first_sequences(batch, first, self._tokenizer))
+                own = _first(batch, first)
+                if self._tokenizer is not None:
+                    own.tokens, own.target_tokens = tokens_of_batch(self._tokenizer, own)
+                kept.append(own)
         self._sequences += count
 
     def add_outputs(self, a: Tensor | None, b: Tensor | None, padding: Tensor | None) -> None:
-        """What both models gave, ``padding`` being over the first axes."""
+        """Adds the outputs of both models, ``padding`` being over the first axes."""
         if self._outputs is None or a is None or b is None or a.shape != b.shape:
             self._outputs = None
             return
@@ -156,7 +161,7 @@ class _Running:
     def comparison(
         self, a: list[Recording], b: list[Recording], names: tuple[str, str] | None
     ) -> Comparison:
-        """All of it, when the last batch is in."""
+        """Returns the comparison, when the last batch is in."""
         if not self._sequences:
             raise ValueError("compare: texts_or_inputs must hold at least one sequence, got none")
         recorded = [
@@ -191,7 +196,7 @@ class _Running:
 def _recordings(
     model: nn.Module, maps: str | tuple[str, ...] | None, layers: Selection | None
 ) -> Iterator[list[Recording]]:
-    """What is recorded of a model; by default its weights are a recording of their own."""
+    """Records a model; by default its weights are a recording of their own."""
     asked: list[str | tuple[str, ...] | None] = [None, "weights"] if maps is None else [maps]
     with ExitStack() as stack:
         yield [
@@ -200,12 +205,26 @@ def _recordings(
         ]
 
 
+def _main_output(output: Any) -> Tensor | None:
+    """Returns the logits, or the last hidden state, or the first tensor of floating point."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    if isinstance(output, Mapping):
+        for name in ("logits", "last_hidden_state"):
+            if isinstance(output.get(name), Tensor):
+                return _main_output(output[name])
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        return next((x for x in map(_main_output, output) if x is not None), None)
+    return None
+
+
 def _last_batch(recordings: list[Recording]) -> Batch:
-    """The maps of the call that has just ended, out of all recordings of the model."""
-    if any(recording.graphs for recording in recordings):
+    """Returns the maps of the call that has just ended, out of all recordings of the model."""
+    if own := sorted({x for one in recordings for graph in one.graphs for x in graph}):
         raise NotImplementedError(
-            "compare: attention over the edges of a graph cannot be compared; layers=... leaves "
-            "it out"
+            f"compare: {', '.join(own)} attend over the edges of a graph, whose maps are not of "
+            "pairs: leave them out by layers="
         )
     first = recordings[0].batches[-1]
     for more in recordings[1:]:
@@ -220,9 +239,14 @@ def _last_batch(recordings: list[Recording]) -> Batch:
 def _batches(
     given: str | Inputs | Iterable[str | Inputs], tokenizer: Any, batch_size: int
 ) -> Iterator[Inputs]:
-    """What the models are called with, texts ``batch_size`` at a time."""
+    """Gives what the models are called with, texts ``batch_size`` at a time."""
     if batch_size < 1:
         raise ValueError(f"compare: batch_size must be 1 or more, got {batch_size}")
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            "compare: texts_or_inputs must be texts, tensors or mappings of arguments, got "
+            f"{type(given).__name__}"
+        )
     waiting: list[str] = []
     for item in [given] if isinstance(given, (str, Tensor, Mapping)) else given:
         if isinstance(item, str):
@@ -248,14 +272,15 @@ def _can_pad(tokenizer: Any) -> bool:
 
 def _encoded(texts: list[str], tokenizer: Any) -> Mapping[str, Any]:
     if tokenizer is None:
-        raise TypeError("compare: texts need a tokenizer=")
+        raise TypeError(f"compare: texts need tokenizer=, got None and {texts[0]!r:.60}")
     whole = tokenizer(texts, verbose=False)["input_ids"]
     if empty := [text for text, ids in zip(texts, whole, strict=True) if not len(ids)]:
         raise ValueError(f"compare: texts must have tokens, got {empty[0]!r}")
     cut_texts = sum(len(ids) > tokenizer.model_max_length for ids in whole)
     if cut_texts:
         warnings.warn(
-            f"compare: {cut_texts} texts are cut to {tokenizer.model_max_length} tokens",
+            f"compare: {cut_texts} of {len(texts)} texts are cut to the tokenizer's "
+            f"model_max_length, {tokenizer.model_max_length} tokens",
             stacklevel=4,
         )
     padded = _can_pad(tokenizer)
@@ -266,10 +291,10 @@ def _encoded(texts: list[str], tokenizer: Any) -> Mapping[str, Any]:
 
 
 def _pairs(a: Recording, batch_a: Batch, b: Recording, batch_b: Batch) -> dict[str, str]:
-    """For each layer of the one model that of the other.
+    """Pairs each layer of the one model with one of the other.
 
     Raises:
-        ValueError: There is no telling which.
+        ValueError: Layers go together neither by name nor by order, or are of two kinds.
     """
     names_a, names_b = list(batch_a), list(batch_b)
     by_name = set(names_a) == set(names_b)
@@ -297,7 +322,7 @@ def _listed(names: Sequence[str]) -> str:
 def _common_maps(
     layer: str, a: Contributions, b: Contributions, left_out: dict[str, None]
 ) -> list[str]:
-    """Names of maps, and of mixing ratios, that both have; notes the others."""
+    """Returns names of maps, and of mixing ratios, that both have; notes the others."""
 
     def names(maps: Contributions) -> dict[str, None]:
         there = [name for name in ROW_MAPS if getattr(maps, name) is not None]
@@ -316,7 +341,7 @@ def _common_maps(
 
 
 def _sums_of(a: Contributions, b: Contributions, name: str, layer: str) -> Sums:
-    """The statistics of one sequence's map."""
+    """Adds up the statistics of one sequence's map."""
     sums = mixing_sums(a, b, name)
     map_a, map_b = getattr(a, name), getattr(b, name)
     if map_a is None or map_b is None:
@@ -331,7 +356,7 @@ def _sums_of(a: Contributions, b: Contributions, name: str, layer: str) -> Sums:
 
 
 def _token_padding(model: nn.Module, batch: Batch, output: Tensor | None) -> Tensor | None:
-    """Which tokens of an output are padding, as its first two axes have them; None: not known.
+    """Returns which tokens of an output are padding, by its first two axes; None: not known.
 
     Outputs of tokens have three axes at least, and are those of the layers that ran last.
     """
@@ -345,26 +370,12 @@ def _token_padding(model: nn.Module, batch: Batch, output: Tensor | None) -> Ten
     return next((way for way in ways if way.shape == output.shape[:2]), None)
 
 
-def _first_sequences(batch: Batch, count: int, tokenizer: Any) -> Batch:
-    """The first sequences of a batch, on the CPU, with their tokens where a tokenizer knows."""
-
-    def first(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:count].cpu()
-
-    def of(maps: Contributions) -> Contributions:
-        fields = (*AXES, "query_padding", "key_padding")
-        found: dict[str, Any] = {name: first(getattr(maps, name)) for name in fields}
-        ratios = {name: ratio[:count].cpu() for name, ratio in maps.mixing_ratio.items()}
-        return replace(maps, **found, mixing_ratio=ratios)
-
-    kept = replace(
-        batch,
-        layers={name: of(maps) for name, maps in batch.items()},
-        input_ids=first(batch.input_ids),
-        input_mask=first(batch.input_mask),
-        target_ids=first(batch.target_ids),
-        target_mask=first(batch.target_mask),
-    )
-    if tokenizer is not None:
-        kept.tokens, kept.target_tokens = tokens_of_batch(tokenizer, kept)
-    return kept
+def _first(x: Any, count: int) -> Any:
+    """Cuts the tensors that dataclasses and dictionaries hold to ``count`` rows, on the CPU."""
+    if isinstance(x, Tensor):
+        return x[:count].cpu()
+    if isinstance(x, dict):
+        return {name: _first(each, count) for name, each in x.items()}
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{one.name: _first(getattr(x, one.name), count) for one in fields(x)})
+    return x

@@ -1,4 +1,4 @@
-"""What two models' maps have in common, in numbers, as a table and as a page.
+"""How far apart two models' maps are, in numbers, as a table and as a page.
 
 Sizes: H heads.
 """
@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikattn.explain.comparison import page
-from ikattn.explain.comparison._distances import Sums
+from ikattn._library import version
+from ikattn._whole_files import whole_file
+from ikattn.explain.comparison._distances import ROW_MAPS, Sums, shares
+from ikattn.maps.page import sequence_contents
+from ikattn.maps.page.arrays import Arrays
+from ikattn.maps.page.labels import layer_labels
+from ikattn.maps.page.template import write_mode
 from ikattn.maps.recording import Recording
+from ikattn.maps.sequences import SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens
-
-__all__ = ["Comparison", "MapDistance"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class MapDistance:
         jensen_shannon: The Jensen-Shannon divergence in bits, 0 to 1.
         rank_correlation: Spearman's, -1 to 1, over the keys from which either model takes
             something. Rows whose ranks are all the same have none.
-        entropy_a, entropy_b: In bits; two to the power of it is how many tokens a row spreads over.
+        entropy_a, entropy_b: Entropies in bits; two to their power is how many tokens a row spreads
+            over.
         mixing_ratio_a, mixing_ratio_b: Scalars; NaN where the map has none, or it was not recorded.
         rows: How many rows the averages are over, but that of rank_correlation.
     """
@@ -50,28 +56,21 @@ class MapDistance:
 
     @staticmethod
     def of(sums: Sums) -> MapDistance:
-        """The averages, from what was added up."""
+        """Divides what was added up."""
 
-        def mean(name: str, over: str = "rows") -> Tensor:
+        def mean(name: str) -> Tensor:
             if name not in sums:
                 return torch.tensor(torch.nan, dtype=torch.float64)
-            return sums[name].cpu() / sums[over].cpu()
+            return sums[name].cpu() / sums[_OVER.get(name, "rows")].cpu()
 
-        rows = sums.get("rows", torch.zeros(()))
-        return MapDistance(
-            mean("total_variation"),
-            mean("jensen_shannon"),
-            mean("rank_correlation", "ranked"),
-            mean("entropy_a"),
-            mean("entropy_b"),
-            mean("mixing_ratio_a", "tokens"),
-            mean("mixing_ratio_b", "tokens"),
-            rows.cpu().long(),
-        )
+        rows = sums.get("rows", torch.zeros(())).cpu().long()
+        means = {name: mean(name) for name in (*_MEASURES, *_RATIOS)}
+        return MapDistance(**means, rows=rows)
 
 
 _MEASURES = ("total_variation", "jensen_shannon", "rank_correlation", "entropy_a", "entropy_b")
 _RATIOS = ("mixing_ratio_a", "mixing_ratio_b")
+_OVER = {"rank_correlation": "ranked", **dict.fromkeys(_RATIOS, "tokens")}
 _HEADINGS = ("TV", "JSD", "rank", "entropy A", "B", "mixing A", "B")
 
 
@@ -80,10 +79,10 @@ class Comparison:
     """Two models' maps of the same inputs. See :func:`compare`.
 
     Attributes:
-        names: Of model_a and model_b.
+        names: Names of model_a and model_b.
         recording_a, recording_b: The maps of the first texts, on the CPU.
-        pairs: For each layer of model_a the layer of model_b beside it.
-        distances: By layer of model_a and map.
+        pairs: Layers of model_b by the layers of model_a.
+        distances: Distances by layer of model_a and map.
         output_distance: The root of the squared differences between the models' outputs over that
             of the squares of model_a's, over all tokens but padding; None where their shapes differ
             or there is no output of floating point.
@@ -101,7 +100,7 @@ class Comparison:
     left_out: tuple[str, ...] = ()
 
     def __getitem__(self, layer: str) -> dict[str, MapDistance]:
-        """The distances of a layer's maps.
+        """Returns the distances of a layer's maps.
 
         Raises:
             KeyError: No such layer; the message names those there are.
@@ -111,10 +110,11 @@ class Comparison:
         return self.distances[layer]
 
     def table(self, *, heads: bool = False) -> list[dict[str, Any]]:
-        """Plain rows, one for each layer and map.
+        """Returns plain rows, one for each layer and map.
 
         Args:
-            heads: One row for each head, of maps that have heads, in place of the heads' mean.
+            heads: Whether there is one row for each head, of maps that have heads, in place of the
+                heads' mean.
 
         Returns:
             Dictionaries of "layer", "map", "head" (None: all of them), the measures of
@@ -159,9 +159,9 @@ class Comparison:
         It shows the texts that were kept. Rows are divided by their sums, as for the distances.
 
         Args:
-            path: Of the page.
-            tokens: As for :meth:`Recording.to_html`. None: as compared, or numbers.
-            title: None: the models' names.
+            path: The page's file.
+            tokens: Names, as for :meth:`Recording.to_html`. None: as compared, or numbers.
+            title: The page's title. None: the models' names.
 
         Returns:
             The size of the page in bytes: 5.4 for each number of a map. Where texts are long,
@@ -171,11 +171,16 @@ class Comparison:
             ValueError: Tokens that do not match the maps, or no text was kept.
             OSError: The path cannot be written, or the disk is full.
         """
-        return page.write_page(self, path, tokens, title=title)
+        if not self.recording_a.batches:
+            raise ValueError("to_html: no text was kept to show: compare with keep=1 or more")
+        with whole_file(path) as file:
+            title = title or " beside ".join(self.names)
+            write_mode(file, "comparison", title, partial(_page_contents, self, tokens))
+            return file.tell()
 
 
 def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
-    """One row of a table, or one for each head."""
+    """Returns one row of a table, or one for each head."""
     ratios = {name: float(getattr(distance, name)) for name in _RATIOS}
     if heads and distance.rows.dim():
         return [
@@ -189,3 +194,40 @@ def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
         ]
     means = {name: float(getattr(distance, name).nanmean()) for name in _MEASURES}
     return [{"head": None, **means, **ratios, "rows": int(distance.rows.max())}]
+
+
+def _page_contents(found: Comparison, tokens: Tokens | None, arrays: Arrays) -> dict[str, Any]:
+    """Writes both models' rows as one array, so that equal numbers are equal in the page."""
+    a, b = found.recording_a, found.recording_b
+    layers = [a.layers[name] for name in found.pairs]
+
+    def maps_of(one: SequenceMaps, other: SequenceMaps, layer: str) -> dict[str, Any]:
+        of_a, of_b = one.layers[layer], other.layers[found.pairs[layer]]
+        maps = {}
+        for name in ROW_MAPS:
+            x, y = getattr(of_a, name), getattr(of_b, name)
+            if x is not None and y is not None and x.numel():
+                heads = x.shape[0] if x.dim() == 3 else 0
+                maps[name] = {**arrays.add(torch.stack((shares(x), shares(y)))), "heads": heads}
+        return maps
+
+    apart = found.output_distance
+    return {
+        "about": f"{found.sequences} sequences"
+        + ("" if apart is None else f" · distance of outputs {apart:.3g}")
+        + f" · ikattn {version()}",
+        "sequences": [
+            sequence_contents(layers, one, partial(maps_of, one, other))
+            for one, other in zip(sequences(a, tokens), sequences(b), strict=True)
+        ],
+        "precision": arrays.precision(),
+        "models": found.names,
+        "layers": [
+            {"name": layer.name, "label": label, "kind": layer.kind}
+            for layer, label in zip(layers, layer_labels(layers), strict=True)
+        ],
+        "table": [
+            {name: None if x != x else x for name, x in row.items()}
+            for row in found.table(heads=True) + found.table()
+        ],
+    }

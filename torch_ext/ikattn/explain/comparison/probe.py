@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ikattn.explain.comparison._distances import ROW_MAPS, Sums, add_to, row_sums
-from ikattn.explain.comparison._inputs import Inputs, call
 from ikattn.maps.page.labels import layer_labels
 from ikattn.maps.sequences import cut, sequence_count
 from ikattn.nn.selection import Selection
 from ikattn.recorder.entry import record
 
-__all__ = ["MapProbe"]
+Inputs: TypeAlias = "Tensor | Mapping[str, Any]"
+"""A model's only argument, or its keyword arguments by name."""
 
 _MEASURES = {"entropy": "entropy_b", "drift": "total_variation"}
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """Calls a model with tensors on its device, those of floating point in its dtype."""
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    for parameter in model.parameters():
+        device = device or parameter.device
+        if parameter.is_floating_point():
+            dtype = parameter.dtype
+            break
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device, dtype if x.is_floating_point() else None)
+
+    if isinstance(inputs, Tensor):
+        return model(moved(inputs))
+    return model(**{name: moved(x) for name, x in inputs.items()})
 
 
 class MapProbe:
@@ -40,10 +60,10 @@ class MapProbe:
     and NumPy. So training gives the same bits with and without it.
 
     Args:
-        inputs: What the model is called with: a tensor, or its keyword arguments. A small batch;
-            the maps of the first call, or those drifted from, are held on the CPU.
+        inputs: A tensor, or the model's keyword arguments: a small batch, since the maps of the
+            first call are held on the CPU.
         maps: Names of maps of pairs; each layer gives those it has.
-        layers: Which ones, as for ``ikattn.record``.
+        layers: A selection of layers, as for ``ikattn.record``.
         forward: Called with the model and the inputs in place of ``model(...)``, for a model whose
             maps another method makes.
 
@@ -81,7 +101,7 @@ class MapProbe:
             )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """The numbers of the model as it is now.
+        """Measures the model as it is now.
 
         Raises:
             NotImplementedError: The model's parameters are sharded, so that one process alone
@@ -95,7 +115,8 @@ class MapProbe:
                 self._forward(model, self._inputs)
         if not recording.batches:
             raise NotImplementedError(
-                "MapProbe: attention over the edges of a graph has no maps of pairs"
+                f"MapProbe: {type(model).__name__} ran no attention over pairs of tokens, and "
+                f"{len(recording.graphs)} calls over the edges of a graph, whose maps are others"
             )
         layers = list(recording.layers.values())
         found: dict[str, float] = {}
@@ -115,7 +136,7 @@ class MapProbe:
 
 
 def _measures(first: list[Tensor], now: list[Tensor], ratios: list[Tensor]) -> dict[str, float]:
-    """The numbers of one layer's map: a tensor of each sequence, without padding."""
+    """Measures one layer's map: a tensor of each sequence, without padding."""
     sums: Sums = {}
     for before, after in zip(first, now, strict=True):
         add_to(sums, row_sums(before, after, ranks=False))

@@ -1,4 +1,4 @@
-"""What one sequence adds to the sums of a corpus.
+"""One sequence's part of the sums of a corpus.
 
 Sizes: H heads (or none), L queries, S keys, A types of tokens; padding is cut off already.
 """
@@ -14,14 +14,12 @@ from ikattn.explain.comparison._distances import Sums, entropy, shares
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.sequences import AXES
 
-__all__ = ["CELLS", "sums_of_layer"]
-
 CELLS = 16  # rows and columns of a mean map
 _PAIRS_AT_ONCE = 1 << 22  # heads are gone through in pieces of 32 MiB
 
 
 def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterator[tuple[str, Sums]]:
-    """The sums of each map of one sequence.
+    """Adds up each map of one sequence.
 
     Args:
         maps: Without the batch axis and padding.
@@ -47,7 +45,7 @@ def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterato
 
 
 def _sums_of_pairs(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
-    """Of one map ``[L, S]`` or ``[H, L, S]``, a few heads at a time."""
+    """Adds up one map ``[L, S]`` or ``[H, L, S]``, a few heads at a time."""
     if x.dim() == 2:
         return _sums_of_heads(x, queries, keys)
     size = max(1, _PAIRS_AT_ONCE // max(1, x[0].numel()))
@@ -69,7 +67,7 @@ def _sums_of_heads(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
 
 
 def _cells_of(size: int, like: Tensor) -> Tensor:
-    """``[size, 16]``: how much of each token lies in each cell of an axis that is 16 cells long."""
+    """Returns ``[size, 16]``, how much of each token lies in each of the 16 cells of an axis."""
     edges = torch.arange(CELLS + 1, dtype=torch.float64, device=like.device) * size / CELLS
     token = torch.arange(size, dtype=torch.float64, device=like.device)[:, None]
     upper = torch.minimum(edges[1:], token + 1)
@@ -77,6 +75,6 @@ def _cells_of(size: int, like: Tensor) -> Tensor:
 
 
 def _cells_of_rows(x: Tensor) -> Tensor:
-    """``[16, L]``: the mean over the tokens of a cell."""
+    """Returns ``[16, L]``, which takes the mean over the tokens of a cell."""
     size = x.shape[-2]
     return _cells_of(size, x).mT * (CELLS / max(1, size))

@@ -23,8 +23,6 @@ from ikattn.maps.sequences import SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens, is_special
 from ikattn.maps.words import texts_of, words_of_text
 
-__all__ = ["TOKEN_TYPES", "CorpusMeans", "CorpusSums", "token_types"]
-
 TOKEN_TYPES = ("special", "word", "piece", "punctuation")
 
 _FORMAT = "ikattn corpus sums"
@@ -32,10 +30,10 @@ _VERSION = 1  # raised when an older ikattn could no longer read what this one w
 
 
 def token_types(tokens: Sequence[str]) -> list[str]:
-    """The type of each token, by its letters alone.
+    """Returns the type of each token, by its letters alone.
 
     Args:
-        tokens: Of one sequence, as a recording has them.
+        tokens: The tokens of one sequence, as a recording has them.
 
     Returns:
         For each of them "special" (``[CLS]``, ``</s>``), "punctuation" (neither letter nor digit in
@@ -93,7 +91,7 @@ class CorpusMeans:
 
     @staticmethod
     def of(sums: Sums) -> CorpusMeans:
-        """The means, from what was added up."""
+        """Divides what was added up."""
 
         def over(name: str, count: Tensor | None) -> Tensor | None:
             return sums[name] / count if name in sums and count is not None else None
@@ -122,11 +120,11 @@ class CorpusSums:
         types: The types of tokens, A of them.
 
     Attributes:
-        types: Likewise.
-        model: Of the recordings; "" of none.
-        layers: What is known of each layer.
-        sequences: How many were added.
-        sums: By layer and map; mixing ratios are ``mixing_ratio.`` and the map's name.
+        types: The types of tokens.
+        model: The recordings' model; "" before the first.
+        layers: Layers by name.
+        sequences: The number of sequences added.
+        sums: Sums by layer and map; mixing ratios are ``mixing_ratio.`` and the map's name.
 
     Example:
         >>> import torch, ikattn
@@ -161,9 +159,9 @@ class CorpusSums:
         """Adds every sequence of a recording.
 
         Args:
-            recording: Of any number of calls.
-            tokens: As in ``Recording.to_html``: lists, or a tokenizer. None: as recorded.
-            target_tokens: Likewise, those a decoder reads.
+            recording: Maps of any number of calls.
+            tokens: Lists of names, or a tokenizer, as for ``Recording.to_html``. None: as recorded.
+            target_tokens: Names of the tokens that a decoder reads.
             types_of: Gives the type of each token of a sequence.
 
         Raises:
@@ -183,7 +181,7 @@ class CorpusSums:
         return self
 
     def __add__(self, other: CorpusSums) -> CorpusSums:
-        """The sums of both.
+        """Returns the sums of both.
 
         Raises:
             ValueError: They have other types of tokens, are of another model or of other layers.
@@ -196,7 +194,7 @@ class CorpusSums:
         return total
 
     def __getitem__(self, layer: str) -> dict[str, CorpusMeans]:
-        """The means of a layer's maps, by name.
+        """Returns the means of a layer's maps, by name.
 
         Raises:
             KeyError: No such layer; the message names those there are.
@@ -206,7 +204,7 @@ class CorpusSums:
         return {name: CorpusMeans.of(sums) for name, sums in self.sums[layer].items()}
 
     def table(self) -> list[dict[str, Any]]:
-        """Plain rows, one for each layer, map of queries and keys, and head.
+        """Returns plain rows, one for each layer, map of queries and keys, and head.
 
         Returns:
             Dictionaries of "layer", "map", "head" (None: the map is of all heads), "rows",
@@ -247,7 +245,7 @@ class CorpusSums:
 
         Raises:
             MapFileError: The file is cut short, or holds something else.
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file is missing.
         """
         metadata, arrays = read_arrays(path, _FORMAT, _VERSION)
         try:
@@ -296,7 +294,7 @@ class CorpusSums:
         known: dict[tuple[str, ...], Tensor] = {}  # most layers read the same tokens
 
         def one_hot(tokens: list[str]) -> Tensor:
-            """``[L, A]``, float64."""
+            """Returns ``[L, A]``, float64."""
             key = tuple(tokens)
             if key not in known:
                 known[key] = self._one_hot(tokens, types_of)

@@ -1,10 +1,9 @@
-"""PyTorch Geometric: its attention layers with a choice of kernel, and conversion of models."""
+"""PyTorch Geometric: its attention layers with a choice of kernel."""
 
 from ikattn._optional import optional
 
 optional("torch_geometric", "ikattn.integrations.pyg", "torch_geometric")
 
-from ikattn.integrations.pyg.conversion import convert, revert  # noqa: E402
 from ikattn.integrations.pyg.layers import (  # noqa: E402
     ImplicitKernelGATConv,
     ImplicitKernelGATv2Conv,
@@ -15,6 +14,4 @@ __all__ = [
     "ImplicitKernelGATConv",
     "ImplicitKernelGATv2Conv",
     "ImplicitKernelTransformerConv",
-    "convert",
-    "revert",
 ]

@@ -6,15 +6,16 @@ Sizes: N nodes, E edges, H heads, C ``out_channels``, M frequencies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing
 from torch_geometric.typing import SparseTensor
+from typing_extensions import Unpack
 
 from ikattn._optional import optional
-from ikattn.integrations.pyg._edges import (
+from ikattn.integrations.pyg.edges import (
     Graph,
     attributes_of,
     graph_of,
@@ -22,12 +23,12 @@ from ikattn.integrations.pyg._edges import (
     with_self_loops,
     with_weights,
 )
-from ikattn.nn._kernels import Kernel
-from ikattn.nn._with_kernel import WithKernel
+from ikattn.nn.kernels import Kernel
+from ikattn.nn.with_kernel import ModuleOptions, WithKernel
 from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
-from ikattn.spectral import Spectral
 
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
+Pair: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 _HOOKS = (
     "_propagate_forward_pre_hooks",
@@ -43,6 +44,15 @@ _HOOKS = (
 )
 
 
+class Mapped(NamedTuple):
+    """The arguments of attention in the GAT form."""
+
+    target: Tensor  # [N, H, C]
+    source: Tensor  # [N, H, C]
+    graph: Graph
+    of_edges: Tensor | None  # [E, H, C]
+
+
 class GraphAttention(WithKernel):
     """A base of PyG's layers with a choice of kernel."""
 
@@ -50,6 +60,7 @@ class GraphAttention(WithKernel):
     out_channels: int
     dropout: float
     _size_of_frequencies: int  # in out_channels
+    default_frequencies = 16
 
     # PyG takes what a class inherits for the general form, which is its parent's own here.
     propagate = MessagePassing.propagate
@@ -59,41 +70,26 @@ class GraphAttention(WithKernel):
         self,
         *args: Any,
         kernel: Kernel = "implicit",
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 16,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
         **kwargs: Any,
     ) -> None:
+        names = [name for name in ModuleOptions.__annotations__ if name in kwargs]
+        options: Any = {name: kwargs.pop(name) for name in names}
         super().__init__(*args, **kwargs)
-        self.set_kernel(
-            kernel,
-            p=p,
-            num_frequencies=num_frequencies,
-            spectral=spectral,
-            stationary=stationary,
-            seed=seed,
-        )
+        self.set_kernel(kernel, **options)
 
-    if TYPE_CHECKING:  # what PyG's layers hold, which has no types
+    if TYPE_CHECKING:  # attributes of PyG's layers have no types
 
         def __getattr__(self, name: str) -> Any: ...
 
     def set_kernel(
         self,
         kernel: Kernel,
-        *,
-        p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 16,
-        spectral: Spectral = "direct",
-        stationary: bool = False,
-        seed: int | None = None,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
 
         Args:
-            kernel, p, num_frequencies, spectral, stationary, seed: As for the constructor.
+            kernel, options: As for the constructor.
 
         Raises:
             ValueError: An option is wrong; nothing has changed then.
@@ -101,14 +97,10 @@ class GraphAttention(WithKernel):
         with torch.inference_mode(False):  # frequencies are there to be trained
             self._choose_kernel(
                 kernel,
-                p,
                 num_heads=self.heads,
                 head_dim=self._size_of_frequencies * self.out_channels,
                 like=next(x for x in self.parameters() if not nn.parameter.is_lazy(x)),
-                num_frequencies=num_frequencies,
-                spectral=spectral,
-                stationary=stationary,
-                seed=seed,
+                **options,
             )
 
     def reset_parameters(self) -> None:
@@ -129,7 +121,7 @@ class GraphAttention(WithKernel):
         return self.dropout if self.training else 0.0
 
     def _drawn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Frequencies [H, .., M] for queries and keys [nodes, H, ..]."""
+        """Returns frequencies [H, .., M] for queries and keys [nodes, H, ..]."""
         pools = getattr(self.spectral, "pools", False)
         tokens = [x.transpose(0, 1).unsqueeze(0) for x in (query, key)]
         if not pools:  # nothing but sizes is asked of them
@@ -151,47 +143,62 @@ class _GATForm(GraphAttention):
 
     _size_of_frequencies = 2
 
-    def _attend(
+    def _forward(
         self,
+        x: Nodes,
         edge_index: Any,
-        target: Tensor | None,
-        source: Tensor,
-        vector: Tensor,
-        of_edges: Tensor | None,
+        edge_attr: Tensor | None,
         size: tuple[int, int] | None,
-        stock_pair: tuple[Tensor, Tensor | None],
-        wants_weights: bool | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output [N, H, C] and, where somebody wants them, the weights [E, H] after dropout."""
+        return_attention_weights: bool | None,
+    ) -> Any:
+        """Computes what ``forward`` of both layers returns, where PyG's own does not serve."""
+        of_source, of_target = (x, x) if isinstance(x, Tensor) else x
+        if of_source.dim() != 2:
+            raise ValueError(
+                f"{type(self).__name__}: x must have shape [N, channels], got "
+                f"{list(of_source.shape)}"
+            )
+        has_residual = self.res is not None and of_target is not None
+        residual = self.res(of_target) if has_residual else None
+        source, target = (
+            None if x is None else x.view(-1, self.heads, self.out_channels)
+            for x in self._map_nodes(of_source, of_target)
+        )
+        assert source is not None
+        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
+        num_nodes = min(size) if size is not None else num_nodes
+        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
         num_targets = num_targets_of(self.flow, edge_index, target, source, size)
-        if target is None:
-            target = source.new_zeros((num_targets, *source.shape[1:]))
+        ends = source.new_zeros((num_targets, *source.shape[1:])) if target is None else target
         graph = graph_of(edge_index, self.flow, num_targets)
         needs_messages = self._needs_messages()
         options: dict[str, Any] = {
             "dropout_p": self._drop(),
-            "return_weights": needs_messages or bool(wants_weights),
+            "return_weights": needs_messages or bool(return_attention_weights),
         }
         attend: Any = self._attend_as_stock if self.kernel == "dot" else self._attend_by_kernel
-        attended = attend(vector, target, source, graph, of_edges, options)
+        mapped = Mapped(ends, source, graph, self._map_edges(edge_index, edge_attr))
+        attended = attend(mapped, options)
         output, weights = attended if isinstance(attended, tuple) else (attended, None)
         if needs_messages:
-            output = self.propagate(edge_index, x=stock_pair, alpha=weights, size=size)
-        return output, weights
+            output = self.propagate(edge_index, x=(source, target), alpha=weights, size=size)
+        return self._finish(output, weights, edge_index, residual, return_attention_weights)
 
-    def _attend_by_kernel(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Pair:
+        """Returns the mapped sources and targets, [N, H C] each; the latter may be None."""
+        raise NotImplementedError
+
+    @property
+    def _vector(self) -> Tensor:
+        """The learned vector, [H, 2 C], first the part for targets."""
+        raise NotImplementedError
+
+    def _attend_by_kernel(self, mapped: Mapped, options: dict[str, Any]) -> Any:
+        vector, (target, source, graph, of_edges) = self._vector, mapped
         w1 = w2 = None
         if self.kernel == "implicit":
             query = ends = vector.unsqueeze(0)
-            if getattr(self.spectral, "pools", False):  # of the means, which is what it takes
+            if getattr(self.spectral, "pools", False):  # it takes means
                 means = (x.sum(0, keepdim=True) / max(x.size(0), 1) for x in (target, source))
                 ends = torch.cat([*means], -1)
             w1, w2 = self._drawn(query, ends)
@@ -212,19 +219,11 @@ class _GATForm(GraphAttention):
             **options,
         )
 
-    def _attend_as_stock(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def _bias_of(self, of_edges: Tensor | None) -> Tensor | None:
-        """What features of edges [E, H, C] add to their logits, [E, H]."""
+        """Returns what features of edges [E, H, C] add to their logits, [E, H]."""
         if of_edges is None:
             return None
         bias: Tensor = (of_edges * self._attention_of_edges).sum(-1)
@@ -233,7 +232,7 @@ class _GATForm(GraphAttention):
     def _with_loops(
         self, edge_index: Any, edge_attr: Tensor | None, num_nodes: int
     ) -> tuple[Any, Tensor | None]:
-        """Self loops, as PyG adds them."""
+        """Adds self loops, as PyG adds them."""
         if not self.add_self_loops:
             return edge_index, edge_attr
         if isinstance(edge_index, SparseTensor):
@@ -247,7 +246,7 @@ class _GATForm(GraphAttention):
         return with_self_loops(edge_index, edge_attr, self.fill_value, num_nodes)
 
     def _map_edges(self, edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
-        """Features of edges, [E, H, C]."""
+        """Returns features of edges, [E, H, C]."""
         edge_attr = None if self.lin_edge is None else attributes_of(edge_index, edge_attr)
         if edge_attr is None:
             return None
@@ -275,17 +274,12 @@ class _GATForm(GraphAttention):
         return with_weights(output, edge_index, weights)
 
 
-def _check_two_axes(name: str, x: Tensor) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"{name}: x must have shape [N, channels], got {list(x.shape)}")
-
-
 class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     r"""GATConv by the implicit kernel, in the form that the paper gives for GAT.
 
     The weight of an edge j -> i is the similarity of a learned vector a and the concatenation
     ``x = [z_i || z_j]`` of the mapped nodes, times the magnitude ``exp(|x|_p^2 / (2 sqrt(2C)))``,
-    normalised over the edges into i (``ikattn.gat_edge_attention``). a is ``att_dst`` and
+    normalised over the edges into i (``ikattn.ops.gat_edge_attention``). a is ``att_dst`` and
     ``att_src``, as in GATConv. Constructor and ``forward``, parameters, initial values and
     checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
 
@@ -341,49 +335,27 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         """
         if self.kernel == "dot" and self._needs_messages():
             return GATConv.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
-        shape = (-1, self.heads, self.out_channels)
-        from_source, from_target = (x, x) if isinstance(x, Tensor) else x
-        _check_two_axes(type(self).__name__, from_source)
-        residual = None
-        if self.res is not None and from_target is not None:
-            residual = self.res(from_target)
-        if self.lin is not None:
-            source = self.lin(from_source).view(shape)
-            target = source
-            if from_target is not from_source:
-                target = None if from_target is None else self.lin(from_target).view(shape)
-        else:
-            source = self.lin_src(from_source).view(shape)
-            target = None if from_target is None else self.lin_dst(from_target).view(shape)
-        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
-        num_nodes = min(size) if size is not None else num_nodes
-        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
-        output, weights = self._attend(
-            edge_index,
-            target,
-            source,
-            torch.cat([self.att_dst, self.att_src], -1).squeeze(0),
-            self._map_edges(edge_index, edge_attr),
-            size,
-            (source, target),
-            return_attention_weights,
-        )
-        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+        return self._forward(x, edge_index, edge_attr, size, return_attention_weights)
+
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Pair:
+        if self.lin is None:
+            return self.lin_src(of_source), None if of_target is None else self.lin_dst(of_target)
+        source = self.lin(of_source)
+        if of_target is of_source:
+            return source, source
+        return source, None if of_target is None else self.lin(of_target)
+
+    @property
+    def _vector(self) -> Tensor:
+        return torch.cat([self.att_dst, self.att_src], -1).squeeze(0)
 
     @property
     def _attention_of_edges(self) -> Tensor:
         attention: Tensor = self.att_edge
         return attention
 
-    def _attend_as_stock(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
+        vector, (target, source, graph, of_edges) = self._vector, mapped
         return gat_edge_attention(
             vector * vector.size(-1) ** 0.5,  # the operator divides by it
             target,
@@ -430,44 +402,25 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         """Attends over the edges into every node; arguments and result as ImplicitKernelGATConv."""
         if self.kernel == "dot" and self._needs_messages():
             return GATv2Conv.forward(self, x, edge_index, edge_attr, return_attention_weights)
-        shape = (-1, self.heads, self.out_channels)
-        from_source, from_target = (x, x) if isinstance(x, Tensor) else x
-        _check_two_axes(type(self).__name__, from_source)
-        residual = None
-        if self.res is not None and from_target is not None:
-            residual = self.res(from_target)
-        source = self.lin_l(from_source).view(shape)
-        target: Tensor | None = source
-        if not (self.share_weights and from_target is from_source):
-            target = None if from_target is None else self.lin_r(from_target).view(shape)
-        num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
-        edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
-        output, weights = self._attend(
-            edge_index,
-            target,
-            source,
-            torch.cat([self.att, self.att], -1).squeeze(0),
-            self._map_edges(edge_index, edge_attr),
-            None,
-            (source, target),
-            return_attention_weights,
-        )
-        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+        return self._forward(x, edge_index, edge_attr, None, return_attention_weights)
+
+    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Pair:
+        source = self.lin_l(of_source)
+        if self.share_weights and of_target is of_source:
+            return source, source
+        return source, None if of_target is None else self.lin_r(of_target)
+
+    @property
+    def _vector(self) -> Tensor:
+        return torch.cat([self.att, self.att], -1).squeeze(0)
 
     @property
     def _attention_of_edges(self) -> Tensor:
         attention: Tensor = self.att
         return attention
 
-    def _attend_as_stock(
-        self,
-        vector: Tensor,
-        target: Tensor,
-        source: Tensor,
-        graph: Graph,
-        of_edges: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
+        target, source, graph, of_edges = mapped
         ends = source.index_select(0, graph.source) + target.index_select(0, graph.target)
         if of_edges is not None:
             ends = ends + of_edges

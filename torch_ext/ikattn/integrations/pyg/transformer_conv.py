@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import TransformerConv
 
-from ikattn.integrations.pyg._edges import attributes_of, graph_of, with_weights
+from ikattn.integrations.pyg.edges import attributes_of, graph_of, with_weights
 from ikattn.integrations.pyg.layers import GraphAttention
 from ikattn.ops.edges import Edges, implicit_kernel_edge_attention, softmax_edge_attention
-
-__all__ = ["ImplicitKernelTransformerConv"]
 
 
 class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: ignore[misc]
@@ -140,5 +138,5 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
         )
 
     def message(self, value: Tensor, alpha: Tensor) -> Tensor:
-        """The weighted values of edges [E, H, C], for those who look at messages."""
+        """Returns the weighted values of edges [E, H, C], for those who look at messages."""
         return value * alpha.unsqueeze(-1)

@@ -1,38 +1,65 @@
-"""A cache that keeps the features of keys beside keys and values, for decoding.
+"""The caches for decoding: one of features beside keys and values, and one of states.
 
 transformers' caches hand keys and values of all tokens to the attention function, which would make
-the features of all keys anew for every token. The layers of ``feature_cache`` mark the keys they
-hand out, and the attention function finds their features there.
+the features of all keys anew for every token. The layers of the caches here note the keys that they
+hand out; the attention function finds the layer by its keys, and the features or the state there.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.integrations.transformers._interface import import_transformers
+from ikattn.integrations.transformers.interface import calls_interface, import_transformers
+from ikattn.integrations.transformers.kernels import IMPLICIT
+from ikattn.spectral import Direct, Generator
 
-__all__ = ["config_of", "feature_cache", "layer_of"]
+CacheKind = Literal["auto", "features", "state"]
 
 # Keys that a layer has handed out, and a weak reference to it.
 FEATURE_LAYERS = WeakTensorKeyDictionary()
+STATE_LAYERS = WeakTensorKeyDictionary()
 
 
-def feature_cache(model: nn.Module) -> Any:
-    """An empty cache for decoding with a model of "ikattn_implicit".
+def decoding_cache(
+    model: nn.Module,
+    kind: CacheKind = "auto",
+    *,
+    tokens: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Any:
+    """Makes an empty cache for decoding with a transformers model after ``ikattn.convert``.
 
-    It is transformers' ``DynamicCache`` (for encoder-decoders an ``EncoderDecoderCache`` of two)
-    that also keeps the features of keys, so that a new token costs about what it costs softmax
-    attention. With any other cache the attention function makes all features anew for every token:
-    the same numbers to rounding, after many tokens in five to ten times the time. A token takes 2 M
-    float32 numbers per query head more, and room for as many again. Layers with a sliding window
-    are left as they are. A copied or saved cache, and one that was repeated or selected from, makes
-    its features anew once. ``torch.compile`` takes the attention function's other way.
+    With any other cache the attention function makes all features anew for every token: the same
+    numbers to rounding, after many tokens in five to ten times the time. ``nbytes`` is what the
+    cache takes; copies and pickles are apart from it.
+
+    "features" is transformers' ``DynamicCache`` (for encoder-decoders an ``EncoderDecoderCache`` of
+    two) that also keeps the features of keys, so that a new token costs about what it costs softmax
+    attention. A token takes 2 M float32 numbers per query head more, and room for as many again.
+    Layers with a sliding window are left as they are. A copied or saved cache, and one that was
+    repeated or selected from, makes its features anew once. ``torch.compile`` takes the attention
+    function's other way.
+
+    "state" is a ``DynamicCache`` with a :class:`ikattn.RecurrentState` in each layer in place of
+    keys and values, so that neither its size nor the time of a token grows with the tokens: it is
+    ``M (2 M + 1) (d_v + 1)`` numbers a query head. With F = 2 M it is the faster one from some
+    2 F^2 tokens on, in float32 from F^2. Beams, padding and prompts in parts are in. Not supported,
+    and refused: encoder-decoders, layers with a sliding window, assisted generation and ``crop`` (a
+    state forgets no token), masks other than causal with padding, calls with dropout,
+    ``output_attentions``, a gradient or ``torch.compile``, and frequencies that change on the way.
+    Paged caches are no caches of this kind.
 
     Args:
-        model: A model after ``use_implicit_attention`` or from ``from_pretrained``.
+        model: A model after ``ikattn.convert`` or from ``from_pretrained``; something may be around
+            it or its kernels, such as PEFT.
+        kind: "features", "state", or "auto": a state where the model has states and ``tokens`` are
+            at least 2 F^2, else features.
+        tokens: Length of a sequence, the prompt included, for "auto"; None: not known.
+        dtype: Type of a state's sums, as for ``RecurrentState``.
 
     Returns:
         A cache, for ``cache`` of ``model.generate`` or ``past_key_values`` of ``model.forward``;
@@ -40,22 +67,39 @@ def feature_cache(model: nn.Module) -> Any:
 
     Raises:
         ImportError: transformers is missing.
+        NotImplementedError: "state" is asked for, and the model is of a kind that has none.
         TypeError: ``model`` is no transformers model.
+        ValueError: kind is another.
 
     Example:
-        >>> import pytest, torch
+        >>> import ikattn, pytest, torch
         >>> transformers = pytest.importorskip("transformers")
-        >>> from ikattn.integrations.transformers import feature_cache, use_implicit_attention
         >>> sizes = dict(n_embd=16, n_head=2, n_layer=1, vocab_size=9)
         >>> config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-        >>> model = use_implicit_attention(transformers.GPT2LMHeadModel(config)).eval()
+        >>> model = ikattn.convert(transformers.GPT2LMHeadModel(config), num_frequencies=8).eval()
         >>> prompt, options = torch.tensor([[1, 2, 3]]), dict(max_new_tokens=4, do_sample=False)
         >>> plain = model.generate(prompt, **options)
-        >>> kept = model.generate(prompt, cache=feature_cache(model), **options)
-        >>> torch.equal(plain, kept)
+        >>> caches = [ikattn.decoding_cache(model, tokens=n) for n in (100, 1000)]
+        >>> [type(cache.layers[0]).__name__ for cache in caches]
+        ['FeatureLayer', 'StateLayer']
+        >>> all(torch.equal(plain, model.generate(prompt, cache=x, **options)) for x in caches)
         True
     """
-    config = config_of("feature_cache", model)
+    if kind not in get_args(CacheKind):
+        raise ValueError(f"decoding_cache: kind must be one of {get_args(CacheKind)}, got {kind!r}")
+    import_transformers()
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(
+            "decoding_cache: model must be a transformers PreTrainedModel, got "
+            f"{type(model).__name__}"
+        )
+    if kind == "state" or (kind == "auto" and tokens is not None and tokens >= _break_even(model)):
+        try:
+            return _cache_of_states(model, config, dtype)
+        except NotImplementedError:
+            if kind == "state":
+                raise
     from ikattn.integrations.transformers._feature_layer import FeatureCache, FeatureCaches
 
     own = FeatureCache(config=config)
@@ -64,24 +108,60 @@ def feature_cache(model: nn.Module) -> Any:
     return FeatureCaches(own, FeatureCache())
 
 
-def config_of(function: str, model: nn.Module) -> Any:
-    """Returns the config of a transformers model, or of one that something is around.
-
-    Raises:
-        ImportError: transformers is missing.
-        TypeError: ``model`` is no transformers model.
-    """
-    import_transformers()
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(
-            f"{function}: model must be a transformers PreTrainedModel, got {type(model).__name__}"
-        )
-    return config
-
-
-def layer_of(key: Tensor) -> Any:
-    """Returns the layer of a ``feature_cache`` that handed these keys out, or None."""
+def feature_layer_of(key: Tensor) -> Any:
+    """Returns the layer with features that handed these keys out, or None."""
     reference = FEATURE_LAYERS.get(key)
     layer = None if reference is None else reference()
     return layer if layer is not None and layer.keys is key else None
+
+
+def state_layer_of(key: Tensor) -> Any:
+    """Returns the layer with a state that handed these keys on, or None."""
+    reference = STATE_LAYERS.get(key)
+    layer = None if reference is None else reference()
+    return layer if layer is not None and layer.handed is key else None
+
+
+def _break_even(model: nn.Module) -> float:
+    """Returns from how many tokens on a state is faster than features, 2 F^2."""
+    sources = [module for module in model.modules() if isinstance(module, Direct | Generator)]
+    if not sources:
+        return float("inf")
+    features = 2 * max(source.num_frequencies for source in sources)
+    return float(2 * features**2)
+
+
+def _cache_of_states(model: nn.Module, config: Any, dtype: torch.dtype) -> Any:
+    configs = _configs_of_kernels(model)
+    from ikattn.integrations.transformers._state_layer import StateCache
+
+    return StateCache(dtype, configs, type(model).__name__, config)
+
+
+def _configs_of_kernels(model: Any) -> list[Any]:
+    """Returns the configs that say which attention the modules of a model have.
+
+    Raises:
+        NotImplementedError: The model is an encoder-decoder, or attention needs all keys.
+    """
+    configs = []
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(
+            f"decoding_cache: {type(model).__name__} is an encoder-decoder, for which there is "
+            'kind="features" alone'
+        )
+    for name, module in model.named_modules():
+        if not calls_interface(module):
+            continue
+        implementation = module.config._attn_implementation
+        if implementation == IMPLICIT and getattr(module, "spectral", None) is None:
+            raise NotImplementedError(
+                f"decoding_cache: {name} has no frequencies; call ikattn.convert"
+            )
+        if implementation != IMPLICIT:
+            raise NotImplementedError(
+                f"decoding_cache: {name} has the attention implementation {implementation!r}, "
+                f'which needs all keys; call ikattn.convert, or set "{IMPLICIT}"'
+            )
+        configs.append(module.config)
+    return configs

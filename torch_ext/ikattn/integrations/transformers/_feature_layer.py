@@ -1,4 +1,4 @@
-"""The layers of ``feature_cache``, and the caches that they are in."""
+"""The layers of features of ``decoding_cache``, and the caches that they are in."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.integrations.transformers._cache import FEATURE_LAYERS
-from ikattn.integrations.transformers._interface import import_transformers
-from ikattn.integrations.transformers._kernels import Frequencies
+from ikattn.integrations.transformers.interface import import_transformers
+from ikattn.integrations.transformers.kernels import Frequencies
 from ikattn.ops.key_features import KeyFeatures
 
 transformers = import_transformers()
-
-__all__ = ["FeatureCache", "FeatureCaches", "FeatureLayer", "Measured"]
 
 
 class FeatureLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc, name-defined]

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ikattn.integrations.transformers._interface import import_transformers
+from ikattn.integrations.transformers.interface import import_transformers
 from ikattn.nn.parameter_groups import parameter_groups
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-__all__ = ["optimizers"]
 
 
 def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.Optimizer, None]:
@@ -42,10 +40,10 @@ def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.O
         >>> import pytest, tempfile
         >>> transformers = pytest.importorskip("transformers")
         >>> _ = pytest.importorskip("accelerate")
-        >>> from ikattn.integrations.transformers import optimizers, use_implicit_attention
+        >>> from ikattn.integrations.transformers import optimizers
         >>> sizes = dict(n_embd=16, n_head=2, n_layer=1, vocab_size=9)
         >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-        >>> model = use_implicit_attention(model, num_frequencies=8)
+        >>> model = ikattn.convert(model, num_frequencies=8)
         >>> folder = tempfile.mkdtemp()
         >>> args = transformers.TrainingArguments(folder, learning_rate=1e-3, weight_decay=0.1)
         >>> trainer = transformers.Trainer(model, args, optimizers=optimizers(model, args))

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Sequences", "given_sequences", "sequences_in"]
-
-# From masks that have been looked at to what was found: the layers of a model share a mask.
+# Sequences found in masks, which the layers of a model share.
 _FOUND = WeakTensorKeyDictionary()
 
 
@@ -30,7 +28,7 @@ class Sequences(NamedTuple):
 def given_sequences(
     module: nn.Module, query: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """What ``FlashAttentionKwargs`` say: (cu_seq_lens_q, cu_seq_lens_k); None: nothing.
+    """Reads ``FlashAttentionKwargs``: (cu_seq_lens_q, cu_seq_lens_k); None: nothing.
 
     Raises:
         ValueError: One of the two is missing, or the batch has more than one row.
@@ -50,7 +48,7 @@ def given_sequences(
 
 
 def sequences_in(mask: Tensor | None, query: Tensor, key: Tensor) -> Sequences | None:
-    """The sequences that a mask keeps apart; None where it is no mask of packed sequences.
+    """Returns the sequences that a mask keeps apart; None if it is no mask of packed sequences.
 
     Args:
         mask: Bool [B, 1, L, L], True = may attend; any other is none of packed sequences.
@@ -74,7 +72,7 @@ def sequences_in(mask: Tensor | None, query: Tensor, key: Tensor) -> Sequences |
 
 
 def _look_at(mask: Tensor) -> Sequences | None:
-    """The same of a mask [B, L, L] that nobody has looked at."""
+    """Returns the sequences that a mask [B, L, L] keeps apart, at which nobody has looked."""
     sees_last = mask.diagonal(-1, 1, 2)  # [B, L - 1]: whether token t + 1 sees token t
     if bool(sees_last.all()):
         return None

@@ -13,25 +13,23 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ikattn.integrations.transformers._interface import import_transformers
-
-__all__ = ["one_row_for_all", "padding_of_causal", "shown_keys"]
+from ikattn.integrations.transformers.interface import import_transformers
 
 
 class _Padding(NamedTuple):
-    """What a mask hides besides causality, and by what the mask is known again."""
+    """The keys that a mask hides besides causality, and marks to know the mask again."""
 
     row: Tensor  # [B, S], True = may attend
     place: tuple[Any, ...]
     version: int
 
 
-# By the tensor that holds a mask's elements.
+# Found padding, by the tensor that holds a mask's elements.
 _OF_CAUSAL = WeakTensorKeyDictionary()
 
 
 def one_row_for_all(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes masks of padding alone as one row, which strides repeat.
+    """Makes a function whose masks of padding alone have one row, which strides repeat.
 
     The operator takes such a mask for a bias of the keys, and kernels that take no mask of pairs.
     Of masks of causality and padding it is remembered what ``padding_of_causal`` tells.
@@ -57,7 +55,7 @@ def one_row_for_all(make_mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def padding_of_causal(mask: Tensor, keys: int) -> Tensor | None:
-    """The padding of a mask that says causality and padding, bool [B, 1, L, keys], one row for all.
+    """Returns the padding of a causal mask with padding, bool [B, 1, L, keys], one row for all.
 
     Query i sees key j where the row shows it and j <= i. It is known by how the mask was made, not
     by its elements, so that nothing waits for the device.
@@ -87,7 +85,7 @@ def _remember(made: Tensor, named: dict[str, Any]) -> None:
     Queries that follow keys of a cache see more than the operators' ``is_causal`` says.
     """
     offsets = [named.get(name, 0) for name in ("q_offset", "kv_offset")]
-    # of a static cache they may be tensors, whose values only the device knows
+    # a static cache may have tensors, whose values only the device knows
     is_top_left = all(isinstance(x, int) and x == 0 for x in offsets)
     shown = named.get("attention_mask")
     if not is_top_left or shown is None or named.get("use_vmap") or made.size(2) < 2:
@@ -101,12 +99,12 @@ def _remember(made: Tensor, named: dict[str, Any]) -> None:
 
 
 def _place_of(mask: Tensor) -> tuple[Any, ...]:
-    """Where a mask lies; the same for the view of its first keys."""
+    """Returns where a mask lies; the same for the view of its first keys."""
     return mask.shape[:3], mask.stride(), mask.storage_offset()
 
 
 def shown_keys(mask: Tensor, *, is_causal: bool) -> Tensor | None:
-    """The keys, bool [B or 1, S], that a mask shows to queries; None: it says more than that.
+    """Returns the keys, bool [B or 1, S], that a mask shows; None: it says more than that.
 
     Args:
         mask: Bool [B or 1, H or 1, L, S], True = may attend.

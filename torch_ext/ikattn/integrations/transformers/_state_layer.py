@@ -1,4 +1,4 @@
-"""The layers of ``state_cache``, and the cache that they are in."""
+"""The layers of states of ``decoding_cache``, and the cache that they are in."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ikattn.integrations.transformers._cache import STATE_LAYERS
 from ikattn.integrations.transformers._feature_layer import Measured
-from ikattn.integrations.transformers._interface import import_transformers
-from ikattn.integrations.transformers._kernels import IMPLICIT, Frequencies
 from ikattn.integrations.transformers._padding import shown_keys
-from ikattn.integrations.transformers._state_cache import STATE_LAYERS
+from ikattn.integrations.transformers.interface import import_transformers
+from ikattn.integrations.transformers.kernels import IMPLICIT, Frequencies
 from ikattn.ops.recurrent_state import RecurrentState
 
 transformers = import_transformers()
 
-__all__ = ["StateCache", "StateLayer"]
 
-_HIDDEN = -1e30  # what masks of floating-point numbers hide pairs with is below
+_HIDDEN = -1e30  # masks of floating-point numbers hide pairs with less
 
 
 class _Weakly:
@@ -75,12 +74,14 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
         others = {x._attn_implementation for x in self.configs.alive()} - {IMPLICIT}
         if others:
             raise RuntimeError(
-                f'state_cache: tokens do not reach the attention function "{IMPLICIT}", which '
+                f'decoding_cache: tokens do not reach the attention function "{IMPLICIT}", which '
                 f"alone knows the keys before them: the model's config names {sorted(others)}; "
                 f'call model.set_attn_implementation("{IMPLICIT}")'
             )
         if torch.compiler.is_compiling():
-            raise NotImplementedError("state_cache: torch.compile has no states; call it eagerly")
+            raise NotImplementedError(
+                "decoding_cache: torch.compile has no states; call it eagerly"
+            )
         self.lazy_initialization(key, value)
         self.handed = key
         self.length += key.size(2)
@@ -111,14 +112,14 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
             self.frequencies = Frequencies(*kernel)
         elif self.module.alive() not in ([module], []):
             raise NotImplementedError(
-                f"state_cache: {type(module).__name__} got a state with keys of another attention "
-                "module, in a copy of the model or in a layer that both share; begin again with a "
-                "new cache, or take feature_cache"
+                f"decoding_cache: {type(module).__name__} got a state with keys of another "
+                "attention module, in a copy of the model or in a layer that both share; begin "
+                "again with a new cache, or take a cache of features"
             )
         elif not self.frequencies.are_still(*kernel):
             raise NotImplementedError(
-                "state_cache: the keys before are in the state with other frequencies than those "
-                f"that {type(module).__name__} has now; begin again with a new cache"
+                "decoding_cache: the keys before are in the state with other frequencies than "
+                f"those that {type(module).__name__} has now; begin again with a new cache"
             )
         self.module = _Weakly([module])
         if mask is None and length > 1 and past > 0:
@@ -130,7 +131,7 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
         return output
 
     def _bias_of(self, visible: Tensor | None, past: int, query: Tensor) -> Tensor | None:
-        """-inf for new keys that are hidden; checks that those before are as they were."""
+        """Makes -inf for new keys that are hidden; checks that those before are as they were."""
         batch, length = query.size(0), query.size(2)
         before = self.visible
         if before is None:
@@ -159,8 +160,8 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
             raise NotImplementedError(
-                "state_cache: a state forgets no token, so that no call can be taken back, as "
-                "assisted generation does; feature_cache can"
+                "decoding_cache: a state forgets no token, so that no call can be taken back, as "
+                "assisted generation does; a cache of features can"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -181,7 +182,7 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
         return {**vars(self), "state": copy.copy(self.state)}
 
     def offload(self) -> None:
-        raise NotImplementedError("state_cache: a state is not offloaded; it is of one size")
+        raise NotImplementedError("decoding_cache: a state is not offloaded; it is of one size")
 
 
 class StateCache(Measured, transformers.DynamicCache):  # type: ignore[misc, name-defined]
@@ -193,8 +194,9 @@ class StateCache(Measured, transformers.DynamicCache):  # type: ignore[misc, nam
         others = {type(layer).__name__ for layer in self.layers if type(layer) is not plain}
         if others:
             raise NotImplementedError(
-                f"state_cache: {model} has layers of {', '.join(sorted(others))}; a state stands "
-                "for keys and values of all tokens, and not for these; feature_cache takes them"
+                f"decoding_cache: {model} has layers of {', '.join(sorted(others))}; a state "
+                "stands for keys and values of all tokens, and not for these; a cache of features "
+                "takes them"
             )
         make = partial(StateLayer, dtype, _Weakly(configs))
         self.layers = [make() for _ in self.layers]
@@ -205,7 +207,7 @@ class StateCache(Measured, transformers.DynamicCache):  # type: ignore[misc, nam
         stuck = [i for i, layer in enumerate(self.layers) if layer.handed is not None]
         if stuck:
             raise RuntimeError(
-                f"state_cache: layer {stuck[0]} was given tokens that never entered its state: "
+                f"decoding_cache: layer {stuck[0]} was given tokens that never entered its state: "
                 "their call was refused or interrupted, or another attention function than "
                 f'"{IMPLICIT}" computed it; begin again with a new cache'
             )
@@ -213,7 +215,7 @@ class StateCache(Measured, transformers.DynamicCache):  # type: ignore[misc, nam
 
 
 def _visible_keys(mask: Tensor | None, length: int, past: int, batch: int) -> Tensor | None:
-    """Which keys [B, past + L] a mask of causal attention with padding shows; None: all.
+    """Returns the keys [B, past + L] that a causal mask with padding shows; None: all.
 
     Args:
         mask: [B or 1, H or 1, L, S], True = may attend, or None.
@@ -239,6 +241,6 @@ def _visible_keys(mask: Tensor | None, length: int, past: int, batch: int) -> Te
 
 def _refuse_mask(why: str) -> NoReturn:
     raise NotImplementedError(
-        f"state_cache: a state takes causal masks with padding, and not this one: {why}; "
-        "feature_cache takes it"
+        f"decoding_cache: a state takes causal masks with padding, and not this one: {why}; a "
+        "cache of features takes it"
     )

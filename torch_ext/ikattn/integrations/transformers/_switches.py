@@ -13,23 +13,21 @@ from weakref import finalize
 
 from torch import nn
 
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.interface import (
     import_transformers,
     is_softmax_on_purpose,
 )
 
-__all__ = ["tell_of_another_kernel", "watch_configs"]
-
 _logger = logging.getLogger("ikattn")
 
-# Whose frames hand a setting on, and did not decide on it.
+# Modules whose frames hand a setting on, and did not decide on it.
 _HANDS_ON = (
     "huggingface_hub.dataclasses",
     "transformers.configuration_utils",
     "transformers.modeling_utils",
     __name__,
 )
-_lines: dict[int, str] = {}  # by id of a config: file and line
+_lines: dict[int, str] = {}  # file and line, by id of a config
 _told: set[tuple[int, str]] = set()  # ids of configs, and attention implementations
 
 
@@ -77,7 +75,7 @@ def tell_of_another_kernel(module: nn.Module, kernel: str) -> None:
 
 
 def _line() -> str:
-    """The file and line outside of the code that hands settings on."""
+    """Returns the file and line outside of the code that hands settings on."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _HANDS_ON:
         frame = frame.f_back

@@ -1,15 +1,16 @@
-"""One page of HTML to look at a recording: the maps inside it, nothing outside it.
+"""One page of HTML to look at maps: what it shows is inside it, and it loads nothing.
 
-page/ holds its parts: page.html, page.css, page.js and flow.js, and base.css, base.js and
-maps.js, which other pages share. A number travels as two bytes, the rounded logarithm, between
-the smallest and the largest of its array: the relative error is the same for small and large
-numbers, and the page says how large it is.
+It has three modes: maps of a recording, written here, and attributions and comparisons, whose
+contents :mod:`ikattn.explain` gives to ``write_mode`` of ``template``. A number of a map travels as
+two bytes, the rounded logarithm between the smallest and the largest of its array: the relative
+error is the same for small and large numbers, and the page says how large it is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -21,11 +22,11 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer, RecordedMaps
 from ikattn.maps.page.arrays import Arrays
 from ikattn.maps.page.labels import layer_labels, short_name, text_of
-from ikattn.maps.page.template import json_in_script, template
+from ikattn.maps.page.template import write_mode
 from ikattn.maps.sequences import AXES, SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens
 
-__all__ = ["describe", "page_bytes", "write_page", "write_page_to"]
+__all__ = ["describe", "page_bytes", "sequence_contents", "write_page", "write_page_to"]
 
 
 def write_page(
@@ -69,49 +70,44 @@ def write_page_to(
     """Writes the page to an open file.
 
     Raises:
-        ValueError: As :func:`write_page`; the file then holds a part of a page.
+        ValueError: Errors of :func:`write_page`; the file then holds a part of a page.
     """
-    title = title or short_name(recording.model) or "Attention maps"
-    before, between, after = template(
-        "maps/page/page.html",
-        title,
-        styles=("maps/page/base.css", "maps/page/page.css"),
-        scripts=(
-            "maps/page/base.js",
-            "maps/page/maps.js",
-            "maps/page/flow.js",
-            "maps/page/page.js",
-        ),
-    )
-    file.write(before)
-    arrays = Arrays(file)
     layers = list(recording.layers.values())
-    shown = [
-        _sequence_contents(layers, sequence, arrays)
-        for sequence in sequences(recording, tokens, target_tokens)
-    ]
-    if not any(layer for sequence in shown for layer in sequence["layers"]):
-        raise ValueError("to_html: the recording holds no map of any sequence to show")
-    contents = {
-        "about": describe(recording),
-        "precision": f"{arrays.precision()} recording.save keeps them whole.",
-        "layers": [
-            {
-                "name": layer.name,
-                "label": label,
-                "kind": layer.kind,
-                "side": layer.side,
-                "heads": layer.heads,
-            }
-            for layer, label in zip(layers, layer_labels(layers), strict=True)
-        ],
-        "sequences": shown,
-    }
-    file.write(between + json_in_script(contents) + after)
+
+    def contents(arrays: Arrays) -> dict[str, Any]:
+        def maps_of(sequence: SequenceMaps, layer: str) -> dict[str, Any]:
+            shown = _shown_maps(sequence.layers[layer])
+            if not any(AXES.get(name, "")[-2:] == "LS" for name in shown):
+                return {}
+            return {name: arrays.add(tensor) for name, tensor in shown.items()}
+
+        shown = [
+            sequence_contents(layers, sequence, partial(maps_of, sequence))
+            for sequence in sequences(recording, tokens, target_tokens)
+        ]
+        if not any(layer for sequence in shown for layer in sequence["layers"]):
+            raise ValueError("to_html: the recording holds no map of any sequence to show")
+        return {
+            "about": describe(recording),
+            "precision": f"{arrays.precision()} recording.save keeps them whole.",
+            "layers": [
+                {
+                    "name": layer.name,
+                    "label": label,
+                    "kind": layer.kind,
+                    "side": layer.side,
+                    "heads": layer.heads,
+                }
+                for layer, label in zip(layers, layer_labels(layers), strict=True)
+            ],
+            "sequences": shown,
+        }
+
+    write_mode(file, "maps", title or short_name(recording.model) or "Attention maps", contents)
 
 
 def page_bytes(recording: RecordedMaps) -> int:
-    """Returns the bytes that a recording takes in its page, from shapes and padding alone."""
+    """Returns the bytes of a recording's numbers in its page, by shapes and padding alone."""
     numbers = 0
     for batch in recording.batches:
         for maps in batch.values():
@@ -126,7 +122,7 @@ def page_bytes(recording: RecordedMaps) -> int:
 
 
 def describe(recording: RecordedMaps) -> str:
-    """One line about a recording: the model, its layers and heads, and who wrote the page."""
+    """Returns a line about a recording: the model, its layers and heads, and who wrote the page."""
     heads = sorted({layer.heads for layer in recording.layers.values()})
     counts = (
         "-".join(str(count) for count in dict.fromkeys((heads[0], heads[-1]))) if heads else "0"
@@ -140,10 +136,16 @@ def describe(recording: RecordedMaps) -> str:
     )
 
 
-def _sequence_contents(
-    layers: Sequence[Layer], sequence: SequenceMaps, arrays: Arrays
+def sequence_contents(
+    layers: Sequence[Layer], sequence: SequenceMaps, maps_of: Callable[[str], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns one sequence for the page: its tokens once, its arrays by their names."""
+    """Returns what the page knows of one sequence: its tokens once, its arrays by their names.
+
+    Args:
+        layers: The layers of the page.
+        sequence: Its tokens, and which of the layers it ran through.
+        maps_of: Gives the arrays of a layer by its name; none: the layer is not shown.
+    """
     labels: list[list[str]] = []
 
     def place_of(tokens: list[str]) -> int:
@@ -153,27 +155,19 @@ def _sequence_contents(
 
     entries: list[dict[str, Any] | None] = []
     for layer in layers:
-        maps = sequence.layers.get(layer.name)
-        shown = {} if maps is None else _shown_maps(maps)
-        if not any(AXES.get(name, "")[-2:] == "LS" for name in shown):
+        maps = maps_of(layer.name) if layer.name in sequence.layers else {}
+        if not maps:
             entries.append(None)
             continue
         queries, keys = sequence.labels(layer)
-        entries.append(
-            {
-                "L": len(queries),
-                "S": len(keys),
-                "queries": place_of(queries),
-                "keys": place_of(keys),
-                "maps": {name: arrays.add(tensor) for name, tensor in shown.items()},
-            }
-        )
+        places = {"queries": place_of(queries), "keys": place_of(keys)}
+        entries.append({"L": len(queries), "S": len(keys), **places, "maps": maps})
     text = text_of(sequence.tokens or ()) or f"sequence {sequence.index}, batch {sequence.batch}"
     return {"title": text[:120], "labels": labels, "layers": entries}
 
 
 def _shown_maps(maps: Contributions) -> dict[str, Tensor]:
-    """The arrays the page needs; what every head contributes is weights x value norms."""
+    """Returns the arrays the page needs; what a head contributes is weights x value norms."""
     shown = {name: getattr(maps, name) for name in AXES if getattr(maps, name) is not None}
     if "weights" in shown and "value_norms" in shown:
         shown.pop("per_head", None)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ikattn.maps.files._common import raw_bytes
 
-__all__ = ["Arrays"]
-
 _LAST_CODE = 65534  # 0 is zero, 65535 no finite number
 _NOT_FINITE = 65535
 
@@ -31,12 +29,11 @@ class Arrays:
         self._count += 1
         self._coarsest = max(self._coarsest, step)
         self._file.write(f'<script type="text/plain" id="{name}">'.encode())
-        self._file.write(base64.b64encode(raw_bytes(codes)))
-        self._file.write(b"</script>\n")
+        self._file.write(f"{as_base64(codes)}</script>\n".encode())
         return {"id": name, "lo": lowest, "step": step}
 
     def precision(self) -> str:
-        """A sentence on it."""
+        """Returns a sentence on how exact numbers still are."""
         percent = 100 * math.expm1(self._coarsest / 2)
         return (
             f"Numbers in this page are within {max(percent, 0.001):.2g} % of those recorded and "
@@ -44,8 +41,13 @@ class Arrays:
         )
 
 
+def as_base64(tensor: Tensor) -> str:
+    """Returns the numbers of a tensor, little-endian, as a page's script decodes them."""
+    return base64.b64encode(raw_bytes(tensor)).decode()
+
+
 def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float]:
-    """Codes of the logarithms: exp(lowest + step (code - 1)); their bytes are those of uint16."""
+    """Returns uint16 codes, whose numbers are exp(lowest + step (code - 1)), lowest and step."""
     x = tensor.detach().cpu().double()
     finite = x.isfinite()
     positive = finite & (x > 0)

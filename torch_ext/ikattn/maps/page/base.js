@@ -1,5 +1,5 @@
-// What the pages share: colours, and how elements are made. Texts reach a page through textContent or
-// fillText, never as markup.
+// Makes elements and colours for all pages, the index of the command among them. Texts reach a page
+// through textContent or fillText, never as markup.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
@@ -42,15 +42,20 @@ function ramp(norms) {
 
 const css = (colour) => `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
 
-// The theme the reader's system has, until they press the button.
+// Takes the theme of the reader's system, until they press the button.
 function startTheme(redraw) {
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
   const show = (theme) => {
     document.documentElement.dataset.theme = theme;
     byId("theme").textContent = theme === "dark" ? "Light" : "Dark";
     byId("theme").setAttribute("aria-pressed", String(theme === "dark"));
   };
-  show(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  const follow = () => show(system.matches ? "dark" : "light");
+  const followAndDraw = () => { follow(); redraw(); };
+  follow();
+  system.addEventListener("change", followAndDraw);
   byId("theme").addEventListener("click", () => {
+    system.removeEventListener("change", followAndDraw);
     show(dark() ? "light" : "dark");
     redraw();
   });
@@ -58,4 +63,15 @@ function startTheme(redraw) {
 
 function bytesOf(text) {
   return Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+}
+
+const isolated = (text) => `\u2068${text}\u2069`;
+
+// Fills in what every mode of the page has: a line about it, the choice of a sequence, and the theme.
+function startPage(contents, showSequence, redraw) {
+  byId("about").textContent = contents.about;
+  byId("sequence").replaceChildren(...contents.sequences.map(({ title }, i) =>
+    element("option", { value: String(i) }, `${i + 1}  ${isolated(title)}`)));
+  byId("sequence").addEventListener("change", (event) => showSequence(Number(event.target.value)));
+  startTheme(redraw);
 }

@@ -1,4 +1,4 @@
-// The strongest paths by which a token at the top of a stack of self-attention layers draws from the
+// Draws the strongest paths by which a token at the top of a stack of self-attention layers draws from the
 // tokens at its bottom: columns are the tokens below, between and above the layers.
 //
 // A_l [L, L] is the chosen map of layer l, all heads together, each row divided by its sum. At the top
@@ -13,7 +13,7 @@ const FLOW_NOTES = {
 
 const flowPlate = (layer) => normsPlate(layer, null) || weightsPlate(layer, null);
 
-// The layers through which there is a flow, the lowest first; none where it would be of one layer, of
+// Returns the layers through which there is a flow, the lowest first; none where it would be of one layer, of
 // cross-attention, or of rows and columns that are not the same tokens.
 function stackOfLayers() {
   const { side } = contents.layers[state.layer];
@@ -40,8 +40,8 @@ function flowRows(layer) {
   });
 }
 
-// The share of each token in each column, the lowest first; the ribbons of at least `least` that hang
-// together with the target; and what of the flow goes along them all the way.
+// Returns the share of each token in each column, the lowest first; the ribbons of at least `least` that
+// hang together with the target; and how much of the flow goes along them all the way.
 function flowInto(target, stack, least) {
   const { L } = layerOf();
   const shares = [new Float64Array(L)];
@@ -70,7 +70,7 @@ function flowInto(target, stack, least) {
 }
 
 const total = (values) => values.reduce((sum, value) => sum + value, 0);
-// A token with its place, where the text has it more than once.
+// Returns a token, with its place where the text has it more than once.
 const nameOf = (j) => {
   const { queries } = tokensOf();
   return queries.indexOf(queries[j]) === queries.lastIndexOf(queries[j]) ? readable(queries[j]) : `${readable(queries[j])} (${j})`;
@@ -92,7 +92,7 @@ function showFlow() {
   drawFlow(flow, target, stack);
 }
 
-// The same in words: the largest shares at the bottom, and how much of all is drawn.
+// Says the flow in words: the largest shares at the bottom, and how much of all is drawn.
 function sayFlow({ shares, carried }, target) {
   const lowest = shares[0];
   const largest = [...lowest.keys()].filter((j) => lowest[j] > 0).sort((a, b) => lowest[b] - lowest[a]).slice(0, 5);

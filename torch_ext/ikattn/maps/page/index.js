@@ -8,12 +8,12 @@ const SPARE = 12;  // rows above and below those in view
 
 const state = { sort: 0, direction: 1, found: lines };
 
-// Of tokens, mixing ratio and entropy; NaN where an earlier version did not write it.
+// Returns the numbers of tokens, mixing ratio and entropy; NaN where an earlier version wrote none.
 function numbersOf(item) {
   return [...item.querySelectorAll("data")].map(({ value }) => (value === "" ? NaN : Number(value)));
 }
 
-// What has no number comes last in both directions; equals keep the order of the text.
+// Sorts lines without a number last in both directions; equals keep the order of the text.
 function sort() {
   const { sort: by, direction } = state;
   const rank = ({ numbers }) => (Number.isNaN(numbers[by]) ? Infinity : direction * numbers[by]);

@@ -1,4 +1,4 @@
-"""Names on a page: of models, of layers, and of texts."""
+"""Names of models, layers and texts on a page."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from pathlib import PurePath
 
 from ikattn.maps.layers import Layer
 
-__all__ = ["layer_labels", "short_name", "text_of"]
-
 
 def short_name(model: str) -> str:
-    """The model without the directories above its own: a page travels."""
+    """Returns the model without the directories above its own: a page travels."""
     kind, _, source = model.partition(" ")
     return f"{kind} {'/'.join(PurePath(source).parts[-2:])}".strip() if source else kind
 
 
 def layer_labels(layers: Sequence[Layer]) -> list[str]:
-    """Numbers in the order the layers ran, for each kind of layer on its own."""
+    """Numbers layers in the order they ran, each kind on its own."""
     kinds = [
         "cross" if layer.kind == "cross" else {"encoder": "enc", "decoder": "dec"}[layer.side]
         for layer in layers
@@ -28,7 +26,7 @@ def layer_labels(layers: Sequence[Layer]) -> list[str]:
 
 
 def text_of(tokens: Sequence[str]) -> str:
-    """The tokens as a text, for a title."""
+    """Returns the tokens as a text, for a title."""
     if any(token.startswith(("\u0120", "\u2581")) for token in tokens):
         return "".join(tokens).replace("\u0120", " ").replace("\u2581", " ").strip()
     return " ".join(tokens)

@@ -1,86 +1,405 @@
-// What pages of heat maps share: their arrays, labels of tokens, and rows of buttons.
+// Shows one recording: a layer's weights beside its contributions, and both of a pair in numbers.
 
-// Base64 of uint16 codes of logarithms: 0 is zero, 65535 no finite number, any other c is
-// exp(lo + step (c - 1)).
-function decode(entry) {
-  return once(`array/${entry.id}`, () => {
-    const codes = new Uint16Array(bytesOf(byId(entry.id).textContent.trim()).buffer);
-    return Float32Array.from(codes, (code) =>
-      code === 0 ? 0 : code === 65535 ? NaN : Math.exp(entry.lo + entry.step * (code - 1)));
+const MAPS = [
+  ["norms", "N", "Contribution N"],
+  ["with_residual", "N + residual", "N_Res"],
+  ["with_norm", "N + residual + norm", "N_ResLN"],
+  ["encoder", "whole block", "N_Enc"],
+  ["alti", "ALTI", "ALTI"],
+];
+const MEANINGS = {
+  with_residual: "the same, with the token itself added on the diagonal",
+  with_norm: "the same, through the normalisation that follows",
+  encoder: "the same, through the block's second normalisation",
+  alti: "how much nearer a token brings the output, as a share of its row",
+};
+
+// --- Arrays ------------------------------------------------------------------------------------------
+
+function array(name, layer = state.layer) {
+  const shown = layerOf(layer);
+  return shown && shown.maps[name] ? decode(shown.maps[name]) : null;
+}
+
+// Returns [L, S] of one head of a map, or the mean over heads.
+function headOrMean(name, layer, head) {
+  const shown = layerOf(layer);
+  const size = shown.L * shown.S;
+  const heads = contents.layers[layer].heads;
+  return once(`${state.sequence}/${layer}/${name}/${head}`, () => {
+    const parts = perHead(name, layer);
+    if (!parts) return null;
+    if (head !== null) return parts.subarray(head * size, (head + 1) * size);
+    const mean = new Float32Array(size);
+    for (let h = 0; h < heads; h++) {
+      for (let i = 0; i < size; i++) mean[i] += parts[h * size + i] / heads;
+    }
+    return mean;
   });
 }
 
-const WORD_START = /^[\u0120\u2581]/;  // byte-level BPE, SentencePiece
-
-function readable(token) {
-  const text = token.replace(WORD_START, "").replace(/\u010a/g, "\u21b5");
-  return text === "" ? "\u2423" : text;
+// Returns [H, L, S]; contributions of each head are weights times value norms where the page has both.
+function perHead(name, layer) {
+  const direct = array(name, layer);
+  if (direct || name !== "per_head") return direct;
+  const weights = array("weights", layer);
+  const norms = array("value_norms", layer);
+  if (!weights || !norms) return null;
+  const { L, S } = layerOf(layer);
+  return once(`${state.sequence}/${layer}/product`, () =>
+    weights.map((weight, i) => weight * norms[Math.floor(i / (L * S)) * S + (i % S)]));
 }
 
-function isolated(text) {
-  return `\u2068${text}\u2069`;
+// Makes a plate of values [L, S], in the colours of norms or of weights.
+const plateOf = (values, caption, meaning, norms) => ({
+  values, caption, meaning, norms, textOf: number,
+  cells: () => cellsOf(values, norms, state.layer),
+  legend: () => {
+    const { L, S } = layerOf();
+    const top = state.scale === "row" ? "row maximum" : number(maximum(values, 0, L, S, state.layer));
+    const kind = state.scale === "root" ? " (square root)" : "";
+    return { lowest: "0", highest: `${top}${kind}`, colourAt: (share) => ramp(norms)[Math.round(255 * share)] };
+  },
+});
+
+function weightsPlate(layer = state.layer, head = state.head) {
+  const values = layerOf(layer) && headOrMean("weights", layer, head);
+  if (!values) return null;
+  const caption = head === null ? "Attention weight, mean over heads" : `Attention weight, head ${head}`;
+  return plateOf(values, caption, "a: what the softmax gives, each row sums to 1", false);
 }
 
-// Whole letters, an emoji being one; isolated, so that a right-to-left token turns no other.
-function shorten(token) {
-  const letters = Array.from(readable(token));
-  return isolated(letters.length > 14 ? letters.slice(0, 13).join("") + "\u2026" : letters.join(""));
+function normsPlate(layer = state.layer, head = state.head) {
+  if (!layerOf(layer)) return null;
+  const title = (MAPS.find(([name]) => name === state.map) || MAPS[0])[2];
+  if (state.map !== "norms") {
+    const values = array(state.map, layer);
+    const note = head === null ? "" : " (all heads together)";
+    return values && plateOf(values, title + note, MEANINGS[state.map], true);
+  }
+  const summed = array("summed", layer);
+  if (head === null && summed) {
+    return plateOf(summed, "Contribution N, all heads together", "|Σ a f(x)|: what a token really adds", true);
+  }
+  const values = headOrMean("per_head", layer, head);
+  if (values) {
+    const which = head === null ? "mean over heads" : `head ${head}`;
+    return plateOf(values, `Contribution N, ${which}`, "a |f(x)|: weight times value norm", true);
+  }
+  return summed && plateOf(summed, "Contribution N (all heads together)", "|Σ a f(x)|", true);
 }
 
-// As much of a token as the room takes, cut at its end.
-function fitted(context, token, room) {
-  const text = shorten(token);
-  if (context.measureText(text).width <= room) return text;
-  let letters = Array.from(readable(token)).slice(0, 13);
-  while (letters.length > 1 && context.measureText(letters.join("") + "\u2026").width > room) letters = letters.slice(0, -1);
-  return isolated(letters.join("") + "\u2026");
+const plates = () => ({ left: weightsPlate(), right: normsPlate() });
+
+// --- Levels and numbers ------------------------------------------------------------------------------
+
+function isSelf(layer = state.layer) {
+  return contents.layers[layer].kind === "self";
 }
 
-const labelFont = (size) => `${size}px Inter, "Source Sans 3", system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif`;
+// Returns the largest value of the rows given, without what is left out.
+function maximum(values, from, to, S, layer) {
+  let largest = 0;
+  for (let t = from; t < to; t++) {
+    for (let s = 0; s < S; s++) {
+      if (state.diagonal && isSelf(layer) && t === s) continue;
+      const value = values[t * S + s];
+      if (value > largest) largest = value;
+    }
+  }
+  return largest;
+}
 
-// A row of buttons of which one is chosen: arrow keys move, Tab leaves.
-function radios(container, items, chosen, choose) {
-  const buttons = items.map((item) => {
-    const button = element("button", { type: "button", title: item.title || "", disabled: !!item.disabled });
-    button.setAttribute("role", "radio");
-    button.setAttribute("aria-checked", String(item.value === chosen));
-    button.tabIndex = item.value === chosen ? 0 : -1;
-    if (item.label) button.setAttribute("aria-label", item.label);
-    if (item.className) button.className = item.className;
-    button.append(...(item.children || [element("bdi", {}, item.text)]));
-    button.dataset.value = String(item.value);
-    button.addEventListener("click", () => choose(item.value, true));
-    if (item.hover) button.addEventListener("pointerenter", () => item.hover(true));
-    if (item.hover) button.addEventListener("pointerleave", () => item.hover(false));
-    return button;
+// Returns levels 0..255 of a map's cells; -1: left out, -2: no finite number.
+function levelsOf(values, layer, scale = state.scale) {
+  const { L, S } = layerOf(layer);
+  const whole = maximum(values, 0, L, S, layer);
+  const levels = new Int16Array(L * S);
+  for (let t = 0; t < L; t++) {
+    const top = scale === "row" ? maximum(values, t, t + 1, S, layer) : whole;
+    for (let s = 0; s < S; s++) {
+      const value = values[t * S + s];
+      if (Number.isNaN(value)) levels[t * S + s] = -2;
+      else if (state.diagonal && isSelf(layer) && t === s) levels[t * S + s] = -1;
+      else {
+        const share = top > 0 ? Math.min(value / top, 1) : 0;
+        levels[t * S + s] = Math.round(255 * (scale === "root" ? Math.sqrt(share) : share));
+      }
+    }
+  }
+  return levels;
+}
+
+function levelColour(level, norms) {
+  if (level === -1) return dark() ? [20, 23, 27] : [251, 250, 248];
+  if (level === -2) return [190, 40, 120];
+  return ramp(norms)[level];
+}
+
+function number(value) {
+  if (value === null || value === undefined) return "";
+  if (Number.isNaN(value)) return "not finite";
+  if (value === 0) return "0";
+  if (value >= 1e5 || value < 1e-4) return value.toExponential(1).replace("+", "");
+  return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
+}
+
+// --- Tokens ------------------------------------------------------------------------------------------
+
+const FOLDED = 60;  // more tokens than that are two lines that scroll
+
+// Returns a token as in a text, where pieces of a word stand together and need no mark.
+function flowing(token, isJoined) {
+  const text = readable(token);
+  return isJoined && text.length > 2 && text.startsWith("##") ? text.slice(2) : text;
+}
+
+function joined(tokens) {
+  const marked = tokens.some((token) => WORD_START.test(token));
+  const special = (token) => /^(<.*>|\[.*\])$/.test(token);
+  return tokens.map((token, i) => token.startsWith("##") || (marked && i > 0 && !WORD_START.test(token)
+    && !special(token) && !special(tokens[i - 1])));
+}
+
+// --- Parts of the page -------------------------------------------------------------------------------
+
+function thumbnail(plate, layer) {
+  return plate ? cellsOf(plate.values, plate.norms, layer, "root") : element("canvas");
+}
+
+function cellsOf(values, norms, layer, scale = state.scale) {
+  const levels = Array.from(levelsOf(values, layer, scale), (level) => levelColour(level, norms));
+  return pixels(levels, layerOf(layer));
+}
+
+function showRest() {
+  const sequence = contents.sequences[state.sequence];
+  radios(byId("layer"), contents.layers.map((layer, index) => {
+    const there = sequence.layers[index] !== null;
+    const plate = there ? normsPlate(index, null) || weightsPlate(index, null) : null;
+    return { value: index, title: layer.name, label: `Layer ${layer.label}`, disabled: !there,
+      children: [thumbnail(plate, index), layer.label] };
+  }), state.layer, (index) => set({ layer: index }));
+
+  const heads = contents.layers[state.layer].heads;
+  const hasHeads = perHead("weights", state.layer) || perHead("per_head", state.layer);
+  const all = { value: null, text: "all", children: [thumbnail(weightsPlate(state.layer, null) || normsPlate(state.layer, null), state.layer), "all"], label: "All heads" };
+  const single = Array.from({ length: hasHeads ? heads : 0 }, (_, head) => ({
+    value: head, label: `Head ${head}`,
+    children: [thumbnail(weightsPlate(state.layer, head) || normsPlate(state.layer, head), state.layer), String(head)],
+  }));
+  radios(byId("head"), [all, ...single], state.head, (head) => set({ head }));
+}
+
+function showControls() {
+  const shown = layerOf();
+  if (state.head >= contents.layers[state.layer].heads) state.head = null;
+  const has = (name) => !!shown.maps[name];
+  const there = MAPS.filter(([name]) => name === "norms"
+    ? has("summed") || has("per_head") || (has("weights") && has("value_norms")) : has(name));
+  if (!there.some(([name]) => name === state.map)) state.map = there.length ? there[0][0] : "norms";
+  radios(byId("map"), there.map(([value, text, title]) => ({ value, text, title })), state.map,
+    (map) => set({ map }));
+  byId("map").parentElement.hidden = there.length === 0;
+  byId("diagonal-label").hidden = !isSelf();
+}
+
+function showReading() {
+  const { queries, keys } = tokensOf();
+  const [q, k] = pair();
+  const joins = joined(queries);
+  radios(byId("queries"), queries.map((token, t) => ({
+    value: t, text: flowing(token, joins[t]), title: token, className: joins[t] ? "joined" : "",
+    hover: (inside) => hover(inside ? [t, strongest(t)] : null),
+  })), q, (t) => pin([t, strongest(t)]));
+
+  const { left, right } = plates();
+  const norms = shownValueNorms();
+  const rows = [
+    left && ["weight", "a", left.values, q * keys.length, left],
+    norms && ["value norm", "|f|", norms, 0, { norms: null }],
+    right && ["contribution", "", right.values, q * keys.length, right],
+  ].filter(Boolean);
+  const keyJoins = joined(keys);
+  // Long texts keep to two lines, which scroll: the maps stay in sight.
+  byId("queries").classList.toggle("long", queries.length > FOLDED);
+  byId("draws").replaceChildren(...rows.flatMap(([title, symbol, values, from, plate]) => {
+    const levels = plate.norms === null ? null : levelsOf(plate.values, state.layer).subarray(from, from + keys.length);
+    const top = values.reduce((largest, value) => Math.max(largest, value), 0);
+    const chips = keys.map((token, s) => {
+      const level = levels ? levels[s] : Math.round(255 * (top ? Math.min(values[s] / top, 1) : 0) * 0.32);
+      const background = levels ? levelColour(level, plate.norms) : grey(level);
+      const chip = element("span", { title: `${token}  ${number(values[from + s])}`, className: [keyJoins[s] ? "joined" : "", s === k ? "at" : ""].join(" ") }, element("bdi", {}, flowing(token, keyJoins[s])));
+      chip.style.background = css(background);
+      chip.style.color = legible(background);
+      chip.addEventListener("pointerenter", () => hover([q, s]));
+      chip.addEventListener("pointerleave", () => hover(null));
+      chip.addEventListener("click", () => pin([q, s]));
+      return chip;
+    });
+    return [element("h2", {}, title, element("em", {}, symbol)), element("div", { className: keys.length > FOLDED ? "tokens long" : "tokens" }, ...chips)];
+  }));
+}
+
+// Returns the norms that stand between weight and contribution, which is their product; a long text has
+// no room for a third copy.
+function shownValueNorms() {
+  return state.map === "norms" && layerOf().S <= 48 ? valueNorms() : null;
+}
+
+// Returns |f(x)| of each key for the chosen head, or the mean over heads.
+function valueNorms() {
+  const norms = array("value_norms");
+  if (!norms) return null;
+  const { S } = layerOf();
+  if (state.head !== null) return norms.subarray(state.head * S, (state.head + 1) * S);
+  const heads = contents.layers[state.layer].heads;
+  return Float32Array.from({ length: S }, (_, s) => {
+    let sum = 0;
+    for (let h = 0; h < heads; h++) sum += norms[h * S + s];
+    return sum / heads;
   });
-  const hadFocus = container.contains(document.activeElement);
-  container.replaceChildren(...buttons);
-  if (hadFocus) (buttons.find((button) => button.tabIndex === 0) || buttons[0])?.focus();
-  container.onkeydown = (event) => {
-    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const open = items.filter((item) => !item.disabled);
-    const at = open.findIndex((item) => item.value === chosen);
-    choose(open[(at + step + open.length) % open.length].value, true);
-  };
 }
 
-// Presses the next button of a row, or the one before.
-function move(strip, step) {
-  const buttons = [...byId(strip).children].filter((button) => !button.disabled);
-  const at = buttons.findIndex((button) => button.getAttribute("aria-checked") === "true");
-  const next = buttons[at + step];
-  if (next) next.click();
+function grey(level) {
+  const ends = dark() ? [[29, 34, 40], [200, 205, 210]] : [[244, 243, 239], [60, 66, 74]];
+  return ends[0].map((from, c) => Math.round(from + (ends[1][c] - from) * (level / 255)));
 }
 
-// The query and key that an event on a heat map points at, or null.
-function cellAt(canvas, event) {
-  const { left, top, cell } = canvas.layout;
+function legible(background) {
+  const light = [0.2126, 0.7152, 0.0722].reduce((sum, part, c) => sum + part * (background[c] / 255) ** 2.2, 0);
+  return light > 0.22 ? "#15181c" : "#ffffff";
+}
+
+// --- Heat maps ---------------------------------------------------------------------------------------
+
+// --- Ledger ------------------------------------------------------------------------------------------
+
+function showLedger() {
   const { L, S } = layerOf();
-  const box = canvas.getBoundingClientRect();
-  const s = Math.floor((event.clientX - box.left - left) / cell);
-  const t = Math.floor((event.clientY - box.top - top) / cell);
-  return s >= 0 && s < S && t >= 0 && t < L ? [t, s] : null;
+  const [q, k] = pair();
+  const heads = contents.layers[state.layer].heads;
+  nameThePair();
+
+  const pairOf = (values) => values && ((head) => values[(head * L + q) * S + k]);
+  const keyOf = (values) => values && ((head) => values[head * S + k]);
+  const columns = [
+    ["similarity", pairOf(array("similarity"))],
+    ["magnitude", keyOf(array("magnitude"))],
+    ["weight a", pairOf(array("weights")), false],
+    ["norm |f(x)|", keyOf(array("value_norms"))],
+    ["contribution", pairOf(perHead("per_head", state.layer)), true],
+  ].filter(([, value]) => value);
+  const table = element("table", {}, element("thead", {}, element("tr", {}, element("th", {}, "head"),
+    ...columns.map(([title]) => element("th", {}, title)))));
+  const body = element("tbody");
+  for (let head = 0; head < heads && columns.length; head++) {
+    const row = element("tr", { className: head === state.head ? "chosen" : "" }, element("td", {}, String(head)));
+    for (const [, value, coloured] of columns) {
+      const cell = element("td", {}, number(value(head)));
+      if (coloured !== undefined) cell.append(barOf(value, head, heads, coloured));
+      row.append(cell);
+    }
+    body.append(row);
+  }
+  table.append(body);
+  byId("ledger").replaceChildren(...(columns.length ? [table] : []), sums(q, k, columns));
 }
+
+function barOf(value, head, heads, norms) {
+  let top = 0;
+  for (let other = 0; other < heads; other++) top = Math.max(top, value(other) || 0);
+  const bar = element("span", { className: "bar" });
+  bar.style.width = `${top ? (100 * (value(head) || 0)) / top : 0}%`;
+  bar.style.background = css(ramp(norms)[170]);
+  return bar;
+}
+
+function sums(q, k, columns) {
+  const { S } = layerOf();
+  const heads = contents.layers[state.layer].heads;
+  const contribution = columns.find(([title]) => title === "contribution");
+  const rows = [];
+  let total = null;
+  if (contribution) {
+    total = 0;
+    for (let head = 0; head < heads; head++) total += contribution[1](head);
+    rows.push(["the heads' contributions added up", number(total)]);
+  }
+  const summed = array("summed");
+  if (summed) {
+    const norm = summed[q * S + k];
+    const lost = total > 0 ? `, ${Math.max(0, Math.round(100 * (1 - norm / total)))} % cancels` : "";
+    rows.push([`norm of their sum, N${lost}`, number(norm)]);
+  }
+  for (const [name, text] of [["with_residual", "with the residual"], ["with_norm", "after the norm"], ["encoder", "after the whole block"], ["alti", "ALTI"]]) {
+    const values = array(name);
+    if (values) rows.push([text, number(values[q * S + k])]);
+  }
+  for (const [name, text] of [["summed", "attention"], ["with_residual", "with residual"], ["with_norm", "after norm"], ["encoder", "whole block"]]) {
+    const ratio = array(`mixing_ratio.${name}`);
+    if (ratio) rows.push([`share from other tokens, ${text}`, `${(100 * ratio[q]).toFixed(1)} %`]);
+  }
+  const table = element("table", { className: "sums" });
+  table.append(...rows.map(([text, value]) => element("tr", {}, element("td", {}, text), element("td", {}, value))));
+  return table;
+}
+
+// --- What the reader does ----------------------------------------------------------------------------
+
+function strongest(t) {
+  const { right, left } = plates();
+  const plate = right || left;
+  const { S } = layerOf();
+  let best = 0;
+  for (let s = 1; s < S; s++) if (plate.values[t * S + s] > plate.values[t * S + best]) best = s;
+  return best;
+}
+
+function startingPair() {
+  const t = Math.min(Math.floor(layerOf().L / 2), layerOf().L - 1);
+  return [t, strongest(t)];
+}
+
+function showPair() {
+  showReading();
+  const { left, right } = plates();
+  document.querySelector(".plates").classList.toggle("alone", !left || !right);
+  draw(byId("left"), left);
+  draw(byId("right"), right);
+  showLedger();
+  showFlow();
+}
+
+// Shows the pair everywhere, and replaces no button under the pointer.
+function markPair() {
+  const [q] = pair();
+  const buttons = [...byId("queries").children];
+  buttons.forEach((button, t) => button.setAttribute("aria-checked", String(t === q)));
+  const rows = [...byId("draws").querySelectorAll(".tokens")];
+  const { left, right } = plates();
+  const shown = [left, shownValueNorms() && { norms: null }, right].filter(Boolean);
+  const { S } = layerOf();
+  const [, k] = pair();
+  rows.forEach((row, i) => {
+    const plate = shown[i];
+    const levels = plate && plate.norms !== null ? levelsOf(plate.values, state.layer) : null;
+    [...row.children].forEach((chip, s) => {
+      chip.classList.toggle("at", s === k);
+      if (!levels) return;
+      const background = levelColour(levels[q * S + s], plate.norms);
+      chip.style.background = css(background);
+      chip.style.color = legible(background);
+      chip.title = `${chip.textContent}  ${number(plate.values[q * S + s])}`;
+    });
+  });
+  draw(byId("left"), left);
+  draw(byId("right"), right);
+  showLedger();
+}
+
+listenToFlow();
+byId("diagonal").addEventListener("change", (event) => set({ diagonal: event.target.checked }));
+// With many tokens most numbers are small against the largest.
+if (contents.sequences[0].layers.some((layer) => layer && layer.S > 100)) byId("scale").value = state.scale = "root";
+startHeatMaps();

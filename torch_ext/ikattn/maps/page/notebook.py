@@ -7,9 +7,8 @@ from io import BytesIO
 
 from ikattn.maps.layers import Layer, RecordedMaps
 from ikattn.maps.page import describe, page_bytes, write_page_to
+from ikattn.maps.page.template import frame
 from ikattn.maps.sequences import AXES
-
-__all__ = ["notebook_view"]
 
 _LARGEST = 2_000_000  # bytes of a page: a notebook keeps every one that it shows in its file
 _ROWS = 12
@@ -17,11 +16,11 @@ _HEIGHT = 720
 
 
 def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
-    """HTML for a cell's output.
+    """Returns HTML for a cell's output.
 
     Args:
-        recording: Of any number of forward calls.
-        graphs: How many calls over a graph were recorded beside them, which pages do not hold.
+        recording: Maps of any number of forward calls.
+        graphs: The number of calls over a graph recorded beside them, which pages do not hold.
 
     Returns:
         The page in a frame that may run its script, and has neither an origin nor the notebook's
@@ -42,10 +41,7 @@ def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
         write_page_to(page, recording)
     except ValueError as error:  # to_html says the same, where it can be mended
         return _table(recording, str(error))
-    return (
-        f'<iframe sandbox="allow-scripts" title="Attention maps" width="100%" height="{_HEIGHT}" '
-        f'style="border: 0" srcdoc="{html.escape(page.getvalue().decode())}"></iframe>'
-    )
+    return frame(page.getvalue(), "Attention maps", _HEIGHT)
 
 
 def _table(recording: RecordedMaps, reason: str) -> str:
@@ -62,7 +58,7 @@ def _table(recording: RecordedMaps, reason: str) -> str:
 
 
 def _row(recording: RecordedMaps, layer: Layer) -> str:
-    """A layer with its maps, and their shapes in the first call that it ran in."""
+    """Returns a layer with its maps, and their shapes in the first call that it ran in."""
     maps = next((batch[layer.name] for batch in recording.batches if layer.name in batch), None)
     found = {name: getattr(maps, name, None) for name in AXES}
     shapes = [f"{name} {list(x.shape)}" for name, x in found.items() if x is not None]

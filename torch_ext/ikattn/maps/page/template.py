@@ -1,7 +1,8 @@
 """The files of a page made one: markup with its styles and scripts, besides which nothing runs.
 
-Every page shares base.js: how elements are made, and the colours of maps. What is drawn as maps
-shares base.css, too.
+page.html is one page of three modes, and index.html the command's overview. All share base.css and
+base.js; scripts by subject are those of ``_SCRIPTS``. In page.html a comment such as
+``<!-- maps comparison -->`` says which modes have what follows, until the next such comment.
 """
 
 from __future__ import annotations
@@ -11,31 +12,70 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, BinaryIO, Literal, TypeAlias
 
-__all__ = ["json_in_script", "template"]
+from ikattn.maps.page.arrays import Arrays
 
+Mode: TypeAlias = Literal["maps", "attribution", "comparison"]
+
+_SCRIPTS: dict[str, tuple[str, ...]] = {
+    "maps": ("heatmaps", "flow", "maps"),
+    "attribution": ("attribution",),
+    "comparison": ("heatmaps", "comparison"),
+}
+_MODES = re.compile(r"[ \n]*<!-- ([a-z ]+) -->\n")
 _CONTENTS = re.compile(r"\{\{(?:arrays|contents|lines)\}\}")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
-def template(
-    markup: str,
+def write_mode(
+    file: BinaryIO,
+    mode: Mode,
     title: str,
+    contents: Callable[[Arrays], dict[str, Any]],
     *,
-    styles: Sequence[str],
-    scripts: Sequence[str],
-    values: Mapping[str, str] | None = None,
+    kind: str = "",
+) -> None:
+    """Writes a page in one of its modes.
+
+    Args:
+        file: Receives the page.
+        mode: The mode, which decides on its parts and scripts.
+        title: Taken literally.
+        contents: Writes arrays into the page, and gives all else that its script knows, for JSON.
+        kind: "small" for a notebook.
+    """
+    before, between, after = template(
+        "maps/page/page.html",
+        title,
+        styles=("maps/page/base.css", "maps/page/page.css"),
+        scripts=tuple(f"maps/page/{name}.js" for name in ("base", *_SCRIPTS[mode])),
+        mode=f"{mode} {kind}".strip(),
+    )
+    file.write(before)
+    file.write(between + _json_in_script(contents(Arrays(file))) + after)
+
+
+def frame(page: bytes, title: str, height: int) -> str:
+    """Returns HTML for a notebook: a page in a frame that its script cannot leave."""
+    return (
+        f'<iframe sandbox="allow-scripts" title="{title}" width="100%" height="{height}" '
+        f'style="border: 0; resize: vertical" srcdoc="{html.escape(page.decode())}"></iframe>'
+    )
+
+
+def template(
+    markup: str, title: str, *, styles: Sequence[str], scripts: Sequence[str], mode: str = ""
 ) -> list[bytes]:
-    """The parts of a page between which its contents go.
+    """Returns the parts of a page between which its contents go.
 
     Args:
         markup: A file of HTML, as a path in ``ikattn``.
         title: Taken literally.
         styles, scripts: Files likewise, in the order in which they count.
-        values: Of further places in the markup.
+        mode: Classes of the page, the first of them its mode.
     """
     style, script = ("".join(map(_text, paths)) for paths in (styles, scripts))
     # Whatever should get into the page all the same: it may neither run nor load anything.
@@ -44,13 +84,19 @@ def template(
         "base-uri 'none'; form-action 'none'"
     )
     own = {"policy": policy, "title": html.escape(title), "style": style, "script": script}
-    own |= values or {}
-    parts = _CONTENTS.split(_text(markup))
+    own["mode"] = mode
+    first, *rest = _MODES.split(_text(markup))
+    kept = [part for modes, part in zip(rest[::2], rest[1::2], strict=True) if _has(modes, mode)]
+    parts = _CONTENTS.split("\n".join((first, *kept)))
     return [_PLACE.sub(lambda place: own[place[1]], part).encode() for part in parts]
 
 
-def json_in_script(contents: Any) -> bytes:
-    """JSON that cannot end the script element it stands in."""
+def _has(modes: str, mode: str) -> bool:
+    return modes == "all" or mode.partition(" ")[0] in modes.split()
+
+
+def _json_in_script(contents: Any) -> bytes:
+    """Returns JSON that cannot end the script element it stands in."""
     text = json.dumps(contents, allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

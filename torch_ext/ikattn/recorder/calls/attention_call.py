@@ -32,7 +32,7 @@ class AttentionCall:
         key: ``[B, G, S, d]``.
         value: ``[B, G, S, d_v]``.
         kind: Whether queries and keys are the same tokens.
-        kernel: As for ``ikattn.similarity_and_magnitude``, and so is p.
+        kernel: As for ``ikattn.ops.similarity_and_magnitude``, and so is p.
         frequencies: w1 and w2 of the implicit kernel, else None.
         scaling: Of query . key in the logits; None: 1 / sqrt(d).
         attn_mask: Broadcastable to ``[B, H, L, S]``. Bool: True = may attend; floating point: added

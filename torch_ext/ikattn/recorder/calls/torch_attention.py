@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._precision import widened
-from ikattn.nn._masks import Masks, as_bias, as_visible, hidden
-from ikattn.nn._projection import project
-from ikattn.nn._softmax import rbf_key_bias, select_away
 from ikattn.nn.functional import ExtraKeys, with_extra_keys
+from ikattn.nn.masks import Masks, as_bias, as_visible, hidden
+from ikattn.nn.projection import project
+from ikattn.nn.softmax import rbf_key_bias, select_away
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ikattn._precision import widened
-from ikattn.integrations.transformers._attention import scaled_query
-from ikattn.integrations.transformers._interface import (
+from ikattn.integrations.transformers.attention import scaled_query
+from ikattn.integrations.transformers.interface import (
     Given,
     attention_function,
     configs_of,
@@ -27,7 +27,7 @@ from ikattn.integrations.transformers._interface import (
     mask_of,
     register_attention,
 )
-from ikattn.integrations.transformers._kernels import IMPLICIT, kernel_of
+from ikattn.integrations.transformers.kernels import IMPLICIT, kernel_of
 from ikattn.recorder.calls.attention_call import AttentionCall
 
 NORMS = "ikattn_norms"

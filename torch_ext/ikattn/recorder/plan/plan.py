@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
 from ikattn.recorder.calls.torch_attention import out_projection_of
 from ikattn.recorder.plan.parts import AttentionParts

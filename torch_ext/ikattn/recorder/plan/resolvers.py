@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn.integrations.transformers._interface import calls_interface
+from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.recorder.calls.sdpa import calls_sdpa
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.torch_parts import torch_attention

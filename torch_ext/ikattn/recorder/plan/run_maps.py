@@ -335,7 +335,7 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
     query = call.query
     key = call.key.repeat_interleave(query.size(1) // call.key.size(1), 1)
     if call.scaling is not None:
-        # ikattn.similarity_and_magnitude divides by sqrt(d): in these units that is the scaling
+        # ikattn.ops.similarity_and_magnitude divides by sqrt(d): in these units that is the scaling
         unit = math.sqrt(call.scaling * math.sqrt(query.size(-1)))
         query, key = query * unit, key * unit
     w1, w2 = call.frequencies or (None, None)

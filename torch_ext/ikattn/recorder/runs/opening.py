@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ikattn.integrations.transformers._interface import Given
+from ikattn.integrations.transformers.interface import Given
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.sdpa import sdpa_call
 from ikattn.recorder.calls.torch_attention import inputs_of, out_projection_of, torch_call

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.nn import _masks
+from ikattn.nn import masks
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.runs.call import Entered
 
@@ -70,7 +70,7 @@ def padding_of_decoder(running: Iterable[Entered], B: int, L: int) -> Tensor | N
             given = _decoder_signature.bind(entered.module, *entered.args, **entered.kwargs)
             mask = given.arguments.get("tgt_key_padding_mask")
             padding = (
-                None if mask is None else _masks.hidden(mask if mask.dim() == 2 else mask[None])
+                None if mask is None else masks.hidden(mask if mask.dim() == 2 else mask[None])
             )
         elif entered.kwargs.get("encoder_hidden_states") is not None:
             mask = entered.mask if isinstance(entered.mask, Tensor) else None

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.reduction import (
-    Columns,
+    ColumnSums,
     Diagonal,
     FunctionOfRows,
     Groups,
@@ -203,7 +203,7 @@ class RowsAsked:
                 runs = _runs([place for place in places if place is not None])
                 of_item = call.item(b), projection, around.item(b)
                 items.append(self._make(*of_item, wanted, layer, runs))
-            found = _one_batch(items, chosen, layer, has_rows=self.reduction != Columns())
+            found = _one_batch(items, chosen, layer, has_rows=self.reduction != ColumnSums())
         if not chosen.are_all(call.sizes[2]):
             found.rows = torch.tensor(list(chosen.numbers), dtype=torch.int64)
         return found

@@ -1,0 +1,87 @@
+"""How ``nn.MultiheadAttention`` becomes ``ikattn.MultiheadAttention``, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
+
+from ikattn.nn.kinds import KernelSettings, Kind
+from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.spectral import Mikan
+
+_NESTED_BEFORE = "_use_nested_tensor_before_ikattn"
+
+
+class TorchAttention(Kind):
+    """``nn.MultiheadAttention``."""
+
+    title = "nn.MultiheadAttention"
+
+    def holds(self, module: nn.Module) -> bool:
+        return isinstance(module, StockMultiheadAttention)
+
+    def is_ours(self, module: nn.Module) -> bool:
+        return type(module) is MultiheadAttention and "forward" not in vars(module)
+
+    def is_plain(self, module: nn.Module) -> bool:
+        is_known = type(module) in (StockMultiheadAttention, MultiheadAttention)
+        return is_known and "forward" not in vars(module)
+
+    def describe(self, module: Any) -> str:
+        return self.title
+
+    def change(self, model: nn.Module, module: Any, settings: KernelSettings) -> None:
+        """Changes the module's class, as torch.nn.utils.parametrize does; all it holds stays."""
+        if settings.spectral == "mikan" and module in _cross_attention(model):
+            settings = settings._replace(spectral=_keys_alone(settings))
+            settings = settings._replace(stationary=False)
+        module.__class__ = MultiheadAttention
+        module.set_kernel(**self.options_of(settings))
+
+    def undo(self, module: Any) -> None:
+        module.remove_kernel()
+
+    def settle(self, model: nn.Module, settings: KernelSettings | None = None) -> None:
+        """Keeps nn.TransformerEncoder from nesting padded input, but for the dot kernel.
+
+        Nesting pays only on the fused path, which is that of the dot kernel. Where all kernels are
+        such again, the encoder's first setting comes back.
+        """
+        for encoder in model.modules():
+            if not isinstance(encoder, nn.TransformerEncoder):
+                continue
+            ours = (x for x in encoder.modules() if isinstance(x, MultiheadAttention))
+            if any(getattr(module, "kernel", "dot") != "dot" for module in ours):
+                vars(encoder).setdefault(_NESTED_BEFORE, encoder.use_nested_tensor)
+                encoder.use_nested_tensor = False
+            elif _NESTED_BEFORE in vars(encoder):
+                encoder.use_nested_tensor = vars(encoder).pop(_NESTED_BEFORE)
+
+
+def _cross_attention(model: nn.Module) -> set[nn.Module]:
+    """Returns the cross-attention of torch's decoder layers."""
+    layers = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
+    return {layer.multihead_attn for layer in layers}
+
+
+def _keys_alone(settings: KernelSettings) -> Any:
+    """Returns a function that makes a MIKAN which averages keys alone."""
+    count = settings.num_frequencies
+    count = MultiheadAttention.default_frequencies if count is None else count
+
+    def source(attention: nn.MultiheadAttention) -> Mikan:
+        weight = attention.out_proj.weight
+        return Mikan(
+            attention.num_heads,
+            attention.head_dim,
+            count,
+            pool="key",
+            stationary=settings.stationary,
+            seed=settings.seed,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+
+    return source

@@ -1,0 +1,144 @@
+"""Where transformers and attention functions meet: registration, configs, and what a call is given.
+
+transformers 5 looks its attention functions up by the name in a model's config, and the functions
+that make its masks by the same name.
+
+Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ikattn._optional import optional
+from ikattn._precision import widened
+
+# The lowest float16: what masks of any type mean by "never" is at most that.
+_LOWEST = -65504.0
+_on_purpose: set[int] = set()  # ids of configs
+
+
+class Given(NamedTuple):
+    """The arguments that an attention module passed to its attention function."""
+
+    query: Tensor  # [B, H, L, d]
+    key: Tensor  # [B, G, S, d]
+    value: Tensor  # [B, G, S, d_v]
+    attention_mask: Tensor | None  # broadcastable to [B, H, L, S]; bool: True = may attend
+    implementation: str  # that computed the output
+    options: dict[str, Any]  # the other arguments
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether the module's forward calls transformers' AttentionInterface."""
+    if not type(module).__module__.startswith("transformers") and not hasattr(module, "config"):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether the module has a config that names its attention implementation."""
+    return hasattr(getattr(module, "config", None), "_attn_implementation_internal")
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Returns every config in the model that names an attention implementation, once."""
+    found = {
+        id(module.config): module.config for module in model.modules() if uses_interface(module)
+    }
+    return list(found.values())
+
+
+@contextmanager
+def softmax_in_place(model: nn.Module) -> Iterator[None]:
+    """Opens a context in which every config of the model names softmax attention."""
+    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
+    for config, _ in before:
+        config._attn_implementation_internal = "eager"
+    _on_purpose.update(id(config) for config, _ in before)
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            _on_purpose.discard(id(config))
+            config._attn_implementation_internal = implementation
+
+
+def is_softmax_on_purpose(config: Any) -> bool:
+    """Whether ``softmax_in_place`` has changed the config."""
+    return id(config) in _on_purpose
+
+
+def import_transformers() -> Any:
+    """Imports the library.
+
+    Raises:
+        ModuleNotFoundError: It is not installed; the message says how to install it.
+    """
+    install = "'ikattn[transformers]'"
+    return optional("transformers", "ikattn.integrations.transformers", install)
+
+
+def register_attention(name: str, attend: Callable[..., Any], *, masks_of: str) -> None:
+    """Makes ``attend`` an attention function that gets the masks of another one.
+
+    Without the second registration transformers would hand it no masks at all.
+    """
+    transformers = import_transformers()
+    masks = transformers.AttentionMaskInterface
+    transformers.AttentionInterface.register(name, attend)
+    masks.register(name, masks()[masks_of])
+
+
+def attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Returns what the module would call under the implementation of that name.
+
+    "eager" stands for a function of the file that the module's class comes from.
+    """
+    for kind in type(module).__mro__:
+        namespace = vars(sys.modules[kind.__module__])
+        if "ALL_ATTENTION_FUNCTIONS" in namespace:
+            interface = namespace["ALL_ATTENTION_FUNCTIONS"]
+            eager = namespace.get("eager_attention_forward")
+            return interface.get_interface(name, eager)  # type: ignore[no-any-return]
+    raise NotImplementedError(
+        f"{type(module).__name__} calls transformers' AttentionInterface from a file that "
+        "does not import it as ALL_ATTENTION_FUNCTIONS"
+    )
+
+
+def mask_of(module: nn.Module, given: Given) -> Tensor | None:
+    """Returns the mask of a call with its position bias, as ``AttentionCall.attn_mask``."""
+    mask, bias = given.attention_mask, given.options.get("position_bias")
+    if mask is not None and mask.dim() != 4:
+        raise NotImplementedError(
+            f"{type(module).__name__} got an attention mask of shape {list(mask.shape)}; "
+            "masks must have shape [B, H or 1, L, S]"
+        )
+    if mask is None and is_causal(module, given):
+        sizes = (given.query.size(2), given.key.size(2))
+        mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=given.query.device).tril()
+    if mask is None:
+        return None if bias is None else widened(bias)
+    mask = mask[..., : given.key.size(2)]
+    if mask.dtype == torch.bool:
+        return mask if bias is None else widened(bias).masked_fill(~mask, -math.inf)
+    mask = widened(mask).masked_fill(mask <= _LOWEST, -math.inf)
+    return mask if bias is None else mask + bias
+
+
+def is_causal(module: nn.Module, given: Given) -> bool:
+    """Whether the attention function hides later keys although it was given no mask."""
+    if given.implementation == "eager" or given.query.size(2) == 1:
+        return False
+    passed = given.options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if passed is None else passed)
