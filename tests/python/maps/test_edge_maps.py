@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import ikattn
-from ikattn.maps import EdgeMaps
+from ikattn.maps.edges import EdgeMaps
 
 
 def edges(count: int = 40, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ikattn
-from ikattn.maps import ColumnSums, Diagonal, Groups, TopK, rollout
+from ikattn.maps import Groups, TopK, rollout
 from ikattn.recorder import record
 from recorded_models import attention, encoder, recorded
 
@@ -58,7 +58,7 @@ def test_diagonal_of_cross_attention_is_refused_by_name() -> None:
     x = torch.randn(1, 5, 16)
     inputs = {"query": torch.randn(1, 3, 16), "key": x, "value": x}
     with pytest.raises(ValueError, match="not defined for MultiheadAttention"):
-        recorded(attention(batch_first=True), inputs, "summed", reduce=Diagonal())
+        recorded(attention(batch_first=True), inputs, "summed", reduce="diagonal")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_diagonal_of_cross_attention_is_refused_by_name() -> None:
     [
         ({"reduce": "rows"}, ValueError, r"'columns', 'diagonal', 'top_k'.* got 'rows'"),
         ({"reduce": 3}, TypeError, "reduce must be one of"),
-        ({"reduce": ColumnSums}, TypeError, "reduce must be one of"),
+        ({"reduce": TopK}, TypeError, "reduce must be one of"),
         ({"queries": 3}, TypeError, "queries must be a slice or a list of whole numbers, got 3"),
         ({"queries": [0.5]}, TypeError, "got \\[0.5\\]"),
         ({"queries": "12"}, TypeError, "got '12'"),

@@ -11,17 +11,10 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.maps import (
-    Batch,
-    LedgerFactors,
-    LedgerShares,
-    head_mean,
-    layer_maps,
-    layer_mean,
-    ledger_shares,
-    token_mean,
-)
+from ikattn.maps import Batch, head_mean, layer_mean, ledger_shares, token_mean
 from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.ledger import LedgerFactors, LedgerShares
+from ikattn.maps.summary import layer_maps
 
 NAMES = ("similarity", "magnitude", "value_norm", "bias")
 PADDING = torch.tensor([[False] * 4, [False, False, True, True]])

@@ -20,11 +20,10 @@ from ikattn.explain.attribution import (
 )
 from ikattn.explain.comparison.compare import compare
 from ikattn.explain.comparison.probe import MapProbe
-from ikattn.explain.corpora.corpus import TOKEN_TYPES, CorpusSums, token_types
+from ikattn.explain.corpora.corpus import CorpusSums, token_types
 from ikattn.explain.patches import patch_maps, plot_patches
 
 __all__ = [
-    "TOKEN_TYPES",
     "Alignments",
     "Attribution",
     "CorpusSums",

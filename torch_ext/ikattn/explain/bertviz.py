@@ -15,6 +15,8 @@ from ikattn.maps.sequences import AXES, SequenceMaps, sequences
 from ikattn.maps.summary import row_shares
 from ikattn.maps.tokens import Tokens
 
+__all__ = ["to_bertviz"]
+
 _MAPS = tuple(name for name, axes in AXES.items() if axes.endswith("LS"))
 _SHARES = ("weights", "alti")  # rows that say already how much each key has of the whole
 

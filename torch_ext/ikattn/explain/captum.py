@@ -17,6 +17,8 @@ from ikattn.explain.attribution import attribute
 from ikattn.explain.attribution._linear import Activation
 from ikattn.explain.attribution._model import logits_of
 
+__all__ = ["ALTILogit", "DecompX", "Rollout"]
+
 try:
     from captum.attr import Attribution as Method
 except ModuleNotFoundError:  # the classes work without it

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ikattn._optional import optional
 from ikattn.explain.attribution import attribute
 
+__all__ = ["register"]
+
 METHODS = (
     "decompx",
     "alti_logit",

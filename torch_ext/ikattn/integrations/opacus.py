@@ -24,6 +24,8 @@ from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.nn.projection import Projection
 from ikattn.spectral import Direct
 
+__all__ = ["prepare", "restore"]
+
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from ikattn._optional import optional
 from ikattn.nn.multihead_attention import MultiheadAttention
 
+__all__ = ["merge_and_unload", "with_trainable_frequencies"]
+
 Model = TypeVar("Model", bound=nn.Module)
 
 

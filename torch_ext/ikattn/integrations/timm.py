@@ -15,6 +15,8 @@ from ikattn.ops.attention import implicit_kernel_attention
 from ikattn.spectral import Direct
 from ikattn.spectral.regularized import Regularized
 
+__all__ = ["ImplicitAttention"]
+
 
 class ImplicitAttention(Regularized):
     """Self-attention with the implicit kernel, in the place of ``timm.layers.Attention``.

@@ -87,7 +87,7 @@ def record(
         check: "rows" holds two rows of every tensor to what the model computed, "all" every row.
         reduce: What to keep of each map of queries and keys, in ``reduced`` of a layer's maps:
             "columns", "diagonal", "top_k" (8 of each row), or an object of
-            :class:`ikattn.maps.ColumnSums`, ``Diagonal``, ``TopK``, ``Groups`` or your own
+            :class:`ikattn.maps.TopK`, ``Groups`` or your own
             :class:`ikattn.maps.Reduction`. A function of rows ``[B, R, S]`` (``[B, H, R, S]``)
             and the number of the first query returns a tensor ``[B, R, ..]``; those of blocks of
             rows stand below each other. ``[L, S]`` is never held. None: whole maps.

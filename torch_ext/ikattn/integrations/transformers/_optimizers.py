@@ -37,7 +37,7 @@ def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.O
         ValueError: As :func:`ikattn.parameter_groups`.
 
     Example:
-        >>> import pytest, tempfile
+        >>> import ikattn, pytest, tempfile
         >>> transformers = pytest.importorskip("transformers")
         >>> _ = pytest.importorskip("accelerate")
         >>> from ikattn.integrations.transformers import optimizers
