@@ -22,7 +22,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import ikattn
-from ikattn.recorder.runs.following import Follower
+from ikattn.recorder.runs.projections import Projections
 from ikattn.recorder.runs.run import Run
 
 MAPS = ("summed", "with_norm", "encoder")
@@ -30,7 +30,7 @@ LAYERS = 12
 COMPARING: tuple[tuple[Any, str], ...] = (
     (Run, "note_heads"),
     (Run, "noted_heads_claim"),
-    (Follower, "_apart"),
+    (Projections, "_apart"),
     (Run, "norm_claim"),
     (Run, "note_other"),
     (Run, "second_half"),

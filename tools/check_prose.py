@@ -111,9 +111,10 @@ def fragments(path: Path) -> list[str]:
 
 
 def files(path: Path) -> list[Path]:
-    """Lists what a folder has of pages and code; a file is itself."""
+    """Returns the pages and code of a folder, without headers that a build has copied."""
     inner = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [file for file in inner if file.suffix in (".md", *CODE)]
+    copied = ROOT / "torch_ext" / "ikattn" / "include"
+    return [x for x in inner if x.suffix in (".md", *CODE) and not x.is_relative_to(copied)]
 
 
 def main() -> int:
