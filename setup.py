@@ -99,7 +99,7 @@ class BuildNative(Command):
         build_dir = self.configure()
         jobs = os.environ.get("MAX_JOBS") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL")
         jobs = jobs or str(len(os.sched_getaffinity(0)))
-        run(self.cmake(), "--build", build_dir, "--target", "ikattn", "--parallel", jobs)
+        run(self.cmake(), "--build", build_dir, "--target", "ikattn_package", "--parallel", jobs)
         shutil.rmtree(self.package_dir() / "lib", ignore_errors=True)  # of an older build
         run(self.cmake(), "--install", build_dir, "--prefix", self.package_dir())
 
