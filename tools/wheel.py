@@ -18,13 +18,17 @@ import sys
 import zipfile
 from pathlib import Path
 
+from auditwheel.architecture import Architecture
+from auditwheel.libc import Libc
+from auditwheel.wheel_abi import analyze_wheel_abi
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCHS = ROOT / "build" / "torchs"
 NEEDED = re.compile(
     r"torch/(include/|share/cmake/Torch/|lib/lib(torch|torch_cpu|c10|c10_cuda|torch_cuda)\.so)"
 )
 # Libraries that torch brings, or the driver: they are in the process, and not in the wheel.
-EXCLUDED = ("libtorch*", "libc10*", "libgomp*", "libcuda*", "libcudart*", "libikattn_kernels.so")
+EXCLUDED = ("libtorch*", "libc10*", "libgomp*", "libcuda*", "libcudart*")
 
 
 def run(*command: object, **environment: str) -> str:
@@ -61,22 +65,22 @@ def torch_of(series: str, with_cuda: bool) -> Path:
 
 
 def platform_of(wheel: Path, newest: str) -> str:
-    """Returns the oldest platform that a wheel's libraries fulfil.
-
-    Exits where that is newer than ``newest``, or where a library is missing.
-    """
-    said = run(sys.executable, "-m", "auditwheel", "show", wheel)
-    print(said)
-    found = re.search(r'"(manylinux_\d+_\d+_\w+)"', said)
-    if found is None:
-        sys.exit(f"{wheel} fulfils no manylinux platform: its message stands above")
+    """Returns the tag of a wheel: the newest platform allowed, which its libraries must fulfil."""
+    found = analyze_wheel_abi(
+        Libc.GLIBC,
+        Architecture.x86_64,
+        wheel,
+        frozenset(EXCLUDED),
+        disable_isa_ext_check=True,
+        allow_graft=False,
+    ).overall_policy.name
 
     def age(platform: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", platform)[:2]]
+        return [int(number) for number in re.findall(r"_(\d+)", platform)[:2]]
 
-    if age(found[1]) > age(newest):
-        sys.exit(f"{wheel} needs {found[1]}, newer than {newest}: auditwheel says above what for")
-    return max(found[1], newest, key=age)
+    if not found.startswith("manylinux") or age(found) > age(newest):
+        sys.exit(f"{wheel} is of {found}, and must be of {newest} or older: see auditwheel show")
+    return newest
 
 
 def main() -> None:
