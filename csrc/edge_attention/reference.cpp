@@ -34,9 +34,8 @@ at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10
 
 namespace {
 
-// For every edge: its target, the products [E, H], the score's logarithm plus the logits, -inf
-// where hidden, and for exponential scores the slope of the LeakyReLU, undefined where there is
-// none.
+// The target of every edge, its products [E, H], its score's logarithm plus logits (-inf where it
+// is hidden), and for exponential scores the slope of the LeakyReLU, undefined where there is none.
 struct EdgeLogits {
   at::Tensor target, product, logits, slope;
 };

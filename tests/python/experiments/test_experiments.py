@@ -47,6 +47,7 @@ def test_everything_is_called_with_options_that_there_are(
     source_tree: Path, tmp_path: Path, everything: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Options are parsed alone; each program's own --quick runs in a test of its own."""
+    pytest.importorskip("torch_geometric", reason="pip install 'ikattn[pyg]'")
     (tmp_path / "out").mkdir()
     names = [planned.name for planned in everything.PLAN]
     assert len(set(names)) == len(names)

@@ -11,8 +11,8 @@ template <typename T>
 struct RowGradients {
   T* delta = nullptr;   // folded: (O_i . dO_i) / Z_i; general: O_i . dO_i
   T* factor = nullptr;  // folded: 1 / Z_i; general: 1
-  // In the backward of weights: sum_j w_ij g_ij / Z_i, subtracted from their gradient g (times
-  // keep); delta is 0 there.
+  // The sum over j of w_ij g_ij / Z_i in the backward of weights, where delta is 0: it is
+  // subtracted from their gradient g (times keep).
   T* mean = nullptr;
   // log Z_i - reference, and its rounding error in T: both stand in an exponent. +inf, which makes
   // every weight 0, for a row that sees no key or is poisoned.
