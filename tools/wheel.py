@@ -50,7 +50,7 @@ def torch_of(series: str, with_cuda: bool) -> Path:
         downloads = TORCHS / "downloads"
         run(
             *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"),
-            *("--constraint", os.devnull, "--dest", downloads, f"torch=={series}.*"),
+            *("--dest", downloads, f"torch=={series}.*"),
         )
         (wheel,) = downloads.glob(f"torch-{series}.*.whl")
         with zipfile.ZipFile(wheel) as packed:
