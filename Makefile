@@ -39,7 +39,7 @@ packaged_nvcc := build/nvcc/nvidia/cu13/bin/nvcc
 nvcc := $(or $(NVCC),$(shell command -v nvcc),$(packaged_nvcc))
 # An environment that holds nothing but the examples needs the instructions of this processor alone.
 package := $(if $(wildcard $(stamps)/package)$(filter-out demo analyze,$(MAKECMDGOALS)),package,package-native)
-cmake_build = build/torch-$$($(python) -c 'import torch; print(torch.__version__)')
+cmake_build = build/torch-$$(sed -n 's/torch==\([0-9]*\.[0-9]*\).*/\1/p' $(stamps)/constraints.txt)
 pytest := $(VENV)/bin/pytest -n 2 --dist worksteal
 # Threads that wait asleep: tests and benchmarks share the cores with others.
 export OMP_WAIT_POLICY := passive

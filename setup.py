@@ -5,7 +5,7 @@
 Read from the environment: MAX_JOBS or CMAKE_BUILD_PARALLEL_LEVEL (parallel compilations),
 CMAKE_ARGS (more arguments for CMake), WITH_CUDA (0 or 1), IKATTN_ISA (native: for this processor
 alone), IKATTN_DEBUG=1, CXX, IKATTN_TORCHS (folders of TorchConfig.cmake, with ; between them: one
-wheel for several versions of torch, as `make wheel` builds it).
+wheel for several versions of torch, as `make wheel` builds it; unset: the torch of this Python).
 """
 
 from __future__ import annotations
@@ -35,39 +35,31 @@ def package_version() -> str:
     return match.group(1)
 
 
-def torch_version() -> str | None:
-    """The version of the torch that this Python imports, None where it imports none."""
+def torch_folders() -> list[Path]:
+    """Returns the folder of TorchConfig.cmake for each torch to build for, the oldest first."""
+    named = [Path(name) for name in os.environ.get("IKATTN_TORCHS", "").split(";") if name]
+    if named:
+        return sorted(named, key=series_of)
     try:
         import torch
     except ImportError:
-        return None
-    return str(torch.__version__)
+        return []
+    return [Path(torch.utils.cmake_prefix_path) / "Torch"]
 
 
-def torch_requirement() -> str:
-    """The minor versions of torch for which the package holds libraries."""
-    version = torch_version()
-    folders = torch_folders()
-    if folders:
-        series = [version_of(folder) for folder in folders]
-        return f"torch>={series[0][0]}.{series[0][1]},<{series[-1][0]}.{series[-1][1] + 1}"
-    if version is None:
-        return "torch>=2.11"
-    major, minor = version.split(".")[:2]
-    return f"torch=={major}.{minor}.*"
-
-
-def torch_folders() -> list[Path]:
-    """The folders of TorchConfig.cmake that IKATTN_TORCHS names, oldest torch first."""
-    folders = [Path(name) for name in os.environ.get("IKATTN_TORCHS", "").split(";") if name]
-    return sorted(folders, key=version_of)
-
-
-def version_of(folder: Path) -> tuple[int, int]:
-    """The minor version of the torch whose TorchConfig.cmake is in a folder."""
+def series_of(folder: Path) -> tuple[int, int]:
+    """Returns the minor version of the torch whose TorchConfig.cmake is in a folder."""
     header = folder.parents[2] / "include/torch/headeronly/version.h"
     numbers = re.findall(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)", header.read_text())
     return int(numbers[0]), int(numbers[1])
+
+
+def torch_requirement() -> str:
+    """Returns the versions of torch for which the package holds libraries."""
+    series = [series_of(folder) for folder in torch_folders()]
+    if not series:
+        return "torch>=2.11"
+    return f"torch>={series[0][0]}.{series[0][1]},<{series[-1][0]}.{series[-1][1] + 1}"
 
 
 def find_tool(name: str) -> str | None:
@@ -105,31 +97,21 @@ class BuildNative(Command):
 
     def configure(self) -> Path:
         """Runs CMake in a directory that stays: the next build compiles only what changed."""
-        version = torch_version()
+        if sys.platform != "linux":
+            raise SetupError(f"ikattn is built on Linux alone, and this is {sys.platform}")
         folders = torch_folders()
-        if version is None and not folders:
+        if not folders:
             raise SetupError(
                 f"ikattn is compiled against PyTorch, which {sys.executable} cannot import; run\n"
                 "  pip install torch==2.13.0\n"
                 "  pip install --no-build-isolation ."
             )
         debug = os.environ.get("IKATTN_DEBUG", "0") not in ("", "0")
-        if folders:
-            name = "torchs-" + "-".join(
-                f"{major}.{minor}" for major, minor in map(version_of, folders)
-            )
-            arguments = [
-                f"-DTorch_DIR={folders[-1]}",
-                f"-DIKATTN_MORE_TORCHS={';'.join(map(str, folders[:-1]))}",
-                "-DIKATTN_PORTABLE=ON",
-            ]
-        else:
-            import torch
-
-            name = f"torch-{version}"
-            arguments = [f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch"]
-        build_dir = ROOT / "build" / f"{name}{'-debug' if debug else ''}"
-        arguments += [
+        names = ["torch", *(f"{major}.{minor}" for major, minor in map(series_of, folders))]
+        build_dir = ROOT / "build" / "-".join(names + ["debug"] * debug)
+        arguments = [
+            f"-DTorch_DIR={folders[-1]}",
+            f"-DIKATTN_MORE_TORCHS={';'.join(map(str, folders[:-1]))}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if debug else 'Release'}",
             f"-DWITH_CUDA={os.environ.get('WITH_CUDA', 'AUTO')}",
             f"-DIKATTN_ISA={os.environ.get('IKATTN_ISA') or 'all'}",

@@ -75,9 +75,7 @@ function(ikattn_add_kernel name source)
               -fno-trapping-math
               -ffp-contract=fast
               ${IKATTN_FLAGS_${isa}})
-    if(IKATTN_PORTABLE)
-      target_compile_options(${target} PRIVATE -include support/portable.h)
-    endif()
+    target_compile_options(${target} PRIVATE -include support/portable.h)
     target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc
                                                  ${PROJECT_SOURCE_DIR}/csrc/include)
     set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)

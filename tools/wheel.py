@@ -2,10 +2,10 @@
 
     python tools/wheel.py --torchs 2.11 2.12 2.13 2.14 [--cuda] [--out dist]
 
-Each torch comes from the index of pip without its dependencies; headers and linked libraries
-are unpacked, no more. A torch with CUDA serves for a wheel without. The wheel gets the oldest
-manylinux tag that its libraries fulfil. It is refused where that is newer than --plat, or where a
-library needs one that is neither torch's nor the system's.
+The torch of this environment serves for its own minor version. Others come from the index of pip
+without their dependencies; headers and linked libraries are unpacked, no more. A torch with CUDA
+serves for a wheel without. The wheel gets the tag --plat. It is refused where a library needs a
+newer system, or a library that is neither torch's nor the system's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import torch
 from auditwheel.architecture import Architecture
 from auditwheel.libc import Libc
 from auditwheel.wheel_abi import analyze_wheel_abi
@@ -45,6 +46,8 @@ def run(*command: object, **environment: str) -> str:
 
 def torch_of(series: str, with_cuda: bool) -> Path:
     """Returns the folder of TorchConfig.cmake of a torch, fetched where it is not there."""
+    if torch.__version__.startswith(f"{series}.") and (torch.version.cuda or not with_cuda):
+        return Path(torch.utils.cmake_prefix_path) / "Torch"
     folder = TORCHS / series
     if not (folder / "whole").exists():
         downloads = TORCHS / "downloads"
@@ -65,7 +68,7 @@ def torch_of(series: str, with_cuda: bool) -> Path:
 
 
 def platform_of(wheel: Path, newest: str) -> str:
-    """Returns the tag of a wheel: the newest platform allowed, which its libraries must fulfil."""
+    """Returns the tag of a wheel: `newest`, which its libraries must fulfil."""
     found = analyze_wheel_abi(
         Libc.GLIBC,
         Architecture.x86_64,
@@ -88,7 +91,7 @@ def main() -> None:
     parser.add_argument("--torchs", nargs="+", required=True, help="minor versions, such as 2.13")
     parser.add_argument("--cuda", action="store_true", help="with kernels for GPUs")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    parser.add_argument("--plat", default="manylinux_2_28_x86_64", help="the newest allowed")
+    parser.add_argument("--plat", default="manylinux_2_28_x86_64", help="the tag of the wheel")
     asked = parser.parse_args()
     order = sorted(asked.torchs, key=lambda series: [int(part) for part in series.split(".")])
     folders = [str(torch_of(series, asked.cuda)) for series in order]

@@ -1,11 +1,13 @@
 // Binds the libraries to the symbols of old systems: glibc 2.28 and GCC 8's libstdc++.
 //
-// Every file of a wheel includes this first (IKATTN_PORTABLE), so that one that is built on a new
-// system loads on old ones. exp, log and pow of glibc 2.29 differ from the older ones in how they
-// report errors alone, which nothing here reads.
+// Every file of the libraries includes this first, so that a wheel that is built on a new system
+// loads on old ones. exp, log and pow of glibc 2.29 differ from the older ones in how they report
+// errors alone, which nothing here reads.
 #pragma once
 
-#if defined(IKATTN_PORTABLE) && defined(__x86_64__)
+#include <cstdlib>  // __GLIBC__
+
+#if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver exp,exp@GLIBC_2.2.5");
 __asm__(".symver log,log@GLIBC_2.2.5");
 __asm__(".symver pow,pow@GLIBC_2.2.5");

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +69,28 @@ def gpu() -> str:
     return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}; {state}"
 
 
+def several(paths: list[str], warning: str) -> str:
+    """Joins paths, and adds a warning where there is more than one."""
+    return ", ".join(paths) + (f" ({len(paths)}: {warning})" if len(paths) > 1 else "")
+
+
+def copies() -> list[str]:
+    """Returns the folders of ikattn on sys.path, first the one that is imported."""
+    here = Path(__file__).resolve().parent
+    found = (Path(entry).resolve() / "ikattn" for entry in sys.path)
+    others = {folder for folder in found if (folder / "__init__.py").exists()} - {here}
+    return [str(here), *sorted(map(str, others))]
+
+
+def openmp() -> list[str]:
+    """Returns the files of the OpenMP runtimes that this process has loaded."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return ["unknown, for /proc is not mounted"]
+    return sorted(set(re.findall(r"/\S*/lib(?:g|i)?omp[-.0-9a-f]*\.so\S*", maps)))
+
+
 def info() -> str:
     """Versions, instruction set, CUDA and threads, one per line.
 
@@ -91,6 +116,7 @@ def info() -> str:
         "CUDA families": kernel_families(),
         "GPU": gpu(),
         "threads": str(torch.get_num_threads()),
-        "C++ package": _library.cmake_prefix_path(),
+        "OpenMP": several(openmp(), "two runtimes compete for the cores"),
+        "package": several(copies(), "the first is imported"),
     }
     return "\n".join(f"{name:<19} {value}" for name, value in rows.items())

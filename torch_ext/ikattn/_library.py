@@ -26,8 +26,10 @@ def load() -> str:
         torch.ops.load_library(library)
     except OSError as error:
         raise ImportError(
-            f"ikattn's {library} does not load into torch {torch.__version__}: {error}. To build "
-            f"it anew, in ikattn's source tree, run: {_BUILD}"
+            f"ikattn's {library} does not load into torch {torch.__version__}: {error}. Install "
+            "ikattn again if a file is damaged. Wheels are for the releases of torch on PyPI: for "
+            "another build of torch (nightly, ROCm, from source), or where two copies of ikattn "
+            f"meet in one process, build ikattn in its source tree: {_BUILD}"
         ) from error
     return version()
 
@@ -46,10 +48,7 @@ def library_for(running: str, folder: Path) -> Path:
     library = folder / f"torch-{series}" / "libikattn.so"
     if library.exists():
         return library
-    there = sorted(
-        (path.parent.name.removeprefix("torch-") for path in folder.glob("torch-*/libikattn.so")),
-        key=lambda name: [int(number) for number in name.split(".")],
-    )
+    there = built_for(folder)
     if not there:
         raise ImportError(
             f"ikattn's library has not been built: {library} is missing. "
@@ -61,9 +60,11 @@ def library_for(running: str, folder: Path) -> Path:
     )
 
 
-def built_for() -> list[str]:
-    """Returns the minor versions of torch that there is a library for, such as "2.13"."""
-    return sorted(path.parent.name[6:] for path in _PACKAGE.glob("lib/torch-*/libikattn.so"))
+def built_for(folder: Path = _PACKAGE / "lib") -> list[str]:
+    """Returns the minor versions of torch that a folder has a library for, such as "2.13"."""
+    names = (path.parent.name for path in folder.glob("torch-*/libikattn.so"))
+    series = (name.removeprefix("torch-") for name in names)
+    return sorted(series, key=lambda name: [int(number) for number in name.split(".")])
 
 
 def version() -> str:

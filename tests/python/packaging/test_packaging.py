@@ -96,7 +96,7 @@ def test_cpp_program_trains_with_the_pip_installed_package(source_tree, tmp_path
 @pytest.mark.full
 @pytest.mark.compiles
 def test_cpp_program_trains_after_cmake_install(source_tree: Path, tmp_path: Path) -> None:
-    build = source_tree / "build" / f"torch-{torch.__version__}"
+    build = source_tree / "build" / f"torch-{SERIES}"
     if not (build / f"torch-{SERIES}/libikattn.so").exists():
         pytest.skip(f"no CMake build in {build}: the package was installed from elsewhere")
     prefix = tmp_path / "prefix"
