@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 _PACKAGE = Path(__file__).resolve().parent
+# Where the header of an ELF file of 64 bits tells the offset, the entry and the number of sections.
+_SECTIONS = ((40, 48), (58, 60), (60, 62))
 _BUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
@@ -22,14 +24,15 @@ def load() -> str:
         ImportError: There is none for this torch, or it does not load.
     """
     library = library_for(torch.__version__, _PACKAGE / "lib")
+    for file in (_PACKAGE / "lib/libikattn_kernels.so", library):
+        refuse_cut_short(file)
     try:
         torch.ops.load_library(library)
     except OSError as error:
         raise ImportError(
-            f"ikattn's {library} does not load into torch {torch.__version__}: {error}. Install "
-            "ikattn again if a file is damaged. Wheels are for the releases of torch on PyPI: for "
-            "another build of torch (nightly, ROCm, from source), or where two copies of ikattn "
-            f"meet in one process, build ikattn in its source tree: {_BUILD}"
+            f"ikattn's {library} does not load into torch {torch.__version__}: {error}. "
+            "It was compiled for a release of torch from PyPI: for another build of torch "
+            f"(nightly, ROCm, from source), build ikattn in its source tree: {_BUILD}"
         ) from error
     return version()
 
@@ -58,6 +61,27 @@ def library_for(running: str, folder: Path) -> Path:
         f"ikattn was built for torch {', '.join(there)}, but this is torch {running}. "
         f"To build it for this torch, in ikattn's source tree, run: {_BUILD}"
     )
+
+
+def refuse_cut_short(library: Path) -> None:
+    """Compares a library's size with the end of its table of sections, which is the last.
+
+    The loader maps a file that was cut short, and the process dies later of a bus error.
+
+    Raises:
+        ImportError: The file is shorter, or missing.
+    """
+    again = "Install ikattn again: pip install --force-reinstall --no-deps, and the wheel"
+    if not library.exists():
+        raise ImportError(f"{library} is missing. {again}")
+    with library.open("rb") as file:
+        head = file.read(64)
+    start, entry, number = (int.from_bytes(head[a:b], "little") for a, b in _SECTIONS)
+    size = library.stat().st_size
+    if size < max(64, start + entry * number):
+        raise ImportError(
+            f"{library} was cut short: it has {size} bytes of {start + entry * number}. {again}"
+        )
 
 
 def built_for(folder: Path = _PACKAGE / "lib") -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -209,6 +210,27 @@ def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
     assert "pip install --no-build-isolation ." in error
 
 
+@pytest.mark.parametrize("name", ["libikattn_kernels.so", f"torch-{SERIES}/libikattn.so"])
+@pytest.mark.parametrize("share", [0, 0.5, 0.999])
+def test_a_library_that_was_cut_short_is_named(tmp_path: Path, name: str, share: float) -> None:
+    shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
+    library = tmp_path / "ikattn/lib" / name
+    os.truncate(library, int(share * library.stat().st_size))
+    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    error = finished.stderr.strip().splitlines()[-1]
+    assert error.startswith(f"ImportError: {library} was cut short: it has ")
+    assert "pip install --force-reinstall" in error
+
+
+def test_a_library_that_does_not_load_says_for_which_torch_it_is(tmp_path: Path) -> None:
+    shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
+    (tmp_path / f"ikattn/lib/torch-{SERIES}/libikattn.so").write_bytes(bytes(100))
+    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    error = finished.stderr.strip().splitlines()[-1]
+    assert f"does not load into torch {torch.__version__}: " in error
+    assert "pip install --no-build-isolation" in error
+
+
 def test_import_loads_torch_and_no_optional_library(tmp_path: Path) -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import ikattn; "
@@ -225,6 +247,23 @@ def test_info_names_versions_and_instruction_set(capsys: pytest.CaptureFixture[s
     assert ikattn.__version__ in printed
     assert f"{torch.__version__} (built for" in printed
     assert torch.ops.ikattn.instruction_set() in printed
+
+
+def test_info_names_other_copies_and_openmp_runtimes(tmp_path: Path) -> None:
+    (tmp_path / "ikattn").mkdir()
+    (tmp_path / "ikattn/__init__.py").touch()
+    (tmp_path / "libgomp-1.so").write_bytes(b"no library: its pages alone are looked for")
+    program = (
+        "import mmap, sys, ikattn\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        f"file = open({str(tmp_path / 'libgomp-1.so')!r}, 'rb')\n"
+        "pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)\n"
+        "print(ikattn.info())"
+    )
+    printed = run_checked(sys.executable, "-c", program, cwd=tmp_path)
+    assert f"{tmp_path}/ikattn (2: the first is imported)" in printed
+    assert f"{tmp_path}/libgomp-1.so" in printed
+    assert "two runtimes compete" in printed or "(3: " in printed
 
 
 def test_versions_of_library_headers_and_package_agree(source_tree: Path) -> None:
