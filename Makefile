@@ -29,7 +29,7 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-TORCHS ?= 2.11 2.12 2.13 2.14
+TORCHS ?= 2.11 2.12 2.13 2.14 2.15
 PYTHON ?= python3
 
 python := $(VENV)/bin/python

@@ -107,8 +107,9 @@ class BuildNative(Command):
                 "  pip install --no-build-isolation ."
             )
         debug = os.environ.get("IKATTN_DEBUG", "0") not in ("", "0")
-        names = ["torch", *(f"{major}.{minor}" for major, minor in map(series_of, folders))]
-        build_dir = ROOT / "build" / "-".join(names + ["debug"] * debug)
+        major, minor = series_of(folders[-1])
+        name = f"torch-{major}.{minor}" if len(folders) == 1 else "torch-several"
+        build_dir = ROOT / "build" / f"{name}{'-debug' if debug else ''}"
         arguments = [
             f"-DTorch_DIR={folders[-1]}",
             f"-DIKATTN_MORE_TORCHS={';'.join(map(str, folders[:-1]))}",

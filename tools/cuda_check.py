@@ -8,16 +8,17 @@ and architecture while writing it:
 
     python tools/cuda_check.py --arch sm_90a csrc/attention/cuda/hopper/forward.cu
 
-or one architecture of all files, and all of those that changed since a commit, or include a header
-that did:
+or what changed since a commit: files that did, or include a header that did, for all architectures;
+files that include it by other headers for one:
 
-    python tools/cuda_check.py --arch sm_90a --all-of-changed-since origin/main
+    python tools/cuda_check.py --arch sm_90a --changed-since origin/main
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import importlib.util
 import os
 import re
@@ -161,9 +162,10 @@ def exchanges_registers(kernel: Kernel) -> bool:
     return "take_registers<" in (ROOT / kernel.source).read_text()
 
 
-def with_includes(source: Path) -> set[Path]:
-    """A file and the headers of this repository that it includes itself."""
-    found = {source}
+@functools.cache
+def includes(source: Path) -> set[Path]:
+    """Returns the headers of this repository that a file includes itself."""
+    found = set()
     for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', source.read_text(), re.MULTILINE):
         places = (source.parent, ROOT / "csrc", ROOT / "csrc/include", ROOT / "tests/cpp")
         header = next((place / name for place in places if (place / name).exists()), None)
@@ -172,12 +174,23 @@ def with_includes(source: Path) -> set[Path]:
     return found
 
 
-def changed_since(commit: str, sources: list[Path]) -> set[Path]:
-    """Finds the sources that differ from a commit, or include a file that does."""
+def with_all_includes(source: Path) -> set[Path]:
+    """Returns a file and the headers of this repository that it includes, by others too."""
+    found: set[Path] = set()
+    waiting = [source]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found.add(file)
+            waiting += includes(file)
+    return found
+
+
+def changed_since(commit: str) -> set[Path]:
+    """Returns the files that differ from a commit."""
     command = ["git", "diff", "--name-only", commit]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    changed = {(ROOT / name).resolve() for name in done.stdout.splitlines()}
-    return {source for source in sources if with_includes(source) & changed}
+    return {(ROOT / name).resolve() for name in done.stdout.splitlines()}
 
 
 def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
@@ -227,7 +240,7 @@ def report(compilations: list[Compilation], expects_kernels: bool) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", help="default: " + ", ".join(ARCHITECTURES))
-    parser.add_argument("--all-of-changed-since", metavar="COMMIT", help="see above")
+    parser.add_argument("--changed-since", metavar="COMMIT", help="see above")
     parser.add_argument("sources", nargs="*", type=Path, help="default: every .cu under csrc")
     arguments = parser.parse_args()
 
@@ -255,14 +268,18 @@ def main() -> int:
     headers = cuda_headers_of(nvcc)
     architectures = arguments.arch or ARCHITECTURES
     hosts = set(architectures) & set(WITH_HOST) or set(architectures)
-    changed: set[Path] = set()
-    if arguments.all_of_changed_since:
-        changed = changed_since(arguments.all_of_changed_since, kernels)
+    everywhere: set[Path] = set()
+    if arguments.changed_since:
+        changed = changed_since(arguments.changed_since)
+        everywhere = {source for source in kernels if {source, *includes(source)} & changed}
+        kernels = [source for source in kernels if with_all_includes(source) & changed]
+        glue = [source for source in glue if with_all_includes(source) & changed]
+        print(f"{len(kernels)} files of kernels and {len(glue)} of glue changed", flush=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(compile_kernels, nvcc, source, arch, with_host=arch in hosts)
             for source in kernels
-            for arch in (ARCHITECTURES if source in changed else architectures)
+            for arch in (ARCHITECTURES if source in everywhere else architectures)
         ]
         if glue and torch and torch.origin and headers:
             jobs += [

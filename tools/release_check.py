@@ -1,6 +1,6 @@
 """Tries the wheel in dist/ as a user would, beside each version of torch. A part of a release.
 
-    python tools/release_check.py --torchs 2.11 2.12 2.13 2.14
+    python tools/release_check.py --torchs 2.11 2.12 2.13 2.14 2.15
 
 For each torch: a fresh environment, into which pip installs torch and the wheel; nothing compiles.
 Then the package is imported, the first block of README.md runs, the self-test and the tests of

@@ -1,6 +1,6 @@
 """Builds one wheel for several versions of torch. A part of `make wheel`.
 
-    python tools/wheel.py --torchs 2.11 2.12 2.13 2.14 [--cuda] [--out dist]
+    python tools/wheel.py --torchs 2.11 2.12 2.13 2.14 2.15 [--cuda] [--out dist]
 
 The torch of this environment serves for its own minor version. Others come from the index of pip
 without their dependencies; headers and linked libraries are unpacked, no more. A torch with CUDA
