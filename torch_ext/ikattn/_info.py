@@ -62,6 +62,10 @@ def kernel_families() -> str:
 def gpu() -> str:
     """Names the GPU that torch uses, and tells whether the library has kernels for it."""
     if not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:  # no driver, or one that is too old
+            return f"none that torch can use: {error}".splitlines()[0]
         return "none that torch can use"
     major, minor = torch.cuda.get_device_capability()
     reason: str = torch.ops.ikattn.why_no_kernels(torch.device("cuda"))
