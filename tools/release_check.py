@@ -93,7 +93,8 @@ def main() -> int:
     failed = 0
     for series in asked.torchs:
         try:
-            print(f"| {' | '.join(check(series, wheel, ROOT / 'build/release' / series))} |")
+            row = check(series, wheel, ROOT / "build/release" / series)
+            print(f"| {' | '.join(row)} |", flush=True)
         except Failed as error:
             failed += 1
             print(f"| {series} | failed |\n\n{error}\n", flush=True)

@@ -26,7 +26,7 @@ from ikattn._info import families, gpu
 from ikattn._whole_files import whole_file
 from ikattn.cli.selftest_calls import cpu_environments, gpu_checks
 
-SECONDS = 30  # limit of the checks of a family
+SECONDS = 120  # limit of the checks of a family
 TIMED_SECONDS = 60
 
 
