@@ -40,7 +40,7 @@ def test_examples_of_the_readme_run_as_shown(tmp_path, monkeypatch):
 
 
 RUN = ("analysis", "analysis_aggregation", "batch_invariance", "calibration", "comparing")
-RUN += ("corpora", "large_models", "packed")
+RUN += ("corpora", "decoding", "large_models", "packed", "which_token")
 
 
 @pytest.mark.parametrize("page", RUN)
