@@ -71,7 +71,7 @@ def words(text: str) -> int:
 
 def sentences(paragraph: str) -> list[str]:
     plain = re.sub(r"`[^`]*`", "Code", paragraph)
-    return re.split(r"(?<=[.!?:;])[)\"*]*\s+(?=[A-Z*`\"\[(])", plain)
+    return re.split(r"(?<=[.!?:;])[)\"*]*\s+(?=[A-Z0-9*`\"\[(])", plain)
 
 
 def poor_passages(path: Path) -> list[str]:
