@@ -52,7 +52,7 @@ def paragraphs(text: str) -> list[tuple[int, str]]:
         if line.startswith("```"):
             in_code = not in_code
         is_table = line.lstrip().startswith("|")
-        is_prose = not (in_code or is_table or line.startswith(("#", "    ", "```")))
+        is_prose = not (in_code or is_table or line.startswith(("#", "    ", "```", ":")))
         is_prose = is_prose and bool(line.strip())
         if not is_prose:
             begun = False

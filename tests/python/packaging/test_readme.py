@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,24 @@ def test_what_a_page_links_to_exists(page: str) -> None:
         target = path.parent / file if file else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Of these two the first counts.", "'Of '"),
+        ("Those of torch err. That is so, too.", "'Those of'"),
+        ("It is made of what was read.", "'of what'"),
+        (f"A {'long ' * 30}sentence.", "a sentence of 32 words"),
+        ("A sentence. " * 46, "a paragraph of 92 words"),
+        ("| Of what |\n\n```\nOf what?\n```\n\nWhat is it? Of course, so is this.", ""),
+    ],
+)
+def test_the_prose_check_names_an_unclear_passage(tmp_path, text, fault):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    checked = subprocess.run(
+        [sys.executable, ROOT / "tools" / "check_prose.py", page], capture_output=True, text=True
+    )
+    assert fault in checked.stdout
+    assert checked.returncode == bool(fault)
