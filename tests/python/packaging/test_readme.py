@@ -44,7 +44,7 @@ def test_examples_of_the_readme_run_as_shown(tmp_path, monkeypatch):
 
 
 RUN = ("analysis", "analysis_aggregation", "batch_invariance", "calibration", "comparing")
-RUN += ("corpora", "decoding", "large_models", "packed", "which_token")
+RUN += ("corpora", "decoding", "large_models", "packed", "spectral", "which_token")
 
 
 @pytest.mark.parametrize("page", RUN)
