@@ -13,7 +13,10 @@ import torch
 
 from fuzz.attention import AttentionCall
 from fuzz.draws import Draws
+from fuzz.edges import EdgeCall
 from fuzz.holding import Wrong
+from fuzz.maps import MapCall
+from fuzz.state import StateCall
 
 
 class Call(Protocol):
@@ -26,7 +29,7 @@ class Call(Protocol):
 
 
 # Each kind with its share of the calls.
-KINDS: dict[Any, int] = {AttentionCall: 45}
+KINDS: dict[Any, int] = {AttentionCall: 45, StateCall: 15, EdgeCall: 10, MapCall: 20}
 
 
 def drawn(seed: int, kind: str | None = None) -> Call:
