@@ -410,7 +410,8 @@ def in_batch_mode(t: Tried) -> None:
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == call.L:
             rows["attn_mask"] = mask[..., :first, :]
         part, _ = t.run(rows, wanted=[])
-        if ikattn.which_kernels(**rows).forward == ikattn.which_kernels(**t.arguments).forward:
+        is_linear = ikattn.which_kernels(**t.arguments).forward.algorithm == "linear"
+        if not is_linear and ikattn.which_kernels(**rows).forward == ikattn.which_kernels(**t.arguments).forward:
             assert_bits("some rows in batch mode", [whole[:, :, :first]], [part])
 
 
@@ -528,7 +529,7 @@ def second_derivative(t: Tried) -> None:
     one, two = (values[0] - values[1]) / 2e-4, (values[2] - values[3]) / 4e-4
     truth, unsure = (4 * one - two) / 3, abs(one - two) + 1e-4 * max(map(abs, values))
     size = sum(float(x.abs().max()) for x in second if x is not None and x.numel())
-    if abs(found - truth) > 2 * unsure + 1e-6 * size:
+    if abs(found - truth) > 2 * unsure + 1e-6 * size + 1e-7:
         raise Wrong(f"the second derivative is {found}, by differences {truth}")
 
 

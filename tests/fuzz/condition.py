@@ -29,6 +29,7 @@ class Arithmetic:
     stored: float  # of the type of the results, 0 where that is the type of the arithmetic
     smallest: float  # a number below which a result may be lost
     largest: float  # a number from which on it may be infinite
+    overflow: float  # what products may become, of the arithmetic
     lost: float  # the smallest weight, relative to the largest, that keeps its digits
     score: float = 0.0  # what fixed point adds to a score
     narrow: float = 0.0  # what operands of the backward are rounded to, relative
@@ -47,6 +48,7 @@ def arithmetic_of(dtype: torch.dtype, unit: str = "", linear: bool = False, medi
         stored=0.0 if dtype.itemsize >= 4 else info.eps / 2,
         smallest=max(info.smallest_normal if dtype.itemsize >= 4 else info.smallest_normal * info.eps, own.smallest_normal) * (1e15 if rounded else 4),
         largest=info.max / 2,
+        overflow=own.max,
         lost=own.smallest_normal,
         score=2.0**-15 if narrow else 0.0,
         narrow=2.0**-7 if rounded else 0.0,
@@ -221,11 +223,14 @@ class Attention:
         """
         how, u = self.arithmetic, self.arithmetic.unit
         assert self.v is not None
+        L, S = self.P.shape[2:]
         o, off_o = self.output
         poisoned = self.bad_rows | self.bad_outputs.any(-1) | (off_o == math.inf).any(-1)
+        products = (incoming.double().abs() @ self.v.abs().mT * self.kept * (self.e_z + 1)).nan_to_num()
+        if S:
+            poisoned = poisoned | (products.amax(-1) > 1e-3 * how.overflow)
         good = ~poisoned.unsqueeze(-1)
         g = incoming.double() * good
-        H, L, S = self.P.shape[1:]
         o, off_o = self.o, off_o.masked_fill(off_o == math.inf, 0.0)
         rounding = u * (math.sqrt(max(L, S)) + 8) + how.narrow
         # dlog = P (dP - delta), with what is off in each.
@@ -267,9 +272,11 @@ class Attention:
             add("value", self.Pd.mT @ g, off, 1, reached.unsqueeze(-1).expand(self.v.shape))
         F = 2 * self.M
         dphi_q, dphi_k = ds @ self.phi_k / (2 * F), ds.mT @ self.phi_q / (2 * F)
-        sizes = ds.abs()
-        off_q = (off_ds @ self.phi_k.abs() + sizes @ (self.off_k + rounding * self.phi_k.abs())) / (2 * F)
-        off_k = (off_ds.mT @ self.phi_q.abs() + sizes.mT @ (self.off_q + rounding * self.phi_q.abs())) / (2 * F)
+        sizes = ds.abs() + off_ds
+        # Operands of 16 bits are rounded less their mean.
+        of_k, of_q = (off + rounding * phi.abs() + 2 * how.narrow for off, phi in ((self.off_k, self.phi_k), (self.off_q, self.phi_q)))
+        off_q = (off_ds @ self.phi_k.abs() + sizes @ of_k) / (2 * F)
+        off_k = (off_ds.mT @ self.phi_q.abs() + sizes.mT @ of_q) / (2 * F)
         sides = (
             ("query", self.q, self.a_q, self.b_q, dphi_q, off_q, self.off_q),
             ("key", self.k, self.a_k, self.b_k, dphi_k, off_k, self.off_k),
