@@ -511,7 +511,7 @@ def learned_order(t: Tried) -> None:
 def second_derivative(t: Tried) -> None:
     call = t.call
     wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1")]
-    if call.dtype != "float64" or call.values != "normal" or not wanted or call.L * call.S * call.B * call.d_v == 0:
+    if call.dtype != "float64" or call.values != "normal" or not set(wanted) - {"value"} or call.L * call.S * call.B * call.d_v == 0:
         return
     given = t.arguments | {x: t.arguments[x].detach().requires_grad_() for x in wanted}
     output = ikattn.implicit_kernel_attention(**given)

@@ -16,6 +16,7 @@ from fuzz.draws import Draws
 from fuzz.edges import EdgeCall
 from fuzz.holding import Wrong
 from fuzz.maps import MapCall
+from fuzz.modules import ModuleCall, RecordCall
 from fuzz.state import StateCall
 
 
@@ -29,7 +30,7 @@ class Call(Protocol):
 
 
 # Each kind with its share of the calls.
-KINDS: dict[Any, int] = {AttentionCall: 45, StateCall: 15, EdgeCall: 10, MapCall: 20}
+KINDS: dict[Any, int] = {AttentionCall: 45, StateCall: 15, EdgeCall: 10, MapCall: 20, ModuleCall: 6, RecordCall: 3}
 
 
 def drawn(seed: int, kind: str | None = None) -> Call:
@@ -124,7 +125,7 @@ def _simpler(call: Call) -> Iterator[Call]:
             if name == "layouts":
                 options = [default[name]]
         elif isinstance(value, int):
-            least = 1 if default[name] == 1 else default[name]
+            least = default[name] if isinstance(default[name], int) else 1
             options = [x for x in (least, value // 2, value - value // 4, value - 1) if least <= x < value]
         elif isinstance(value, float):
             options = [default[name]]
