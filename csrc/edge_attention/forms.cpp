@@ -60,7 +60,8 @@ struct Nodes {
     edges.key_logits = edges.key_logits.defined() ? edges.key_logits + logits : logits;
   }
   void add_to_edge_logits(const at::Tensor& logits) {
-    edges.edge_logits = edges.edge_logits.defined() ? edges.edge_logits + logits : logits;
+    edges.edge_logits =
+        edges.edge_logits.defined() ? sum_of_logits(logits, edges.edge_logits) : logits;
   }
 
  private:

@@ -26,6 +26,10 @@ at::Tensor targets_of(const at::Tensor& rowptr, const at::Tensor& col) {
   return at::searchsorted(rowptr, edge, /*out_int32=*/false, /*right=*/true) - 1;
 }
 
+at::Tensor sum_of_logits(const at::Tensor& of_keys, const at::Tensor& of_edges) {
+  return at::where(of_edges == -INFINITY, of_edges, of_keys + of_edges);
+}
+
 at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10::SymInt& count) {
   c10::SymDimVector sizes(of_edges.sym_sizes().begin(), of_edges.sym_sizes().end());
   sizes[0] = count;
@@ -46,7 +50,7 @@ EdgeLogits logits_of(const EdgeFeatures& call) {
       call.query_features.index_select(0, target) * call.key_features.index_select(0, call.col);
   at::Tensor product = products.sum(-1);
   at::Tensor bias = call.key_logits.index_select(0, call.col);
-  if (call.edge_logits.defined()) bias = bias + call.edge_logits;
+  if (call.edge_logits.defined()) bias = sum_of_logits(bias, call.edge_logits);
   at::Tensor score = product;
   if (call.eps) {
     product = product / (2 * call.query_features.sym_size(-1));

@@ -156,7 +156,10 @@ inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_
     for (int64_t h = 0; h < H; ++h) logits[h] = of_key[h];
     if (p.edge_logits != nullptr) {
       const T* of_edge = p.edge_logits + (p.edge_heads == 1 ? e : e * H);
-      for (int64_t h = 0; h < H; ++h) logits[h] += of_edge[p.edge_heads == 1 ? 0 : h];
+      for (int64_t h = 0; h < H; ++h) {
+        const T bias = of_edge[p.edge_heads == 1 ? 0 : h];
+        logits[h] = is_hidden(bias) ? bias : logits[h] + bias;  // the key may be NaN
+      }
     }
     for (int64_t h = 0; h < H; ++h) hides |= is_hidden(logits[h]);
     if (!p.exponential) continue;

@@ -138,7 +138,8 @@ template <typename T>
 __device__ __forceinline__ T bias_of(const EdgeParams<T>& p, int64_t e, int64_t h) {
   const T of_key = p.key_logits[p.source[e] * p.H + h];
   if (p.edge_logits == nullptr) return of_key;
-  return of_key + p.edge_logits[p.edge_heads == 1 ? e : e * p.H + h];
+  const T of_edge = p.edge_logits[p.edge_heads == 1 ? e : e * p.H + h];
+  return of_edge == -INFINITY ? of_edge : of_key + of_edge;  // the key may be NaN
 }
 
 template <typename T>

@@ -1,0 +1,47 @@
+"""Command line: ``python -m fuzz --calls 2000 --seed 7``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "support"))
+
+import torch  # noqa: E402
+
+from fuzz import campaign, holding  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fuzz")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(6), "little"))
+    parser.add_argument("--kind", help="calls of one kind alone")
+    parser.add_argument("--replay", metavar="LINE", help="the call that a failure has printed")
+    parser.add_argument("--failures", type=int, default=5, help="stop after so many")
+    parser.add_argument("--whole", action="store_true", help="print failures as they were drawn")
+    parser.add_argument("--cells", action="store_true", help="print what was covered")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.replay:
+        told = campaign.failure_of(campaign.replayed(given.replay))
+        print(told or "passed")
+        return int(told is not None)
+    print(f"seed {given.seed}", flush=True)
+    found = campaign.run(given.seed, given.calls, given.kind, given.failures)
+    for call, told in found.failures:
+        print(f"{told}\n    {call if given.whole else campaign.smallest(call)}")
+    if given.cells:
+        for cell, count in sorted(found.cells.items(), key=lambda x: -x[1]):
+            print(f"{count:7d}  {cell}")
+        for what, largest in sorted(holding.worst.items(), key=lambda x: -x[1])[:40]:
+            print(f"{largest:9.3g} of its bound: {what}")
+    print(f"{found.calls - len(found.failures)} passed, {len(found.failures)} failed, in {found.seconds:.1f} s")
+    return int(bool(found.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,572 @@
+"""One call of the attention operators, forward and backward, and what must hold of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ikattn
+from fuzz.condition import Attention, Bounded, arithmetic_of
+from fuzz.draws import VALUES, Draws, integers, numbers, uniform
+from fuzz.holding import Wrong, assert_bits, assert_bounded, assert_raises, bits, laid_out
+from samples import LAYOUTS, MASK_SHAPES
+
+DTYPES = {"float32": 8, "float64": 4, "bfloat16": 5, "float16": 3}
+GRADIENTS = ("query", "key", "value", "w1", "w2", "key_bias", "attn_mask")
+PLAIN = next(iter(LAYOUTS))
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Sizes are letters as in ``ikattn.ops.attention``; the rest are its options."""
+
+    seed: int
+    B: int = 1
+    H: int = 1
+    G: int = 1
+    L: int = 1
+    S: int = 1
+    d: int = 1
+    d_v: int = 1
+    M: int = 1
+    dtype: str = "float64"
+    values: str = "exact"
+    layouts: tuple[str, ...] = (PLAIN,) * 4  # of queries, keys, values, and what comes in
+    causal: bool = False
+    p: float | None = 2.0
+    scale: float | None = None
+    eps: float = 1e-5
+    stationary: bool = False
+    frequencies: str = "H"  # axes before [d, M]
+    wide_sides: bool = False  # frequencies, bias and mask in float32 beside 16 bits
+    bias: str | None = None
+    mask: str | None = None
+    mask_kind: str = "bool"
+    dropout: float = 0.0
+    gradients: tuple[str, ...] = ()
+    batch_mode: bool = False
+    medium: bool = False
+    laws: tuple[str, ...] = ()
+
+    @staticmethod
+    def draw(seed: int) -> AttentionCall:
+        r = Draws(seed)
+        B, H = r.weighted({1: 6, 2: 4, 3: 1}), r.weighted({1: 4, 2: 4, 3: 1, 4: 2, 6: 1})
+        G = r.choice([x for x in range(1, H + 1) if H % x == 0])
+        room = (40_000 if r.chance(8) else 6_000) // (B * H)
+        L = r.size(1, min(room, 1030))
+        S = r.size(1, max(1, min(room // L, 1030)))
+        L, S = (S, L) if r.chance(2) else (L, S)
+        if r.chance(40):
+            B, L, S = r.choice([(0, L, S), (B, 0, S), (B, L, 0)])
+        d, M = r.size(1, 70), r.size(1, 33)
+        d_v = 0 if r.chance(80) else r.size(1, 70)
+        if r.chance(20):
+            d, d_v, M = r.choice([(130, 5, 9), (8, 130, 8), (16, 16, 64), (3, 200, 70)])
+        values = r.weighted(dict(zip(VALUES, (75, 9, 4, 2, 5, 5), strict=True)))
+        dtype = r.weighted(DTYPES)
+        layouts = tuple(
+            r.choice(list(LAYOUTS)) if r.chance(4) and min(B, L, S) else PLAIN for _ in range(4)
+        )
+        of_frequencies = ["H", "H", "BH", "1H"] + (["G", "BG", "1G"] if G < H else [])
+        of_bias = ["S", "1", "HS", "1S", "H1", "BHS", "B1S", "111"]
+        of_bias += ["GS", "BGS", "BG1"] if G < H else []
+        call = AttentionCall(
+            seed, B, H, G, L, S, d, d_v, M, dtype, values, layouts,
+            causal=r.chance(3),
+            p=r.weighted({2.0: 5, None: 2, 1.0: 2, 1.5: 1, 3.0: 1, 7.0: 1}),
+            scale=r.choice([-0.3, 0.0, 0.5, 2.0]) if r.chance(6) else None,
+            eps=r.weighted({1e-5: 6, 1e-3: 2, 0.5: 1, 1e-8: 1}),
+            stationary=r.chance(4),
+            frequencies=r.choice(of_frequencies),
+            wide_sides=r.chance(2),
+            bias=r.choice(of_bias) if r.chance(3) else None,
+            mask=r.choice(MASK_SHAPES) if r.chance(3) else None,
+            mask_kind=r.choice(["bool", "float", "float with -inf", "rows"]),
+            dropout=r.choice([0.1, 0.5, 0.9]) if r.chance(8) and values != "special" else 0.0,
+            gradients=tuple(x for x in GRADIENTS if r.chance(1.5)) if r.chance(1.5) else (),
+            batch_mode=r.chance(8),
+            medium=r.chance(16),
+            laws=tuple(sorted({r.weighted(WEIGHTS) for _ in range(2)})),
+        )  # fmt: skip
+        present = {"w2": not call.stationary, "key_bias": call.bias, "attn_mask": call.mask and call.mask_kind.startswith("float")}
+        return replace(call, gradients=tuple(x for x in call.gradients if present.get(x, True)))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    def shape(self, letters: str) -> tuple[int, ...]:
+        sizes = {"1": 1, "B": self.B, "H": self.H, "G": self.G, "L": self.L, "S": self.S}
+        return tuple(sizes[letter] for letter in letters)
+
+    def arguments(self) -> dict[str, Any]:
+        """Makes the named arguments of ``ikattn.implicit_kernel_attention``."""
+        of_sides = torch.float32 if self.wide_sides and self.torch_dtype.itemsize < 4 else self.torch_dtype
+        count = iter(range(1, 100))
+
+        def make(role: str, *shape: int, dtype: torch.dtype = self.torch_dtype) -> Tensor:
+            number = next(count)
+            x = numbers(self.values, role, self.seed + 16 * number, *shape)
+            if self.values == "special" and role != "frequency" and x.numel() and number % 3 == self.seed % 3:
+                place = int(uniform(self.seed + 7 * number, 1) * (x.numel() // max(1, shape[-1])))
+                x.view(-1)[place * shape[-1] + (self.seed + number) % shape[-1]] = (math.nan, math.inf, -math.inf)[self.seed % 3]
+            limit = torch.finfo(dtype).max
+            return torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype)
+
+        tokens = [make("token", *self.shape("BHL"), self.d), make("token", *self.shape("BGS"), self.d), make("value", *self.shape("BGS"), self.d_v)]
+        query, key, value = (laid_out(x, layout) for x, layout in zip(tokens, self.layouts, strict=False))
+        w = [make("frequency", *self.shape(self.frequencies), self.d, self.M, dtype=of_sides) for _ in range(2)]
+        bias = None if self.bias is None else make("bias", *self.shape(self.bias), dtype=of_sides)
+        mask = None
+        if self.mask is not None:
+            shape = self.shape(self.mask)
+            hidden = uniform(self.seed + 5, *shape) < 0.4
+            if self.mask_kind == "rows":  # some see nothing, and some everything
+                hidden = (uniform(self.seed + 5, *shape[:-1], 1) < 0.5).expand(shape).clone()
+            mask = ~hidden
+            if self.mask_kind.startswith("float"):
+                mask = make("bias", *shape, dtype=of_sides)
+                if self.mask_kind == "float with -inf":
+                    lowest = -math.inf if self.seed % 4 else torch.finfo(of_sides).min
+                    mask = mask.masked_fill(hidden, lowest)
+        if bias is not None and self.seed % 3 == 0:
+            bias = bias.masked_fill(uniform(self.seed + 6, *bias.shape) < 0.2, -math.inf)
+        return {
+            "query": query, "key": key, "value": value, "w1": w[0],
+            "w2": None if self.stationary else w[1], "p": self.p, "key_bias": bias,
+            "attn_mask": mask, "dropout_p": self.dropout, "is_causal": self.causal,
+            "enable_gqa": self.G != self.H, "eps": self.eps, "magnitude_scale": self.scale,
+            "dropout_seed": torch.tensor([self.seed % 2**62, self.seed % 977]) if self.dropout else None,
+        }  # fmt: skip
+
+    def incoming(self) -> Tensor:
+        """Makes the gradient that comes in."""
+        kind = "exact" if self.values == "exact" else "normal"
+        x = numbers(kind, "value", self.seed + 3, *self.shape("BHL"), self.d_v)
+        return laid_out(x.to(self.torch_dtype), self.layouts[3])
+
+    def cell(self) -> str:
+        """Names what is counted: route, type, mask and gradients."""
+        forward, backward = _routes(self.arguments())
+        mask = "no mask" if self.mask is None else self.mask_kind
+        passes = f"{forward} and {backward}" if self.gradients else forward
+        return f"{passes}, {self.dtype}, {mask}{', causal' * self.causal}"
+
+    def check(self) -> None:
+        """Raises Wrong where something does not hold."""
+        torch.set_float32_matmul_precision("medium" if self.medium else "highest")
+        with ikattn.deterministic("batch" if self.batch_mode else "run"):
+            tried = Tried(self)
+            tried.check()
+            for law in self.laws:
+                LAWS[law](tried)
+
+
+def _routes(call: dict[str, Any]) -> tuple[str, str]:
+    forward, backward = ikattn.which_kernels(**call)
+    return f"{forward.algorithm} {forward.unit}", f"{backward.algorithm} {backward.unit}"
+
+
+class Tried:
+    """A call with its results and the truth, which the laws share."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.call, self.arguments = call, call.arguments()
+        self.wanted = list(call.gradients)
+        self.incoming = call.incoming()
+        self.stored = bits(*(x for x in self.arguments.values() if isinstance(x, Tensor)), self.incoming, storage=True)
+        self.output, self.gradients = self.run(self.arguments)
+        routes = _routes(self.arguments)
+        narrow = next((x.split()[1] for x in routes if x.split()[1] not in ("avx512", "avx2", "baseline")), "")
+        arithmetic = arithmetic_of(call.torch_dtype, narrow, any("linear" in x for x in routes), call.medium)
+        self.keep = None
+        if call.dropout:
+            kept = 1 - min(math.floor(256 * call.dropout + 0.5), 255) / 256
+            self.keep = _keep(self.arguments["dropout_seed"], call) / kept
+        self.truth = Attention(self.arguments, arithmetic, self.keep)
+
+    def run(self, arguments: dict[str, Any], incoming: Tensor | None = None, wanted: list[str] | None = None, function: Callable[..., Tensor] = ikattn.implicit_kernel_attention) -> tuple[Tensor, dict[str, Tensor]]:
+        wanted = self.wanted if wanted is None else wanted
+        given = dict(arguments)
+        for name in wanted:
+            given[name] = given[name].detach().requires_grad_()
+        output = function(**given)
+        if not wanted:
+            return output, {}
+        coming = self.incoming if incoming is None else incoming
+        found = torch.autograd.grad(output, [given[x] for x in wanted], coming)
+        return output.detach(), dict(zip(wanted, found, strict=True))
+
+    def check(self) -> None:
+        call = self.call
+        after = bits(*(x for x in self.arguments.values() if isinstance(x, Tensor)), self.incoming, storage=True)
+        if after != self.stored:
+            raise Wrong("an input has changed")
+        self.compare("output", self.output, self.truth.output)
+        if self.output.dtype != call.torch_dtype:
+            raise Wrong(f"the output is of type {self.output.dtype}")
+        unseen = ~self.truth.seen
+        if bool(self.output[unseen].any()):
+            raise Wrong("a row that sees no key is not zero")
+        if self.wanted:
+            self.bounds = self.truth.gradients(self.incoming, self.wanted)
+            for name, found in self.gradients.items():
+                if found.dtype != self.arguments[name].dtype:
+                    raise Wrong(f"the gradient of {name} is of type {found.dtype}")
+                self.compare(f"gradient of {name}", found, self.bounds[name])
+
+    def compare(self, what: str, found: Tensor, truth: Bounded, times: float = 1.0) -> None:
+        assert_bounded(what, found, truth, times)
+
+    def truth_for(self, arguments: dict[str, Any]) -> Attention:
+        """Returns the truth, as far as a call of the same meaning that may take linear time errs."""
+        how = self.truth.arithmetic
+        if how.linear or not any("linear" in x for x in _routes(arguments)):
+            return self.truth
+        return Attention(self.arguments, replace(how, linear=True), self.keep)
+
+
+def _keep(seed: Tensor, call: AttentionCall) -> Tensor:
+    return ikattn.ops.dropout_keep_mask(seed, call.shape("BHLS"), call.dropout).double()  # type: ignore[arg-type]
+
+
+LAWS: dict[str, Callable[[Tried], None]] = {}
+WEIGHTS: dict[str, int] = {}
+
+
+def law(weight: int) -> Callable[[Callable[[Tried], None]], Callable[[Tried], None]]:
+    def add(function: Callable[[Tried], None]) -> Callable[[Tried], None]:
+        LAWS[function.__name__] = function
+        WEIGHTS[function.__name__] = weight
+        return function
+
+    return add
+
+
+@law(10)
+def twice(t: Tried) -> None:
+    output, gradients = t.run(t.arguments)
+    assert_bits("the same call twice", [t.output, *t.gradients.values()], [output, *gradients.values()])
+
+
+@law(6)
+def threads(t: Tried) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3 - min(before, 2))
+    try:
+        output, gradients = t.run(t.arguments)
+    finally:
+        torch.set_num_threads(before)
+    assert_bits("another number of threads", [t.output, *t.gradients.values()], [output, *gradients.values()])
+
+
+def item(arguments: dict[str, Any], b: int, B: int) -> dict[str, Any]:
+    """Returns the call of one batch item."""
+
+    def part(name: str, dims: int) -> Tensor | None:
+        x = arguments[name]
+        return x[b : b + 1] if x is not None and x.dim() == dims and x.shape[0] == B else x
+
+    dims = {"query": 4, "key": 4, "value": 4, "w1": 4, "w2": 4, "key_bias": 3, "attn_mask": 4}
+    return arguments | {name: part(name, of) for name, of in dims.items()}
+
+
+@law(10)
+def batch_items_alone(t: Tried) -> None:
+    if t.call.dropout or t.call.B < 2:
+        return
+    b = t.call.seed % t.call.B
+    wanted = [x for x in t.wanted if x in ("query", "key", "value")]
+    own, incoming = item(t.arguments, b, t.call.B), t.incoming[b : b + 1]
+    output, gradients = t.run(own, incoming, wanted)
+    whole = [t.output[b : b + 1], *(t.gradients[x][b : b + 1] for x in wanted)]
+    assert_bits("a batch item alone", whole, [output, *gradients.values()])
+
+
+@law(8)
+def permuted_keys(t: Tried) -> None:
+    call, order = t.call, torch.randperm(t.call.S, generator=torch.Generator().manual_seed(t.call.seed))
+    if call.causal or call.dropout:
+        return
+    changed = dict(t.arguments)
+    for name, axis in (("key", 2), ("value", 2), ("key_bias", -1), ("attn_mask", -1)):
+        x = changed[name]
+        if x is not None and x.dim() and x.shape[axis] == call.S:
+            changed[name] = x.index_select(axis, order)
+    output, _ = t.run(changed, wanted=[])
+    t.compare("output of permuted keys", output, t.truth.output)
+
+
+@law(8)
+def hidden_keys_appended(t: Tried) -> None:
+    call, more = t.call, 1 + t.call.seed % 70
+    if call.dropout or call.S == 0:
+        return
+    B, H, S = call.B, call.H, call.S
+    changed = dict(t.arguments)
+    for name in ("key", "value"):
+        x = changed[name]
+        changed[name] = torch.cat([x, x.new_full((B, call.G, more, x.shape[3]), math.nan)], 2)
+    bias, mask = changed["key_bias"], changed["attn_mask"]
+    if mask is not None and mask.dim():
+        mask = mask.expand(*mask.shape[:-1], S)
+        changed["attn_mask"] = torch.cat([mask, mask[..., :1].expand(*mask.shape[:-1], more)], -1)
+    heads = H if bias is None or bias.dim() < 2 else bias.shape[-2]
+    bias = torch.zeros(1, dtype=t.arguments["w1"].dtype) if bias is None else bias
+    bias = bias.expand(*(bias.shape[:-1] if bias.dim() > 1 else (heads,)), S)
+    changed["key_bias"] = torch.cat([bias, bias.new_full((*bias.shape[:-1], more), -math.inf)], -1)
+    wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1", "w2")]
+    output, gradients = t.run(changed, wanted=wanted)
+    truth = t.truth_for(changed)
+    t.compare("output with hidden keys", output, truth.output)
+    bounds = truth.gradients(t.incoming, wanted) if wanted else {}
+    for name, found in gradients.items():
+        own = found[:, :, :S] if name in ("key", "value") else found
+        t.compare(f"gradient of {name} with hidden keys", own, bounds[name])
+        if name in ("key", "value") and bool((found[:, :, S:] != 0).any()):
+            raise Wrong(f"a hidden {name} has a gradient")
+
+
+@law(6)
+def groups_repeated(t: Tried) -> None:
+    call = t.call
+    if call.G == call.H:
+        return
+    changed = dict(t.arguments)
+    for name, axis in (("key", 1), ("value", 1), ("w1", -3), ("w2", -3), ("key_bias", -2)):
+        x = changed[name]
+        if x is not None and x.dim() >= -axis and x.shape[axis] == call.G:
+            changed[name] = x.repeat_interleave(call.H // call.G, axis)
+    output, _ = t.run(changed | {"enable_gqa": False}, wanted=[])
+    t.compare("output of repeated groups", output, t.truth_for(changed).output)
+
+
+@law(6)
+def causal_as_mask(t: Tried) -> None:
+    call = t.call
+    if not call.causal:
+        return
+    tril = torch.ones(call.L, call.S, dtype=torch.bool).tril()
+    mask = t.arguments["attn_mask"]
+    if mask is None:
+        mask = tril
+    elif mask.dtype == torch.bool:
+        mask = mask & tril
+    else:
+        mask = torch.where(tril, mask, -math.inf).to(mask.dtype)
+    output, _ = t.run(t.arguments | {"is_causal": False, "attn_mask": mask}, wanted=[])
+    t.compare("output of causal as a mask", output, t.truth.output)
+
+
+@law(10)
+def weights(t: Tried) -> None:
+    given = {name: x for name, x in t.arguments.items() if name != "value"}
+    found = ikattn.implicit_kernel_weights(**given)
+    t.compare("weights", found, t.truth.weights)
+    truth, bound = t.truth.weights
+    averaged = ikattn.implicit_kernel_weights(**given, average_heads=True)
+    t.compare("averaged weights", averaged, (truth.mean(1), bound.mean(1) + 2 * torch.finfo(t.call.torch_dtype).eps * truth.mean(1)))
+
+
+@law(6)
+def packed(t: Tried) -> None:
+    call, given = t.call, t.arguments
+    if given["attn_mask"] is not None or (call.causal and call.L != call.S) or call.dropout or not call.B * call.S:
+        return
+
+    def tokens(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1)
+
+    bias = given["key_bias"]
+    if bias is not None:
+        heads = bias.shape[-2] if bias.dim() > 1 else 1
+        bias = bias.expand(call.B, heads, call.S).transpose(0, 1).flatten(1)
+    w1, w2 = (None if x is None else x.expand(call.B, *x.shape[1:]) if x.dim() == 4 else x for x in (given["w1"], given["w2"]))
+    ends_q, ends_k = (torch.arange(call.B + 1, dtype=torch.int32) * n for n in (call.L, call.S))
+    output = ikattn.implicit_kernel_attention_varlen(
+        tokens(given["query"]), tokens(given["key"]), tokens(given["value"]), w1, w2, ends_q, ends_k,
+        causal=call.causal, p=call.p, key_bias=bias, eps=call.eps, magnitude_scale=call.scale,
+    )  # fmt: skip
+    t.compare("packed output", output.unflatten(0, (call.B, call.L)).transpose(1, 2), t.truth.output)
+
+
+@law(4)
+def in_batch_mode(t: Tried) -> None:
+    call = t.call
+    if call.dropout or call.L < 2:
+        return
+    with ikattn.deterministic("batch"):
+        whole, _ = t.run(t.arguments, wanted=[])
+        t.compare("output in batch mode", whole, t.truth.output)
+        first = 1 + call.seed % call.L
+        rows = t.arguments | {"query": t.arguments["query"][:, :, :first]}
+        mask = rows["attn_mask"]
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] == call.L:
+            rows["attn_mask"] = mask[..., :first, :]
+        part, _ = t.run(rows, wanted=[])
+        is_linear = ikattn.which_kernels(**t.arguments).forward.algorithm == "linear"
+        if not is_linear and ikattn.which_kernels(**rows).forward == ikattn.which_kernels(**t.arguments).forward:
+            assert_bits("some rows in batch mode", [whole[:, :, :first]], [part])
+
+
+def _keeps_scores(t: Tried) -> bool:
+    """Tells whether no offset is so large that a composition loses scores beside it."""
+    offsets = [t.arguments[x] for x in ("key_bias", "attn_mask") if t.arguments[x] is not None]
+    return all(float(x[x.isfinite()].abs().max()) < 1e4 for x in offsets if x.is_floating_point() and bool(x.isfinite().any()))
+
+
+@law(4)
+def reference(t: Tried) -> None:
+    if t.call.values == "special" or not _keeps_scores(t):
+        return
+    output, _ = t.run(t.arguments, wanted=[], function=ikattn.reference.implicit_kernel_attention)
+    t.compare("the composition's output", output, t.truth.output, 2)
+
+
+@law(3)
+def vmapped(t: Tried) -> None:
+    call = t.call
+    if call.values == "special" or call.dropout or not call.B * call.S * call.L or not _keeps_scores(t):
+        return
+    named = {x: t.arguments[x] for x in ("query", "key", "value")}
+    others = {x: y for x, y in t.arguments.items() if x not in named}
+    twice = {name: torch.stack([x, x.flip(0)]) for name, x in named.items()}
+
+    def call_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ikattn.implicit_kernel_attention(query, key, value, **others)
+
+    output = torch.func.vmap(call_of)(*twice.values())
+    t.compare("output under vmap", output[0], t.truth.output, 2)
+
+
+@law(3)
+def forward_derivative(t: Tried) -> None:
+    call = t.call
+    if not t.wanted or not _keeps_scores(t) or call.values in ("special", "wide", "denormal") or not call.L * call.S * call.B:
+        return
+    named = {x: t.arguments[x].detach().clone(memory_format=torch.contiguous_format) for x in t.wanted}
+    others = {x: y for x, y in t.arguments.items() if x not in named}
+    tangents = {name: torch.where(x.isfinite(), integers(call.seed + 90 + i, -2, 2, *x.shape), 0.0).to(x.dtype) for i, (name, x) in enumerate(named.items())}
+
+    def call_of(given: dict[str, Tensor]) -> Tensor:
+        return ikattn.implicit_kernel_attention(**others, **given)
+
+    _, forward = torch.func.jvp(call_of, (named,), (tangents,))
+    found = (forward.double() * self_or_zero(t.incoming)).sum()
+    truth = sum((self_or_zero(t.bounds[x][0]) * y.double()).sum() for x, y in tangents.items())
+    scale = sum((t.bounds[x][1] * y.double().abs()).sum() for x, y in tangents.items())
+    scale = scale + 0.05 * torch.finfo(call.torch_dtype).eps ** 0.5 * (forward.double().abs() * t.incoming.double().abs()).sum()
+    if float((found - truth).abs()) > 4 * float(scale) + 1e-9:
+        raise Wrong(f"the forward derivative is {float(found)}, the backward's {float(truth)}")
+
+
+def self_or_zero(x: Tensor) -> Tensor:
+    return x.double().nan_to_num(0.0, 0.0, 0.0)
+
+
+@law(3)
+def fake(t: Tried) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = {x: mode.from_tensor(y) if isinstance(y, Tensor) else y for x, y in t.arguments.items()}
+        output = ikattn.implicit_kernel_attention(**given)
+    if (output.shape, output.dtype, output.stride()) != (t.output.shape, t.output.dtype, t.output.stride()):
+        raise Wrong(f"the fake output is {output.shape} {output.stride()}, the true one {t.output.shape} {t.output.stride()}")
+
+
+@law(3)
+def autocast(t: Tried) -> None:
+    if t.call.dtype != "float32" or t.call.values in ("special", "wide"):
+        return
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = t.run(t.arguments, wanted=[])
+    low = t.arguments | {x: t.arguments[x].to(torch.bfloat16) for x in ("query", "key", "value")}
+    expected, _ = t.run(low, wanted=[])
+    assert_bits("under autocast", [expected], [found])
+
+
+@law(3)
+def learned_order(t: Tried) -> None:
+    call = t.call
+    if call.p in (None, 1.0) or call.scale is not None or call.values == "special" or call.bias or call.dropout or call.G != call.H:
+        return
+    from ikattn.ops.magnitude import LearnedOrder
+
+    order = LearnedOrder(call.H, call.p or 2.0, dtype=torch.float64)
+    g = order(t.arguments["key"]).to(t.arguments["w1"].dtype).detach()
+    if t.arguments["w1"].dtype.itemsize < 4 or not call.S:
+        return
+    output, _ = t.run(t.arguments | {"p": None, "key_bias": g}, wanted=[])
+    t.compare("output with a learned order", output, t.truth.output, 4)
+
+
+@law(2)
+def second_derivative(t: Tried) -> None:
+    call = t.call
+    wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1")]
+    if call.dtype != "float64" or call.values != "normal" or not set(wanted) - {"value"} or call.L * call.S * call.B * call.d_v == 0:
+        return
+    given = t.arguments | {x: t.arguments[x].detach().requires_grad_() for x in wanted}
+    output = ikattn.implicit_kernel_attention(**given)
+    first = torch.autograd.grad(output, [given[x] for x in wanted], t.incoming, create_graph=True)
+    along = [integers(call.seed + 60 + i, -2, 2, *x.shape) for i, x in enumerate(first)]
+    inner = sum((x * y).sum() for x, y in zip(first, along, strict=True))
+    second = torch.autograd.grad(inner, [given[x] for x in wanted], allow_unused=True)
+    steps = [normal_step(call.seed + 70 + i, x) for i, x in enumerate(first)]
+    found = sum(float((x * y).sum()) for x, y in zip(second, steps, strict=True) if x is not None)
+    values = []
+    for h in (1e-4, -1e-4, 2e-4, -2e-4):
+        moved = t.arguments | {x: t.arguments[x] + h * y for x, y in zip(wanted, steps, strict=True)}
+        gradients = Attention(moved, t.truth.arithmetic, t.keep).gradients(t.incoming, wanted)
+        values.append(sum(float((gradients[x][0] * y).sum()) for x, y in zip(wanted, along, strict=True)))
+    one, two = (values[0] - values[1]) / 2e-4, (values[2] - values[3]) / 4e-4
+    truth, unsure = (4 * one - two) / 3, abs(one - two) + 1e-4 * max(map(abs, values))
+    size = sum(float(x.abs().max()) for x in second if x is not None and x.numel())
+    if abs(found - truth) > 2 * unsure + 1e-6 * size + 1e-7:
+        raise Wrong(f"the second derivative is {found}, by differences {truth}")
+
+
+def normal_step(seed: int, like: Tensor) -> Tensor:
+    return integers(seed, -2, 2, *like.shape)
+
+
+@law(4)
+def wrong_calls(t: Tried) -> None:
+    call, given = t.call, t.arguments
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("key", {"key": given["key"][..., :-1]}),
+        ("value", {"value": given["value"][:, :, 1:]}) if call.S else ("eps", {"eps": 0.0}),
+        ("w1", {"w1": given["w1"][..., :-1, :]}),
+        ("query", {"query": given["query"][0]}) if call.B else ("p", {"p": 0.5}),
+        ("p", {"p": 0.5}),
+        ("eps", {"eps": -1.0}),
+        ("eps", {"eps": math.nan}),
+        ("dropout_p", {"dropout_p": 1.0}),
+        ("key_bias", {"key_bias": torch.zeros(call.S + 2)}),
+        ("attn_mask", {"attn_mask": torch.ones(call.L + 2, call.S + 2, dtype=torch.bool)}),
+        ("attn_mask", {"attn_mask": torch.ones(call.L, call.S, dtype=torch.int64)}),
+        ("value", {"value": given["value"].to(torch.int32)}),
+        ("magnitude_scale", {"magnitude_scale": math.inf}),
+        ("w2", {"w2": given["w1"][..., :1].repeat_interleave(call.M + 1, -1)}),
+        ("key", {"key": given["key"].to(torch.float32 if call.dtype == "float64" else torch.float64)}),
+        ("dropout_seed", {"dropout_p": 0.5, "dropout_seed": torch.zeros(3, dtype=torch.int64)}),
+    ]
+    name, change = changes[call.seed % len(changes)]
+    assert_raises(name, lambda: ikattn.implicit_kernel_attention(**given | change))
+
+
+@law(1)
+def compiled(t: Tried) -> None:
+    if t.call.seed % 20 or t.call.dropout:
+        return
+    torch._dynamo.reset()
+    function = torch.compile(ikattn.implicit_kernel_attention, backend="aot_eager")
+    output, gradients = t.run(t.arguments, function=function)
+    assert_bits("compiled", [t.output, *t.gradients.values()], [output, *gradients.values()])

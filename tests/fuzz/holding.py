@@ -1,0 +1,78 @@
+"""How results are held to what they must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from samples import LAYOUTS
+
+
+class Wrong(AssertionError):
+    """Something that must hold does not."""
+
+
+worst: dict[str, float] = {}  # the largest error so far over its bound, by what erred
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    return LAYOUTS[layout](x)
+
+
+def bits(*tensors: Tensor, storage: bool = False) -> bytes:
+    """Returns the bytes of tensors, or of all the memory that they are views of."""
+
+    def of(x: Tensor) -> bytes:
+        if storage:
+            memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+            return memory.numpy().tobytes()
+        dense = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return b"".join(map(of, tensors))
+
+
+def assert_bits(what: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> None:
+    for one, other in zip(expected, found, strict=True):
+        if one.shape != other.shape or bits(one) != bits(other):
+            count = int((one != other).sum()) if one.shape == other.shape else -1
+            raise Wrong(f"{what}: other bits, in {count} of {one.numel()} elements")
+
+
+def assert_bounded(
+    what: str, found: Tensor, truth: tuple[Tensor, Tensor], times: float = 1.0
+) -> None:
+    """Holds each element to its bound; NaN in the truth wants a number that is not finite."""
+    expected, bound = truth
+    found = found.detach().double()
+    if found.shape != expected.shape:
+        raise Wrong(f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    if found.numel() == 0:
+        return
+    must_be_nan = expected.isnan()
+    if bool((must_be_nan & found.isfinite()).any()):
+        raise Wrong(f"{what}: finite where a visible number is not")
+    off = (found - expected).abs() / (times * bound)
+    off = off.masked_fill(must_be_nan | (bound == math.inf) | (found == expected), 0.0)
+    largest = math.inf if bool(off.isnan().any()) else float(off.max())
+    worst[what] = max(worst.get(what, 0.0), largest)
+    if largest > 1:
+        at = tuple(map(int, torch.unravel_index(off.nan_to_num(math.inf).argmax(), off.shape)))
+        raise Wrong(
+            f"{what}{list(at)}: {float(found[at])!r} is not {float(expected[at])!r} within "
+            f"{float(times * bound[at]):.1e} ({largest:.2g} times that)"
+        )
+
+
+def assert_raises(name: str, call: Callable[[], object]) -> None:
+    """Holds a wrong call to an error that names the argument."""
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if name not in str(error):
+            raise Wrong(f"the error of a wrong {name} does not name it: {error}") from error
+        return
+    raise Wrong(f"a wrong {name} raises nothing")

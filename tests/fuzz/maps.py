@@ -1,0 +1,203 @@
+"""Contribution maps, held to norms of the vectors themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ikattn
+from fuzz.draws import Draws, numbers, uniform
+from fuzz.holding import Wrong, assert_bits, assert_bounded
+from ikattn.maps import NormStats
+
+SUMMED = ("summed", "with_residual", "with_norm", "encoder")
+
+
+@dataclass(frozen=True)
+class MapCall:
+    """A layer of attention with the parts of its block."""
+
+    seed: int
+    B: int = 1
+    H: int = 1
+    G: int = 1
+    L: int = 1
+    S: int = 1
+    d: int = 1
+    d_v: int = 1
+    D: int = 1
+    M: int = 0  # 0: dot attention
+    dtype: str = "float64"
+    parts: int = 0  # of the block: residual, norm, second norm
+    centered: tuple[bool, bool] = (True, True)
+    padding: bool = False
+    causal: bool = False
+    square: bool = False  # L = S
+    bias: bool = False
+    hidden: str = ""  # NaN in what padding hides
+    gradient: bool = False
+
+    @staticmethod
+    def draw(seed: int) -> MapCall:
+        r = Draws(seed)
+        H = r.choice([1, 2, 3, 4, 5, 7, 12, 17])
+        L = r.size(1, 70)
+        S = L if r.chance(1.5) else r.size(1, 130)
+        return MapCall(
+            seed, r.choice([1, 1, 2, 3]), H, r.choice([x for x in range(1, H + 1) if H % x == 0]), L, S,
+            r.size(1, 20), r.size(1, 20), r.size(1, 70), r.choice([0, 0, 3, 8]),
+            r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
+            r.below(4) if L <= S else 0, (r.chance(2), r.chance(2)), r.chance(3), r.chance(3), L == S, r.chance(3),
+            r.choice(["", "", "value", "residual"]), r.chance(2),
+        )  # fmt: skip
+
+    def cell(self) -> str:
+        kernel = "implicit" if self.M else "dot"
+        return f"{kernel}, {self.dtype}, {self.parts} parts" + ", padded" * self.padding
+
+    def check(self) -> None:
+        """Raises Wrong where something does not hold."""
+        dtype, seed = getattr(torch, self.dtype), self.seed
+        B, H, G, L, S, D = self.B, self.H, self.G, self.L, self.S, self.D
+        diagonal = 0 if self.square else min(S - 1, max(0, S - L))
+
+        def make(role: str, number: int, *shape: int) -> Tensor:
+            return numbers("exact" if seed % 3 else "normal", role, seed + 16 * number, *shape).to(dtype)
+
+        q, k = make("token", 1, B, H, L, self.d), make("token", 2, B, G, S, self.d)
+        v, project = make("value", 3, B, G, S, self.d_v), make("value", 4, D, H * self.d_v)
+        block: dict[str, Any] = {"diagonal": diagonal}
+        if self.parts > 0:
+            block["residual"] = make("value", 5, B, L, D)
+        for i, name in enumerate(("norm", "second_norm")):
+            if self.parts > 1 + i:
+                scale = (uniform(seed + 6 + i, B, L) + 0.5).to(dtype)
+                block[name] = NormStats(make("value", 7 + i, D), scale, self.centered[i])
+        pad_q = uniform(seed + 11, B, L) < 0.3
+        pad_k = uniform(seed + 12, B, S) < 0.3
+        if self.padding:
+            block |= {"query_padding": pad_q, "key_padding": pad_k}
+            if self.hidden == "value":
+                v = v.masked_fill(pad_k[:, None, :, None], math.nan)
+            elif self.hidden == "residual" and self.parts:
+                block["residual"] = block["residual"].masked_fill(pad_q[..., None], math.nan)
+        kernel: dict[str, Any] = {"is_causal": self.causal, "enable_gqa": G < H}
+        if self.bias:
+            kernel["key_bias"] = make("bias", 9, H, S)
+        if self.M:
+            kernel["w1"] = make("frequency", 10, H, self.d, self.M)
+            kernel["w2"] = make("frequency", 11, H, self.d, self.M)
+        weights = self.weights(q, k, kernel)
+        stored = weights.to(dtype)
+        found = ikattn.contributions(stored, v, project, per_head=True, **block)
+        self.compare(found, stored.double(), v, project, block, 0.0)
+        again = ikattn.contributions(stored, v, project, per_head=True, **block)
+        names = [x for x in ("value_norms", "per_head", *SUMMED) if getattr(found, x) is not None]
+        assert_bits("the same maps twice", [getattr(found, x) for x in names if x != "per_head"], [getattr(again, x) for x in names if x != "per_head"])
+        streamed = ikattn.streamed_contributions(q, k, v, project, **kernel, **block)
+        self.compare(streamed, weights, v, project, block, 1.0)
+        if self.gradient and self.dtype == "float64" and not self.hidden and seed % 3 == 0:
+            self.check_gradient(stored, v, project, block)
+
+    def weights(self, q: Tensor, k: Tensor, kernel: dict[str, Any]) -> Tensor:
+        """Computes the weights in float64, [B, H, L, S]."""
+        q, k = q.double(), k.double().repeat_interleave(self.H // self.G, 1)
+        logits = q @ k.mT / math.sqrt(self.d)
+        if self.M:
+
+            def features(x: Tensor) -> Tensor:
+                a, b = (2 * math.pi * x @ kernel[w].double() for w in ("w1", "w2"))
+                return torch.cat([a.cos() + b.cos(), a.sin() + b.sin()], -1)
+
+            s = features(q) @ features(k).mT / (4 * self.M)
+            logits = (s.square() + 1e-5).log() + (k.square().sum(-1) / (2 * math.sqrt(self.d))).unsqueeze(-2)
+        if self.bias:
+            logits = logits + kernel["key_bias"].double().unsqueeze(-2)
+        if self.causal:
+            logits = logits.masked_fill(~torch.ones(self.L, self.S, dtype=torch.bool).tril(), -math.inf)
+        return logits.softmax(-1)
+
+    def vectors(self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns what each query takes from each token, [B, L, S, D], and the sum of its parts."""
+        v = v.double().repeat_interleave(self.H // self.G, 1)
+        shown = torch.ones(self.B, self.L, self.S, dtype=torch.bool)
+        if self.padding:
+            shown = ~(block["query_padding"][:, :, None] | block["key_padding"][:, None, :])
+            v = v.masked_fill(block["key_padding"][:, None, :, None], 0.0)
+        a = a * shown[:, None]
+        parts = torch.einsum("bhsv,dhv->bhsd", v, project.double().unflatten(1, (self.H, -1)))
+        sizes = torch.einsum("bhsv,dhv->bhsd", v.abs(), project.double().unflatten(1, (self.H, -1)).abs())
+        y = torch.einsum("bhts,bhsd->btsd", a, parts)
+        size = torch.einsum("bhts,bhsd->btsd", a, sizes)
+        found = {"summed": (y, size)}
+        if "residual" in block:
+            own = torch.ones(self.L, self.S).tril(block["diagonal"]).triu(block["diagonal"])[None, :, :, None] * shown[..., None]
+            x = block["residual"].double().unsqueeze(2)
+            y = torch.where(own > 0, y + x, y)
+            size = torch.where(own > 0, size + x.abs(), size)
+            found["with_residual"] = (y, size)
+            for name, norm in (("with_norm", "norm"), ("encoder", "second_norm")):
+                if norm not in block:
+                    break
+                stats = block[norm]
+                if stats.centered:
+                    y, size = y - y.mean(-1, keepdim=True), size + size.mean(-1, keepdim=True)
+                factor = stats.weight.double() / stats.scale.double()[:, :, None, None]
+                y, size = y * factor, size * factor.abs()
+                found[name] = (y, size)
+        return found
+
+    def compare(self, maps: ikattn.Contributions, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any], streams: float) -> None:
+        kind = "streamed " if streams else ""
+        eps = torch.finfo(torch.float64 if self.dtype == "float64" else torch.float32).eps
+        # What a weight may be off by: of sums of d products in exponents, or of small scores.
+        off = eps * (64 + 16 * self.d + 3e5 * (self.M > 0)) if streams else 0.0
+        if maps.value_norms is not None:
+            values = v.double().repeat_interleave(self.H // self.G, 1)
+            parts = torch.einsum("bhsv,dhv->bhsd", values, project.double().unflatten(1, (self.H, -1)))
+            norms = parts.norm(dim=-1)
+            if self.padding:
+                norms = norms.masked_fill(block["key_padding"][:, None], 0.0)
+            bound = eps * (self.d_v**0.5 + self.D**0.5 + 8) * (values.norm(dim=-1) * project.double().norm())
+            assert_bounded(kind + "value norms", maps.value_norms, (norms, bound.nan_to_num(0.0) + 1e-37))
+            if maps.per_head is not None:
+                shown = a if not self.padding else a.masked_fill(block["query_padding"][:, None, :, None], 0.0)
+                if self.padding:
+                    shown = shown.masked_fill(block["key_padding"][:, None, None, :], 0.0)
+                assert_bounded("per_head", maps.per_head, (shown * norms.unsqueeze(-2), shown * bound.nan_to_num(0.0).unsqueeze(-2) + eps * shown + 1e-37))
+        for name, (y, size) in self.vectors(a, v, project, block).items():
+            found = getattr(maps, name)
+            if found is None:
+                raise Wrong(f"{kind}{name} is missing")
+            bound = size.norm(dim=-1) * (eps * (self.H + self.D**0.5 + self.d_v**0.5 + 8) + off) + 1e-30
+            assert_bounded(kind + name, found, (y.norm(dim=-1), bound))
+            if name not in maps.mixing_ratio:
+                continue
+            d = block["diagonal"]
+            own = torch.ones(self.L, self.S).tril(d).triu(d).bool()[None, :, :, None]
+            others, itself = (y * ~own).sum(2).norm(dim=-1), (y * own).sum(2).norm(dim=-1)
+            total = others + itself
+            ratio = torch.where(total > 0, others / total.masked_fill(total == 0, 1.0), 0.0)
+            loss = 4 * (size.sum(2).norm(dim=-1) * (eps * (self.H + self.D**0.5 + self.S + self.d_v**0.5 + 8) + off) + 1e-30) / total.clamp_min(1e-300)
+            assert_bounded(f"{kind}mixing ratio of {name}", maps.mixing_ratio[name], (ratio, loss + 4 * eps))
+
+    def check_gradient(self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]) -> None:
+        """Compares the gradient of a random sum of the last map with that of its definition."""
+        name = SUMMED[self.parts]
+        results = []
+        for of_definition in (False, True):
+            leaves = [x.detach().clone().requires_grad_() for x in (a, v, project)]
+            if of_definition:
+                y = self.vectors(*leaves, block)[name][0]
+                made = torch.where(y.abs().sum(-1) > 0, (y.square().sum(-1) + 1e-300).sqrt(), 0.0)
+            else:
+                made = getattr(ikattn.contributions(*leaves, **block), name)
+            steps = torch.where(made.detach() > 1e-3, uniform(self.seed + 50, *made.shape), 0.0)
+            results.append(torch.autograd.grad((made * steps).sum(), leaves))
+        for x, found, truth in zip(("weights", "value", "projection"), *results, strict=True):
+            bound = torch.full_like(truth, 1e-8 * (1 + float(truth.abs().max())))
+            assert_bounded(f"gradient of {name} by {x}", found, (truth, bound))

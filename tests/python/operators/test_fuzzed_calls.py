@@ -1,0 +1,44 @@
+"""Calls drawn from a number (tests/fuzz), the same ones and others in every run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[2]
+FRESH = int.from_bytes(os.urandom(6), "little")
+
+# Found in earlier campaigns, with the fault that each was.
+REGRESSIONS = (
+    # A key bias of NaN on a key that a mask hides.
+    "AttentionCall(seed=10596205581457090449, S=2, values='special', bias='1S', mask='S')",
+    # A NaN key behind an edge whose bias is -inf.
+    "EdgeCall(seed=16973103072887924905, E=5, values='special', edge_bias='EH')",
+)
+
+
+def fuzz(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "fuzz", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("linear_time", ["auto", "always"])
+@pytest.mark.parametrize("seed", [2026, FRESH], ids=["fixed", "fresh"])
+def test_fuzzed_calls_hold(seed: int, linear_time: str) -> None:
+    done = fuzz("--seed", str(seed), "--calls", "1000", IKATTN_LINEAR_TIME=linear_time)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("line", REGRESSIONS)
+def test_what_a_campaign_found_stays_mended(line: str) -> None:
+    done = fuzz("--replay", line)
+    assert done.returncode == 0, done.stdout + done.stderr
