@@ -47,7 +47,7 @@ def run(*command: object, cwd: Path, **more: str) -> tuple[str, float]:
     began = time.perf_counter()
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
-        raise Failed(f"{' '.join(words[:5])} ...: {(done.stdout + done.stderr).strip()[-1500:]}")
+        raise Failed(f"{' '.join(words[:5])} ...: {(done.stdout + done.stderr).strip()[-5000:]}")
     return done.stdout, time.perf_counter() - began
 
 
@@ -68,7 +68,7 @@ def check(series: str, wheel: Path, folder: Path) -> list[str]:
     torch, _ = run(python, "-c", "import torch; print(torch.__version__)", cwd=folder)
     milliseconds = min(int(run(python, "-c", IMPORT, cwd=folder)[0]) for _ in range(5))
     _, proving = run(python, "-m", "ikattn", "selftest", "--device", "cpu", cwd=folder)
-    run(*pip, "cmake", "ninja", f"{wheel}[test]", cwd=folder)
+    run(*pip, "cmake", "ninja", "setuptools>=77", f"{wheel}[test]", cwd=folder)
     tests = (python, "-m", "pytest", "-n", 2, "-q", "tests/python")
     told, testing = run(*tests, cwd=ROOT, IKATTN_TESTS="check")
     passed = re.findall(r"\d+ passed", told)[-1]
