@@ -117,6 +117,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_index.html"}
 html_copy_source = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 

@@ -133,7 +133,7 @@ recording.batches[0].tokens = [
     tokenizer.convert_ids_to_tokens(ids[mask])
     for ids, mask in zip(inputs.input_ids, is_token, strict=True)
 ]
-recording  # noqa: B018
+recording
 
 # %%
 # **Where to go from here.** :doc:`/docs/guide/analysis` has all maps, models and file formats. The
