@@ -1,6 +1,6 @@
 """
-Which words made this answer
-============================
+Find the words that made an answer
+==================================
 
 A search engine for sentences gives you its best answer. Which words of the answer made it the best?
 In this tutorial you ask :func:`ikattn.attribute`, and then you check what it says.

@@ -73,8 +73,9 @@ print(f"softmax: {accuracy(model):.1%}")
 # Convert it
 # ----------
 #
-# :func:`ikattn.convert` keeps all weights, and adds frequencies that are drawn at random. ``p=None``
-# leaves the magnitude of keys out, which a similarity that imitates softmax does not need.
+# :func:`ikattn.convert` keeps all weights, and adds frequencies that are drawn at random.
+# ``p=None`` leaves the magnitude of keys out, which a similarity that imitates softmax does not
+# need.
 
 converted = ikattn.convert(copy.deepcopy(model), p=None, num_frequencies=16, seed=0)
 print(f"converted: {accuracy(converted):.1%}")
@@ -107,8 +108,8 @@ plt.tight_layout()
 # Keep it
 # -------
 #
-# The frequencies are part of the ``state_dict``. To load it, make the same model and convert it with
-# the same options.
+# The frequencies are part of the ``state_dict``. To load it, make the same model and convert it
+# with the same options.
 
 path = tempfile.mkdtemp() + "/digits.pt"
 torch.save(calibrated.state_dict(), path)

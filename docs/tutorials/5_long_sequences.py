@@ -11,8 +11,8 @@ check it, and decode in constant memory.
 # Ask before you compute
 # ----------------------
 #
-# :func:`ikattn.which_kernels` takes the arguments of a call, and tells which algorithm would compute
-# it. It computes nothing. ``expand`` makes a tensor of any length that takes no memory.
+# :func:`ikattn.which_kernels` takes the arguments of a call, and tells which algorithm would
+# compute it. It computes nothing. ``expand`` makes a tensor of any length that takes no memory.
 
 import time
 
@@ -44,8 +44,8 @@ for frequencies in (8, 16, 32, 64):
     )
 
 # %%
-# Fewer frequencies are faster, and tell fewer tokens apart. :doc:`/docs/experiments/recall` shows how
-# many you need.
+# Fewer frequencies are faster, and tell fewer tokens apart. :doc:`/docs/experiments/recall` shows
+# how many you need.
 #
 # Measure
 # -------
@@ -97,8 +97,8 @@ print(f"largest error: {float((output - exact).abs().max() / exact.abs().max()):
 # -------------------------
 #
 # A model that writes text adds one token after the other. With softmax attention it must keep all
-# keys and values. Here sums are enough: :class:`ikattn.RecurrentState` holds them, and its size does
-# not depend on the number of tokens.
+# keys and values. Here sums are enough: :class:`ikattn.RecurrentState` holds them, and its size
+# does not depend on the number of tokens.
 
 w1, w2 = w1[..., :8], w2[..., :8]
 state = ikattn.RecurrentState(w1, w2)

@@ -59,9 +59,9 @@ print(f"{int((found == club.y).sum())} of {len(found)} members are in their grou
 # Look at one member
 # ------------------
 #
-# :func:`ikattn.record` took the maps of both layers during the last call. For each edge it knows the
-# weight, and the length of what the edge moves. ``into`` lists the sources of a node, the largest
-# first.
+# :func:`ikattn.record` took the maps of both layers during the last call. For each edge it knows
+# the weight, and the length of what the edge moves. ``into`` lists the sources of a node, the
+# largest first.
 
 print(list(recording.edges))
 maps = recording.edges["convs.0"]
@@ -105,5 +105,5 @@ print(f"between groups:  {float(maps.summed[~is_within].mean()):.3f}")
 
 # %%
 # **Where to go from here.** :doc:`/docs/guide/graphs` has the operators behind this, layers, other
-# kernels and files. :doc:`/docs/experiments/nodes` compares kernels on a larger graph, where none of
-# them was better than the graph attention network's own.
+# kernels and files. :doc:`/docs/experiments/nodes` compares kernels on a larger graph, where none
+# of them was better than the graph attention network's own.
