@@ -136,9 +136,9 @@ def resolve(app, env, node, contnode):
 
 
 def skip(app, what, name, obj, skipped, options):
-    """Leaves out fields of named tuples, which the docstrings of their classes describe."""
+    """Leaves out fields of named tuples, which classes describe, and methods that PyG writes."""
     is_alias = (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
-    return True if is_alias else None
+    return True if is_alias or name in ("propagate", "edge_updater") else None
 
 
 def readable(app, what, name, obj, options, signature, annotation):

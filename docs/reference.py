@@ -1,12 +1,14 @@
 """Writes the pages of the site that are made from the code: the reference.
 
-Python by task, the command line, the operators' schemas, and which kernels compute a call.
+Python by task, the command line, C++ headers, the operators' schemas, which kernels compute a call,
+and which models are recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import sys
 from importlib import import_module
 from itertools import product
@@ -18,7 +20,9 @@ import torch
 
 import ikattn
 from ikattn.cli.command import _parser
+from ikattn.recorder.plan.transformers_parts import _REFUSED
 
+ROOT = Path(__file__).resolve().parents[1]
 VERSION = ikattn.__version__
 # Modules that have public names, by what a reader wants to do.
 TASKS = {
@@ -86,7 +90,8 @@ def python_pages() -> dict[str, str]:
                     _NAMES[id(result)] = f"{result.__module__}.{result.__qualname__}"
                     names.append(_NAMES[id(result)])
         seen.update(names)
-        listed = "\n   ".join(sorted(name.removeprefix("ikattn.") for name in names))
+        names.sort(key=lambda name: name.rpartition(".")[2].lower())
+        listed = "\n   ".join(name.removeprefix("ikattn.") for name in names)
         title = TASKS[room]
         pages[f"{room}.rst"] = (
             f"{title}\n{'=' * len(title)}\n\n.. automodule:: {room}\n   :no-members:\n\n"
@@ -164,48 +169,50 @@ def schemas() -> str:
     return "\n".join(page)
 
 
-MASKS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "causal": {"is_causal": True},
-    "padding": {"key_bias": torch.zeros(1)},
-    "of pairs": {"attn_mask": torch.ones(1, dtype=torch.bool)},
-    "dropout": {"dropout_p": 0.1},
-}
+MASKS = ("none", "causal", "padding", "of pairs", "dropout")
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def options_of(mask: str, length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the options of a call with such a mask. Nothing is written into their memory."""
+    if mask == "padding":
+        return {"key_bias": torch.empty(1, 8, length, dtype=dtype)}
+    if mask == "of pairs":
+        return {"attn_mask": torch.empty(1, 1, length, length, dtype=torch.bool)}
+    return {"causal": {"is_causal": True}, "dropout": {"dropout_p": 0.1}}.get(mask, {})
 
 
 def kernels() -> str:
-    """Returns the table of the kernels that `which_kernels` names, as this build answers."""
+    """Returns the tables of the kernels that `which_kernels` names, as this build answers."""
     page = [
         "# Which kernels compute a call",
         "",
         "`ikattn.which_kernels` answered this while the site was built, for 8 heads of 64 with 32 "
-        f"frequencies, on a processor with {unit()}. Ask it about your own call: it computes "
-        "nothing.",
+        "frequencies. Ask it about your own call: it computes nothing.",
         "",
-        "| tokens | data type | mask | forward | backward |",
-        "|---|---|---|---|---|",
     ]
-    types = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    for length, dtype, mask in product((512, 16384), types, MASKS):
-        q = torch.empty(1, 1, 1, 64, dtype=dtype).expand(1, 8, length, 64)
-        w = torch.empty(8, 64, 32, dtype=dtype)
-        options = {
-            name: value.expand(*([1, 1, length] if name == "key_bias" else [1, 1, length, length]))
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in MASKS[mask].items()
-        }
-        if "key_bias" in options:
-            options["key_bias"] = options["key_bias"].to(dtype)
-        passes = ikattn.which_kernels(q, q, q, w, w, **options)
-        kind = str(dtype).removeprefix("torch.")
-        page.append(f"| {length} | {kind} | {mask} | {passes.forward} | {passes.backward} |")
+    for device, length in product(("cpu", "cuda"), (512, 16384)):
+        q, w = (torch.empty(size) for size in ((1, 8, length, 64), (8, 64, 32)))
+        if ikattn.which_kernels(q, q, q, w, w, device=device).forward.unit == "none":
+            continue
+        names = [str(dtype).removeprefix("torch.") for dtype in TYPES]
+        page += [f"## {length} tokens on {device.upper()}", "", f"| mask | {' | '.join(names)} |"]
+        page += ["|---" * (1 + len(TYPES)) + "|"]
+        for mask in MASKS:
+            cells = []
+            for dtype in TYPES:
+                x, v = (torch.empty_like(one, dtype=dtype) for one in (q, w))
+                options = options_of(mask, length, dtype)
+                passes = ikattn.which_kernels(x, x, x, v, v, device=device, **options)
+                said = [f"{one.algorithm}, `{one.unit}`" for one in passes]
+                cells.append(said[0] if said[0] == said[1] else "; backward: ".join(said))
+            page.append(f"| {mask} | {' | '.join(cells)} |")
+        page.append("")
     page += [
+        "## Families of kernels for GPUs",
         "",
-        "## On a GPU",
-        "",
-        "Which GPU has last passed the tests of each family of kernels. A family that no GPU has "
-        "passed is off until `python -m ikattn selftest --enable` proves it on yours.",
+        "The GPU that has last passed the tests of each family. A family that no GPU has passed is "
+        "off until `python -m ikattn selftest --enable` proves it on yours.",
         "",
         "```{include} ../../guide/cuda.md",
         ':start-after: "<!-- tools/ledger.py writes this -->"',
@@ -216,14 +223,32 @@ def kernels() -> str:
     return "\n".join(page)
 
 
-def unit() -> str:
-    q, w = torch.empty(1, 1, 8, 8), torch.empty(1, 8, 8)
-    return ikattn.which_kernels(q, q, q, w).forward.unit
+def models() -> str:
+    """Returns the lists of model types that tests record, and of those that are refused."""
+    families = runpy.run_path(str(ROOT / "tests/python/support/families.py"))
+    kinds = {
+        "Blocks with the norm before the attention": "PRE",
+        "Blocks with the norm after the residual": "POST",
+        "Attention without its block: maps with the residual are left out": "ALONE",
+    }
+    page = [
+        "# Models that are recorded",
+        "",
+        "`ikattn.record` finds the block around an attention by what its tensors add up to. The "
+        "tests hold a small model of each of these types of transformers to explicit sums. BERT, "
+        "BART, GPT-2, OPT, T5, Llama and their like are tested one by one.",
+        "",
+    ]
+    for title, name in kinds.items():
+        page += [f"## {title}", "", ", ".join(f"`{one}`" for one in families[name]), ""]
+    page += ["## Models that are refused", ""]
+    page += [f"* `{name}`: {reason}." for name, reason in _REFUSED.items()]
+    return "\n".join([*page, ""])
 
 
 def headers() -> str:
     """Returns the public C++ headers, whose comments are their documentation."""
-    include = Path(ikattn.__file__).parents[2] / "csrc/include/ikattn"
+    include = ROOT / "csrc/include/ikattn"
     page = ["# C++ headers", "", "Link `ikattn::ikattn`; gradients work as in Python.", ""]
     for header in sorted(include.glob("*.h")):
         page += [f"## `<ikattn/{header.name}>`", ""]
@@ -239,6 +264,7 @@ def write_pages(folder: Path) -> None:
     pages["schemas.md"] = schemas()
     pages["kernels.md"] = kernels()
     pages["headers.md"] = headers()
+    pages["models.md"] = models()
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         path = folder / name
