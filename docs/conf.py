@@ -146,7 +146,13 @@ def readable(app, what, name, obj, options, signature, annotation):
     return (signature or "").replace("<factory>", "...") or None, annotation
 
 
+def link_pages(app, what, name, obj, options, lines):
+    """Turns the paths of pages that docstrings name into links."""
+    lines[:] = [re.sub(r"`*(docs/[\w/]+)\.md`*", r":doc:`/\1`", line) for line in lines]
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", link_pages)
     app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip)
     app.connect("missing-reference", resolve)

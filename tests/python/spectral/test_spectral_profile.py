@@ -30,6 +30,8 @@ def test_a_profile_is_the_mean_similarity_of_pairs_so_far_apart(source: type) ->
     similarity = (of_query.repeat(1, 1, 1, 3, 1) * of_key).sum((0, -1)) / (4 * 4)
     expected = similarity[0].square().unflatten(-1, (3, 512)).mean(-1)
     torch.testing.assert_close(kernel_profile(made, DISTANCES), expected)
+    torch.testing.assert_close(kernel_profile(made.train(), DISTANCES), expected)
+    assert made.training
 
 
 def test_a_stationary_profile_falls_from_one_as_its_frequencies_say() -> None:

@@ -52,7 +52,12 @@ def kernel_profile(module: nn.Module, distances: Tensor) -> Tensor:
     far = torch.as_tensor(distances, dtype=torch.float32).cpu().view(-1, 1, 1)
     key = (query + far * step).to(like.device).flatten(0, 1).expand(1, heads, -1, -1)
     query = query.to(like.device).expand(1, heads, -1, -1)
-    w1, w2, _ = call_source(source, query.to(like.dtype), key.to(like.dtype), None)
+    is_training = source.training
+    source.eval()  # generators draw noise in training
+    try:
+        w1, w2, _ = call_source(source, query.to(like.dtype), key.to(like.dtype), None)
+    finally:
+        source.train(is_training)
     w1, w2 = w1.float(), None if w2 is None else w2.float()
     of_query = spectral_features(query, w1, w2)
     of_key = spectral_features(key, w1, w2).unflatten(2, (len(far), _PAIRS))
@@ -63,15 +68,15 @@ def kernel_profile(module: nn.Module, distances: Tensor) -> Tensor:
 def plot_kernel(
     module: nn.Module, before: nn.Module | None = None, *, distances: Tensor | None = None
 ) -> Any:
-    """Draws :func:`kernel_profile` of each head: what it finds similar.
+    """Draws the similarity of two tokens against their distance, for each head.
 
     A dotted line stands at the distance that two random tokens have, ``sqrt(2 d)``. A head whose
-    curve falls early takes from near tokens alone; one whose curve is flat, from all alike.
+    curve falls early takes from near tokens only. A head with a flat curve takes from all alike.
 
     Args:
         module: As for :func:`kernel_profile`.
         before: The same module before training, drawn as thin lines.
-        distances: ``[n]``; None: from 0 to twice that of random tokens.
+        distances: ``[n]``; None: from 0 to twice the distance of random tokens.
 
     Returns:
         A figure of matplotlib's pyplot, with one pair of axes for each head.
