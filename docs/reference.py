@@ -68,6 +68,7 @@ def results_of(value: Any) -> list[type]:
     hints = getattr(value, "__annotations__", {})
     hints = list(hints.values()) if isinstance(value, type) else [hints.get("return")]
     known = vars(sys.modules[value.__module__])
+    hints = [getattr(hint, "__forward_arg__", hint) for hint in hints]  # of named tuples
     hints = [known.get(hint) if isinstance(hint, str) else hint for hint in hints]
     return [x for x in hints if isinstance(x, type) and x.__module__.startswith("ikattn.")]
 
