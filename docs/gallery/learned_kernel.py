@@ -20,7 +20,7 @@ time = torch.linspace(0, 20, 400)
 season = 2.5
 values = torch.sin(2 * math.pi * time / season) + 0.3 * torch.randn(400)
 
-kernel = ikattn.spectral.Stationary(1, 1, num_frequencies=16, initial="unit angle", seed=1)
+kernel = ikattn.spectral.Stationary(1, 1, num_frequencies=32, initial="unit angle", seed=0)
 before = copy.deepcopy(kernel)
 others = ~torch.eye(400, dtype=torch.bool)  # no value may predict itself
 
@@ -32,12 +32,14 @@ def predicted(kernel: torch.nn.Module) -> torch.Tensor:
     return ikattn.implicit_kernel_attention(t, t, y, w1, p=None, attn_mask=others).flatten()
 
 
-optimizer = torch.optim.Adam(kernel.parameters(), lr=0.03)
-for _ in range(600):
+optimizer = torch.optim.Adam(kernel.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+for _ in range(300):
     loss = (predicted(kernel) - values).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    schedule.step()
 
 # %%
 # Before training the kernel knows only near and far. The learned one has found the season: times
