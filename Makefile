@@ -11,6 +11,7 @@
 #                  CUDA_CHECK='--arch sm_90a' for one architecture
 # make lint      formatting, lint and types
 # make format    format C++ and Python
+# make docs      the site into build/docs/html, with the output of its tutorials and gallery
 # make wheel     one wheel for TORCHS, several versions of torch, into dist/; CUDA=1: with kernels for GPUs
 # make release-check  that wheel in a fresh environment for each of TORCHS
 # make bench     the table of CPU measurements, some nine minutes
@@ -25,7 +26,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .PHONY: demo analyze check test test-cpp test-python test-sets test-full full-cpp full-python full-sets \
-  full-floors full-vision full-interpreter full-cuda asan cuda-check lint format bench wheel release-check develop clean
+  full-floors full-vision full-interpreter full-cuda asan cuda-check lint format docs bench wheel release-check develop clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -175,6 +176,11 @@ format: $(stamps)/lint
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# Offline, but for -t online, which links the pages of other libraries.
+docs: $(stamps)/docs $(stamps)/minilm $(stamps)/integrations $(stamps)/extra-demo
+	mkdir -p build/docs/source
+	$(python) -m sphinx -W --keep-going -n -c docs $(DOCS) build/docs/source build/docs/html
+
 wheel: $(stamps)/release
 	$(python) tools/wheel.py --torchs $(TORCHS) $(if $(filter 1,$(CUDA)),--cuda)
 
@@ -214,7 +220,7 @@ $(stamps)/tools: $(stamps)/constraints.txt
 	command -v cmake >/dev/null || $(pip) --quiet 'cmake>=3.22'
 	touch $@
 
-$(stamps)/lint $(stamps)/release: $(stamps)/tools pyproject.toml
+$(stamps)/lint $(stamps)/release $(stamps)/docs: $(stamps)/tools pyproject.toml
 	$(pip) --quiet --group $(@F)
 	touch $@
 

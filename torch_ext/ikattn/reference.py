@@ -28,8 +28,7 @@ def implicit_kernel_attention(
     """Computes :func:`ikattn.implicit_kernel_attention` in torch's own functions.
 
     Args:
-        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
-        magnitude_scale, dropout_seed: As there.
+        query, key, value, w1, w2, options: As there.
         norm_dropout_p: Dropout on the matrix ``magnitude_scale (|q_i|_p^2 + |k_j|_p^2)`` before the
             softmax, as the authors' code does in training (there 0.1). The query's norm, which
             cancels otherwise, no longer does.

@@ -47,10 +47,10 @@ class AlignmentScores(NamedTuple):
     """How well alignments A agree with sure links S and possible links P, over all sentences.
 
     Attributes:
-        error_rate: 1 - (|A and P| + |A and S|) / (|A| + |S|), in [0, 1].
-        precision: |A and P| / |A|; NaN without a link in A.
-        recall: |A and S| / |S|; NaN without a link in S.
-        links: |A|.
+        error_rate: ``1 - (|A and P| + |A and S|) / (|A| + |S|)``, in [0, 1].
+        precision: ``|A and P| / |A|``; NaN without a link in A.
+        recall: ``|A and S| / |S|``; NaN without a link in S.
+        links: ``|A|``.
     """
 
     error_rate: float

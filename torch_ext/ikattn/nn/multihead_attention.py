@@ -181,7 +181,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
 
         Args:
             query: [L, N, E]; with ``batch_first`` [N, L, E]; unbatched [L, E]. With
-                ``batch_first`` it may be nested, [N, *, E], of layout torch.jagged or
+                ``batch_first`` it may be nested, ``[N, *, E]``, of layout torch.jagged or
                 torch.strided, and key and value are then, too, without masks.
             key: [S, N, kdim], [N, S, kdim] or [S, kdim].
             value: [S, N, vdim], [N, S, vdim] or [S, vdim].

@@ -106,8 +106,7 @@ def implicit_kernel_weights(
     """Computes the weights that :func:`implicit_kernel_attention` uses, after dropout.
 
     Args:
-        query, key, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
-        magnitude_scale, dropout_seed: As in :func:`implicit_kernel_attention`; the same
+        query, key, w1, w2, options: As in :func:`implicit_kernel_attention`; the same
             dropout_seed gives the same dropped weights.
         average_heads: Return the mean over heads, without ever holding ``[B, H, L, S]``.
 

@@ -239,8 +239,8 @@ def softmax_edge_attention(
     :func:`implicit_kernel_edge_attention`, so that kernels can be compared on a graph.
 
     Args:
-        query, key, value, edges, p, key_bias, edge_bias, dropout_p, magnitude_scale, dropout_seed,
-        return_weights: As in :func:`implicit_kernel_edge_attention`.
+        query, key, value, edges, return_weights, options: As in
+            :func:`implicit_kernel_edge_attention`.
         negative_slope: Slope, for negative numbers, of a LeakyReLU that takes the logit with its
             biases. 1: none. Others need p = 2 and no magnitude_scale.
 

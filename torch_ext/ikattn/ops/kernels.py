@@ -96,8 +96,7 @@ def which_kernels(
     exact for take the quadratic kernels in the same call.
 
     Args:
-        query, key, value, w1, w2, p, key_bias, attn_mask, dropout_p, is_causal, enable_gqa, eps,
-        magnitude_scale, dropout_seed: As in :func:`ikattn.implicit_kernel_attention`.
+        query, key, value, w1, w2, options: As in :func:`ikattn.implicit_kernel_attention`.
         device: Answer for this device; None: that of query.
 
     Returns:

@@ -30,9 +30,8 @@ def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Te
         key_features: ``[B, K, S, F]`` of :func:`spectral_features`, F = 2 M, any strides.
         logits: ``[B, K, S]``: magnitude of a key and its bias; -inf hides the key, whatever it
             holds. Float64 keeps the digits of large ones.
-        value: ``[B, G, S, d_v]``, G a divisor of K.
-
-        All in any floating type; sums are made in float32, for float64 features in float64.
+        value: ``[B, G, S, d_v]``, G a divisor of K. Sums are made in float32, for float64 features
+            in float64, whatever the types are.
 
     Returns:
         moments ``[B, K, E, d_v + 1]`` in float32, for float64 features in float64, and reference

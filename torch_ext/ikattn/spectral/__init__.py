@@ -26,6 +26,16 @@ from ikattn.spectral.direct import Direct, Stationary
 from ikattn.spectral.generator import Generator
 from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.mikan import Mikan
+from ikattn.spectral.profile import kernel_profile, plot_kernel
 from ikattn.spectral.regularization import regularization_loss
 
-__all__ = ["Direct", "Generator", "Ikan", "Mikan", "Stationary", "regularization_loss"]
+__all__ = [
+    "Direct",
+    "Generator",
+    "Ikan",
+    "Mikan",
+    "Stationary",
+    "kernel_profile",
+    "plot_kernel",
+    "regularization_loss",
+]

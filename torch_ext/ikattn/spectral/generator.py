@@ -102,7 +102,7 @@ class Generator(nn.Module):
 
     @property
     def evaluation(self) -> Evaluation:
-        """Noise in eval mode: "points", "mean" or "random"."""
+        """The noise in eval mode, "points", "mean" or "random"."""
         return self._evaluation
 
     @evaluation.setter
@@ -134,7 +134,7 @@ class Generator(nn.Module):
         return None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
     def noise(self, *batch: int) -> Tensor:
-        """Draws standard normal noise [*batch, H, d, M]; in eval mode gives the fixed points."""
+        """Draws standard normal noise ``[*batch, H, d, M]``; in eval mode, the fixed points."""
         dtype, device = self.gain.dtype, self.gain.device
         if self.training or self.evaluation == "random":
             drawn = torch.randn((*batch, *self._shape), dtype=dtype, device=device)

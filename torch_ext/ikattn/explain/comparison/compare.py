@@ -71,7 +71,7 @@ def compare(
         ValueError: The inputs hold no sequence, a model is in training mode, or layers or maps of
             the two models do not go together; the message says which.
         NotImplementedError: Attention over the edges of a graph.
-        What ``ikattn.record`` raises.
+        Exception: What ``ikattn.record`` raises.
 
     Source: S. Jain, B. C. Wallace, "Attention is not Explanation", NAACL 2019, who hold attention
     to attention by the Jensen-Shannon divergence, and by ranks.

@@ -287,7 +287,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     "dot", within the LeakyReLU.
 
     Args:
-        *args, **kwargs: As for GATConv: ``in_channels``, ``out_channels``, ``heads`` and so on.
+        *args: As for GATConv: ``in_channels``, ``out_channels``, ``heads`` and so on.
             ``negative_slope`` has a meaning with "dot" alone.
         kernel: "implicit": learned through its spectral density. "rbf": the RBF kernel. "dot":
             ``exp(LeakyReLU(a . x))``, what GATConv computes.
@@ -377,7 +377,7 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
     of O(E H C).
 
     Args:
-        *args, **kwargs: As for GATv2Conv.
+        *args: As for GATv2Conv.
         kernel, p, num_frequencies, spectral, stationary, seed: As for ``ImplicitKernelGATConv``.
 
     Raises:

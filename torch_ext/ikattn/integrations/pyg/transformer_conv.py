@@ -25,7 +25,7 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
     O(E H (C + M)).
 
     Args:
-        *args, **kwargs: As for TransformerConv.
+        *args: As for TransformerConv.
         kernel: "implicit", "rbf" or "dot", which is what TransformerConv computes.
         p, num_frequencies, spectral, stationary, seed: As for ``ikattn.MultiheadAttention``; nodes
             are the tokens, frequencies of MIKAN are for the whole graph.
