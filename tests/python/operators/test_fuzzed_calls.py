@@ -32,7 +32,10 @@ def fuzz(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("linear_time", ["auto", "always"])
-@pytest.mark.parametrize("seed", [2026, FRESH], ids=["fixed", "fresh"])
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(2026, marks=pytest.mark.operators, id="fixed"), pytest.param(FRESH, id="fresh")],
+)
 def test_fuzzed_calls_hold(seed: int, linear_time: str) -> None:
     done = fuzz("--seed", str(seed), "--calls", "1000", IKATTN_LINEAR_TIME=linear_time)
     assert done.returncode == 0, done.stdout + done.stderr
