@@ -432,34 +432,46 @@ def weights(t: Tried) -> None:
 
 @law(6)
 def packed(t: Tried) -> None:
+    """Packs the items, some with fewer queries, after sequences of keys that nobody reads."""
     call, given = t.call, t.arguments
-    if (
-        given["attn_mask"] is not None
-        or (call.causal and call.L != call.S)
-        or call.dropout
-        or not call.B * call.S
-    ):
+    is_ragged = not call.causal and call.seed % 2 == 0
+    bad = given["attn_mask"] is not None or (call.causal and call.L != call.S)
+    if bad or call.dropout or not call.B * call.S:
         return
+    rows = [call.L - (call.seed >> 2 * b) % min(call.L + 1, 4) * is_ragged for b in range(call.B)]
+    unread = (call.seed >> 20) % 3 * is_ragged  # keys before each item
 
-    def tokens(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).flatten(0, 1)
+    def tokens(x: Tensor, of_keys: bool) -> Tensor:
+        parts = []
+        for b in range(call.B):
+            if of_keys:
+                parts.append(x.new_full((unread, x.shape[1], x.shape[3]), math.nan))
+            parts.append(x[b].transpose(0, 1)[: call.S if of_keys else rows[b]])
+        return torch.cat(parts)
 
     bias = given["key_bias"]
     if bias is not None:
-        heads = bias.shape[-2] if bias.dim() > 1 else 1
-        bias = bias.expand(call.B, heads, call.S).transpose(0, 1).flatten(1)
+        bias = bias.expand(call.B, bias.shape[-2] if bias.dim() > 1 else 1, call.S)
+        bias = tokens(bias.unsqueeze(-1), True).squeeze(-1).T.nan_to_num(0.0, neginf=-math.inf)
+    of_items = [x for b in range(call.B) for x in ([b, b] if unread else [b])]
     w1, w2 = (
-        None if x is None else x.expand(call.B, *x.shape[1:]) if x.dim() == 4 else x
+        x if x is None or x.dim() == 3 else x.expand(call.B, *x.shape[1:])[of_items]
         for x in (given["w1"], given["w2"])
     )
-    ends_q, ends_k = (torch.arange(call.B + 1, dtype=torch.int32) * n for n in (call.L, call.S))
+    lengths_q = [n for b in range(call.B) for n in ([0, rows[b]] if unread else [rows[b]])]
+    lengths_k = [n for _ in range(call.B) for n in ([unread, call.S] if unread else [call.S])]
+    ends = (torch.tensor([0, *x]).cumsum(0) for x in (lengths_q, lengths_k))
     output = ikattn.implicit_kernel_attention_varlen(
-        *(tokens(given[x]) for x in ("query", "key", "value")), w1, w2, ends_q, ends_k,
-        causal=call.causal, p=call.p, key_bias=bias, eps=call.eps, magnitude_scale=call.scale,
+        tokens(given["query"], False), tokens(given["key"], True), tokens(given["value"], True),
+        w1, w2, *ends, causal=call.causal, p=call.p, key_bias=bias, eps=call.eps,
+        magnitude_scale=call.scale,
     )  # fmt: skip
-    t.compare(
-        "packed output", output.unflatten(0, (call.B, call.L)).transpose(1, 2), t.truth.output
-    )
+    at = 0
+    for b in range(call.B):
+        found = output[at : at + rows[b]].transpose(0, 1)
+        truth, bound = (x[b, :, : rows[b]] for x in t.truth.output)
+        t.compare("packed output", found, (truth, bound))
+        at += rows[b]
 
 
 @law(4)

@@ -45,7 +45,7 @@ class EdgeCall:
     hub: bool = False  # most edges lead to one target
     is_sorted: bool = False
     key_bias: str | None = None  # "S" or "SH"
-    edge_bias: str | None = None  # "E" or "EH"
+    edge_bias: str | None = None  # "E", "EH" or "E1"
     gradients: tuple[str, ...] = ()
 
     @staticmethod
@@ -61,7 +61,7 @@ class EdgeCall:
             r.weighted({"exact": 6, "normal": 2, "special": 1 if form == "implicit" else 0}),
             r.weighted({2.0: 4, None: 2, 1.0: 1, 3.0: 1}), r.choice([None, None, 0.5]),
             r.choice([1e-5, 1e-3]), 1.0, r.chance(4), r.chance(4), r.chance(3),
-            r.choice([None, None, "S", "SH"]), r.choice([None, None, "E", "EH"]),
+            r.choice([None, None, "S", "SH"]), r.choice([None, None, "E", "EH", "E1"]),
             tuple(x for x in names if r.chance(2)),
         )  # fmt: skip
         present = {
@@ -91,7 +91,7 @@ class EdgeCall:
         if self.is_sorted:
             target = target.sort().values
         edges = Edges.from_coo(source, target, self.L, is_sorted=self.is_sorted)
-        sizes = {"S": (self.S,), "SH": (self.S, self.H), "E": (self.E,), "EH": (self.E, self.H)}
+        letters = {"S": self.S, "E": self.E, "H": self.H, "1": 1}
         given: dict[str, Tensor] = {
             "query": numbers(self.values, "token", seed + 16, self.L, self.H, self.d).to(dtype),
             "key": numbers(self.values, "token", seed + 32, self.S, self.H, self.d).to(dtype),
@@ -113,7 +113,7 @@ class EdgeCall:
         for i, name in enumerate(("key_bias", "edge_bias")):
             shape = getattr(self, name)
             if shape is not None:
-                x = numbers("exact", "bias", seed + 96 + 16 * i, *sizes[shape])
+                x = numbers("exact", "bias", seed + 96 + 16 * i, *(letters[x] for x in shape))
                 given[name] = x.masked_fill(uniform(seed + 7 + i, *x.shape) < 0.2, -math.inf).to(
                     wide
                 )
@@ -166,7 +166,7 @@ class EdgeCall:
             x = given.get(name)
             if x is None:
                 return None
-            x = x if x.dim() == 2 else x.unsqueeze(-1).expand(-1, self.H)
+            x = (x if x.dim() == 2 else x.unsqueeze(-1)).expand(-1, self.H)
             x = x[source] if name == "key_bias" else x
             return x.double().T.unsqueeze(0)
 
@@ -262,8 +262,10 @@ class EdgeCall:
             return truth, bound
         if name == "value":
             truth, bound = truth[..., : self.d_v], bound[..., : self.d_v]
-        if name.endswith("bias") and like.dim() == 1:
-            truth, bound = truth.sum(1), bound.sum(1) + 2.0**-22 * truth.abs().sum(1)
+        if name.endswith("bias") and (like.dim() == 1 or like.shape[1] == 1):
+            of_heads = {"dim": 1, "keepdim": like.dim() == 2}
+            more = 2.0**-22 * truth.abs().sum(**of_heads)
+            truth, bound = truth.sum(**of_heads), bound.sum(**of_heads) + more
         if name == "edge_bias":
             return truth, bound
 

@@ -44,7 +44,7 @@ class MapCall:
     @staticmethod
     def draw(seed: int) -> MapCall:
         r = Draws(seed)
-        H = r.choice([1, 2, 3, 4, 5, 7, 12, 17])
+        H = 1 + r.below(18)  # up to 16 heads each number has a kernel of its own
         G, L = r.choice([x for x in range(1, H + 1) if H % x == 0]), r.size(1, 70)
         S = L if r.chance(1.5) else r.size(1, 130)
         return MapCall(

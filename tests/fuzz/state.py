@@ -59,7 +59,8 @@ class StateCall:
             most = 300 if name in ("add", "extend") and r.chance(10) else 20
             steps.append((name, r.size(1, most) if name != "reorder" else r.below(99)))
         return StateCall(
-            seed, form, r.choice([1, 1, 2, 3]), H, G, r.size(1, 20), r.size(1, 40), r.size(1, 9),
+            seed, form, r.choice([1, 1, 2, 3]), H, G, r.size(1, 20),
+            *((r.size(0, 5), 33) if r.chance(20) else (r.size(0, 130), r.size(1, 9))),
             r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
             r.weighted({"float64": 3, "float32": 1}),
             r.weighted({"exact": 6, "normal": 2, "adversarial": 2}),
