@@ -80,7 +80,7 @@ FAULTS = (
     Fault("edges forget the tail of a row", "edge_attention/cpu/scores.h", "return k == count ? sum : sum + dot_of_rest", "return k == count || (FAULT && count > 8) ? sum : sum + dot_of_rest", EDGES),
     Fault("edges lose eps", "edge_attention/cpu/scores.h", "weight *= s * s + p.eps;", "weight *= s * s + (FAULT ? T(0) : p.eps);", EDGES),
     Fault("gradients of weights lost", "edge_attention/cpu/backward.h", "grad_logits[h] += p.grad_weights[e * H + h];", "grad_logits[h] += FAULT ? T(0) : p.grad_weights[e * H + h];", EDGES),
-    Fault("padded keys count", "contributions/cpu/pairs.h", "if (!params.key_padding) return;", "if (!params.key_padding || FAULT) return;", MAPS),
+    Fault("padded queries count", "contributions/cpu/pairs.h", "m < rows && !is_padding(params.query_padding, b, i + m);", "m < rows && (FAULT || !is_padding(params.query_padding, b, i + m));", MAPS),
     Fault("a norm is never centered", "contributions/cpu/factors.h", "if (norm.centered) {", "if (norm.centered && !FAULT) {", MAPS),
     Fault("the last head alone", "contributions/cpu/factors.h", "*factors = products[k] * inverse;", "*factors = FAULT && k + 1 == H && H > 4 ? T(0) : products[k] * inverse;", MAPS),
     # --- Python

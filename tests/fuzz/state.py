@@ -56,7 +56,7 @@ class StateCall:
         drawn = [r.weighted(STEPS[form]) for _ in range(2 + r.below(6))]
         steps = []
         for name in ["add", *drawn, "attend"]:
-            most = 300 if name in ("add", "extend") and r.chance(10) else 20
+            most = 20 if name not in ("add", "extend") or r.chance(1.1) else r.choice([300, 1100])
             steps.append((name, r.size(1, most) if name != "reorder" else r.below(99)))
         return StateCall(
             seed, form, r.choice([1, 1, 2, 3]), H, G, r.size(1, 20),
@@ -93,6 +93,7 @@ class Machine:
         w = [self.draw("frequency", i, heads, call.d, call.M).to(wide) for i in (1, 2)]
         self.kernel: dict[str, Any] = {"p": call.p, "magnitude_scale": call.scale}
         self.w1, self.w2 = w[0], None if call.stationary else w[1]
+        self.spoils = call.seed % 3 == 0 and call.form != "moments"  # hidden keys are NaN
         self.state = self.fresh()
         # A token's bias is given when it is added to a recurrent state.
         self.k, self.v = (
@@ -120,6 +121,8 @@ class Machine:
         )
         bias = self.draw("bias", number, self.B, call.G, count)
         hidden = uniform(call.seed + 31 * number, self.B, call.G, count) < 0.2
+        if self.spoils:
+            k, v = (x.masked_fill(hidden.unsqueeze(-1), math.nan) for x in (k, v))
         return k, v, bias.masked_fill(hidden, -math.inf)
 
     def arithmetic(self) -> Arithmetic:
@@ -166,7 +169,7 @@ class Machine:
         if isinstance(self.state, ikattn.RecurrentState):
             found = self.state.attend(query, eps=call.eps)
             return assert_bounded("attend", found, self.truth(query, key_bias=self.bias).output)
-        bias = self.bias if number % 2 else None
+        bias = self.bias if number % 2 or self.spoils else None
         mask, kind = None, (call.seed + number) % 4
         if kind == 1:
             mask = uniform(call.seed + number, rows, S) < 0.7
