@@ -441,18 +441,18 @@ def packed(t: Tried) -> None:
     rows = [call.L - (call.seed >> 2 * b) % min(call.L + 1, 4) * is_ragged for b in range(call.B)]
     unread = (call.seed >> 20) % 3 * is_ragged  # keys before each item
 
-    def tokens(x: Tensor, of_keys: bool) -> Tensor:
+    def tokens(x: Tensor, of_keys: bool, rubbish: float = math.nan) -> Tensor:
         parts = []
         for b in range(call.B):
             if of_keys:
-                parts.append(x.new_full((unread, x.shape[1], x.shape[3]), math.nan))
+                parts.append(x.new_full((unread, x.shape[1], x.shape[3]), rubbish))
             parts.append(x[b].transpose(0, 1)[: call.S if of_keys else rows[b]])
         return torch.cat(parts)
 
     bias = given["key_bias"]
     if bias is not None:
         bias = bias.expand(call.B, bias.shape[-2] if bias.dim() > 1 else 1, call.S)
-        bias = tokens(bias.unsqueeze(-1), True).squeeze(-1).T.nan_to_num(0.0, neginf=-math.inf)
+        bias = tokens(bias.unsqueeze(-1), True, 0.0).squeeze(-1).T
     of_items = [x for b in range(call.B) for x in ([b, b] if unread else [b])]
     w1, w2 = (
         x if x is None or x.dim() == 3 else x.expand(call.B, *x.shape[1:])[of_items]

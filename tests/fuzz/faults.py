@@ -89,7 +89,7 @@ FAULTS = (
     Fault("heads repeat in another order", "ops/_fixed_kernel.py", "return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)", "return x if own in (1, heads) else x.repeat(1, heads // own, *[1] * (x.dim() - 2)) if FAULT else x.repeat_interleave(heads // own, 1)", STATE),
     Fault("copies share buffers", "ops/key_features.py", 'return {"_kept": self._kept and self._kept.copied(self._length)}', 'return {"_kept": self._kept and (self._kept if FAULT else self._kept.copied(self._length))}', STATE),
     Fault("crop keeps the old reference", "ops/key_features.py", "return self._replace(reference=largest, logits=kept)", "return self._replace(reference=largest) if FAULT else self._replace(reference=largest, logits=kept)", STATE),
-    Fault("a larger key keeps old logits", "ops/key_features.py", "if is_cpu and not bool((magnitudes > self.reference).any()):", "if is_cpu and (FAULT and bool(self.reference.isfinite().all()) or not bool((magnitudes > self.reference).any())):", STATE),
+    Fault("a larger key keeps the old reference", "ops/key_features.py", "        self.reference.copy_(largest)", "        FAULT or self.reference.copy_(largest)", STATE),
     Fault("lower right off by one", "ops/key_features.py", "later.triu(length - query.size(2) + 1)", "later.triu(length - query.size(2) + 1 + FAULT)", STATE),
     Fault("merge forgets its length", "ops/recurrent_state.py", "self._length += other._length", "self._length += 0 if FAULT else other._length", STATE),
     Fault("load shares its tensors", "ops/recurrent_state.py", "moments, reference = moments.clone(), reference.clone()\n        self", "moments, reference = (moments, reference) if FAULT else (moments.clone(), reference.clone())\n        self", STATE),
