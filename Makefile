@@ -6,6 +6,7 @@
 # make test-full everything: before a release, after a change of kernels. Its parts are targets of
 #                their own: full-cpp full-python full-floors full-vision full-sets full-interpreter
 #                full-cuda asan
+# make fuzz      CALLS calls drawn from SEED, each held to what must be true of it; tests/fuzz
 # make asan      the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, by instruction set
 # make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills;
 #                  CUDA_CHECK='--arch sm_90a' for one architecture
@@ -26,7 +27,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .PHONY: demo analyze check test test-cpp test-python test-sets test-full full-cpp full-python full-sets \
-  full-floors full-vision full-interpreter full-cuda asan cuda-check lint format docs bench wheel release-check develop clean
+  full-floors full-vision full-interpreter full-cuda asan fuzz cuda-check lint format docs bench wheel release-check develop clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -82,6 +83,11 @@ test-python: $(stamps)/extra-test $(stamps)/minilm $(stamps)/chromium $(stamps)/
 # The operators once on every set of instructions that the processor has.
 test-sets: $(stamps)/extra-test
 	$(python) tests/instructions.py
+
+CALLS ?= 2000
+
+fuzz: $(stamps)/extra-test
+	PYTHONPATH=tests $(python) -W ignore -m fuzz --calls $(CALLS) $(addprefix --seed ,$(SEED)) --cells
 
 # --- Everything: the same parts whole, and what tests/README.md lists ------------------------------
 

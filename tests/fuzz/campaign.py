@@ -30,7 +30,14 @@ class Call(Protocol):
 
 
 # Each kind with its share of the calls.
-KINDS: dict[Any, int] = {AttentionCall: 45, StateCall: 15, EdgeCall: 10, MapCall: 20, ModuleCall: 6, RecordCall: 3}
+KINDS: dict[Any, int] = {
+    AttentionCall: 45,
+    StateCall: 15,
+    EdgeCall: 10,
+    MapCall: 20,
+    ModuleCall: 6,
+    RecordCall: 3,
+}
 
 
 def drawn(seed: int, kind: str | None = None) -> Call:
@@ -126,7 +133,9 @@ def _simpler(call: Call) -> Iterator[Call]:
                 options = [default[name]]
         elif isinstance(value, int):
             least = default[name] if isinstance(default[name], int) else 1
-            options = [x for x in (least, value // 2, value - value // 4, value - 1) if least <= x < value]
+            options = [
+                x for x in (least, value // 2, value - value // 4, value - 1) if least <= x < value
+            ]
         elif isinstance(value, float):
             options = [default[name]]
         for option in options:

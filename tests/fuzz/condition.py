@@ -37,7 +37,9 @@ class Arithmetic:
     linear: bool = False  # sums over products of two features
 
 
-def arithmetic_of(dtype: torch.dtype, unit: str = "", linear: bool = False, medium: bool = False) -> Arithmetic:
+def arithmetic_of(
+    dtype: torch.dtype, unit: str = "", linear: bool = False, medium: bool = False
+) -> Arithmetic:
     """Returns what a route of that name may lose, for inputs of a type."""
     info = torch.finfo(dtype)
     own = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -46,7 +48,11 @@ def arithmetic_of(dtype: torch.dtype, unit: str = "", linear: bool = False, medi
     return Arithmetic(
         unit=own.eps / 2,
         stored=0.0 if dtype.itemsize >= 4 else info.eps / 2,
-        smallest=max(info.smallest_normal if dtype.itemsize >= 4 else info.smallest_normal * info.eps, own.smallest_normal) * (1e15 if rounded else 4),
+        smallest=max(
+            info.smallest_normal if dtype.itemsize >= 4 else info.smallest_normal * info.eps,
+            own.smallest_normal,
+        )
+        * (1e15 if rounded else 4),
         largest=info.max / 2,
         overflow=own.max,
         lost=own.smallest_normal,
@@ -64,7 +70,7 @@ def of_heads(x: Tensor, axis: int, heads: int) -> Tensor:
 
 
 def _summed_to(x: Tensor, shape: torch.Size | tuple[int, ...], axis: int) -> Tensor:
-    """Undoes of_heads and a broadcast: sums over what an argument of that shape was repeated for."""
+    """Undoes of_heads and a broadcast: sums over what was repeated of that shape."""
     axis -= x.dim() if axis >= 0 else 0
     while x.dim() > len(shape):
         x = x.sum(0)
@@ -74,9 +80,11 @@ def _summed_to(x: Tensor, shape: torch.Size | tuple[int, ...], axis: int) -> Ten
 
 
 class Attention:
-    """One call: ``output``, ``weights`` and, by ``gradients``, those of a given one that comes in."""
+    """One call: ``output``, ``weights`` and ``gradients``, each with its bounds."""
 
-    def __init__(self, call: dict[str, Any], arithmetic: Arithmetic, keep: Tensor | None = None) -> None:
+    def __init__(
+        self, call: dict[str, Any], arithmetic: Arithmetic, keep: Tensor | None = None
+    ) -> None:
         self.call, self.arithmetic = call, arithmetic
         query, key = call["query"].double(), call["key"].double()
         B, H, L, d = query.shape
@@ -93,7 +101,7 @@ class Attention:
         value = call.get("value")
         self.v = None if value is None else of_heads(value.double(), 1, H)
 
-        # Which pairs are visible, and what is added to logits.
+        # Pairs are visible or not, and have terms of their logits.
         added = torch.zeros(1, 1, 1, S, dtype=torch.float64)
         visible = torch.ones(1, 1, L, S, dtype=torch.bool)
         bias, mask = call.get("key_bias"), call.get("attn_mask")
@@ -107,7 +115,9 @@ class Attention:
             offsets.append(mask.double())
         for offset in offsets:
             visible = visible & (offset != -math.inf)
-            added = added + torch.where(offset.isfinite(), offset.clamp(-FARTHEST, FARTHEST), offset)
+            added = added + torch.where(
+                offset.isfinite(), offset.clamp(-FARTHEST, FARTHEST), offset
+            )
         if call.get("is_causal"):
             visible = visible & torch.ones(L, S, dtype=torch.bool).tril()
         added = added.masked_fill(~visible, 0.0)
@@ -161,7 +171,17 @@ class Attention:
         top = logits.amax(-1, keepdim=True) if S else logits.new_zeros((*s.shape[:-1], 1))
         top = top.masked_fill(top == -math.inf, 0.0)
         highest = g.abs().amax(-1)[..., None, None] if S else 0.0
-        off_logit = 4 * u * (1 + (logits.masked_fill(~self.visible, 0.0) - top).abs() + top.abs() + added.abs() + highest)
+        off_logit = (
+            4
+            * u
+            * (
+                1
+                + (logits.masked_fill(~self.visible, 0.0) - top).abs()
+                + top.abs()
+                + added.abs()
+                + highest
+            )
+        )
         # Rows whose logits are so large that they have no digits left.
         self.unsure = (off_logit * self.visible).amax(-1) > 0.2 if S else top.squeeze(-1) > 0
         squared = s.square() + self.eps
@@ -196,7 +216,9 @@ class Attention:
     def _stored(self, truth: Tensor, off: Tensor, bad: Tensor | None = None) -> Bounded:
         how = self.arithmetic
         off = off + how.stored * truth.abs() + how.smallest
-        off = off.nan_to_num(math.inf, math.inf).masked_fill(truth.abs() + off > how.largest, math.inf)
+        off = off.nan_to_num(math.inf, math.inf).masked_fill(
+            truth.abs() + off > how.largest, math.inf
+        )
         if bad is not None:
             truth = truth.masked_fill(bad, math.nan)
         return truth, off
@@ -226,7 +248,9 @@ class Attention:
         L, S = self.P.shape[2:]
         o, off_o = self.output
         poisoned = self.bad_rows | self.bad_outputs.any(-1) | (off_o == math.inf).any(-1)
-        products = (incoming.double().abs() @ self.v.abs().mT * self.kept * (self.e_z + 1)).nan_to_num()
+        products = (
+            incoming.double().abs() @ self.v.abs().mT * self.kept * (self.e_z + 1)
+        ).nan_to_num()
         if S:
             poisoned = poisoned | (products.amax(-1) > 1e-3 * how.overflow)
         good = ~poisoned.unsqueeze(-1)
@@ -240,18 +264,32 @@ class Attention:
         delta = (g * o).sum(-1, keepdim=True)
         off_delta = (g.abs() * (off_o + u * 4 * o.abs())).sum(-1, keepdim=True)
         difference = dp - delta
-        off_difference = (u * (math.sqrt(self.v.shape[-1]) + 4) + how.narrow) * (size_dp + delta.abs()) + off_delta
+        off_difference = (u * (math.sqrt(self.v.shape[-1]) + 4) + how.narrow) * (
+            size_dp + delta.abs()
+        ) + off_delta
         dlog = self.P * difference
-        off_dlog = (self.off_P + self.P * how.narrow) * difference.abs() + (self.P + self.lost) * off_difference
+        off_dlog = (self.off_P + self.P * how.narrow) * difference.abs() + (
+            self.P + self.lost
+        ) * off_difference
         twice = 2 * self.e_z
         ds = twice * self.s * difference
-        spread = (self.P * self.rho).sum(-1, keepdim=True) + self.rho.amin(-1, keepdim=True) if S else 0.0
+        spread = (
+            (self.P * self.rho).sum(-1, keepdim=True) + self.rho.amin(-1, keepdim=True)
+            if S
+            else 0.0
+        )
         off_ds = (twice + 2 * self.lost) * (
-            (self.s.abs() + self.off_s) * (off_difference + (spread + rounding + 16 * u * (1 + self._log_size())) * difference.abs())
+            (self.s.abs() + self.off_s)
+            * (
+                off_difference
+                + (spread + rounding + 16 * u * (1 + self._log_size())) * difference.abs()
+            )
             + self.off_s * difference.abs()
         ) + 2 * self.lost * self.s.abs() * difference.abs()
         if how.linear:
-            off_ds = off_ds + 16 * u * twice * (size_dp + (g.abs() * self.o.abs()).sum(-1, keepdim=True))
+            off_ds = off_ds + 16 * u * twice * (
+                size_dp + (g.abs() * self.o.abs()).sum(-1, keepdim=True)
+            )
         found: dict[str, Bounded] = {}
         reached = (poisoned.unsqueeze(-1) & self.visible).any(-2)  # keys, [B, H, S]
         any_bad = bool(poisoned.any())
@@ -274,7 +312,10 @@ class Attention:
         dphi_q, dphi_k = ds @ self.phi_k / (2 * F), ds.mT @ self.phi_q / (2 * F)
         sizes = ds.abs() + off_ds
         # Operands of 16 bits are rounded less their mean.
-        of_k, of_q = (off + rounding * phi.abs() + 2 * how.narrow for off, phi in ((self.off_k, self.phi_k), (self.off_q, self.phi_q)))
+        of_k, of_q = (
+            off + rounding * phi.abs() + 2 * how.narrow
+            for off, phi in ((self.off_k, self.phi_k), (self.off_q, self.phi_q))
+        )
         off_q = (off_ds @ self.phi_k.abs() + sizes @ of_k) / (2 * F)
         off_k = (off_ds.mT @ self.phi_q.abs() + sizes.mT @ of_q) / (2 * F)
         sides = (
@@ -292,7 +333,10 @@ class Attention:
             reach = (self.w1.abs() + self.w2.abs()).mT
             off_x = (off_t + u * (math.sqrt(self.M) + 8) * size_t) @ reach
             if name == "key":
-                dg, off_g = dlog.sum(-2), off_dlog.sum(-2) + u * (math.sqrt(L) + 4) * dlog.abs().sum(-2)
+                dg, off_g = (
+                    dlog.sum(-2),
+                    off_dlog.sum(-2) + u * (math.sqrt(L) + 4) * dlog.abs().sum(-2),
+                )
                 slope = self._slope()
                 dx = dx + dg.unsqueeze(-1) * slope
                 off_x = off_x + (off_g + 32 * u * dg.abs()).unsqueeze(-1) * slope.abs()
@@ -316,7 +360,9 @@ class Attention:
 
     def _log_size(self) -> Tensor:
         """Bounds what exponentials lose: the logits."""
-        return (self.P / (self.s.square() + self.eps)).clamp_min(1e-30).log().abs() + self._magnitudes().abs().unsqueeze(-2)
+        return (self.P / (self.s.square() + self.eps)).clamp_min(
+            1e-30
+        ).log().abs() + self._magnitudes().abs().unsqueeze(-2)
 
     def _slope(self) -> Tensor:
         """Returns the derivative of g by the key, [B, H, S, d]."""

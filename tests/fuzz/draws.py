@@ -17,7 +17,30 @@ from torch import Tensor
 T = TypeVar("T")
 _64_BITS = (1 << 64) - 1
 # Sizes about the tiles of the kernels, the panels and the chunks of linear time.
-EDGES = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024)
+EDGES = (
+    1,
+    2,
+    7,
+    8,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    1023,
+    1024,
+    1025,
+)
 VALUES = ("exact", "normal", "wide", "denormal", "special", "adversarial")
 
 
@@ -50,8 +73,8 @@ class Draws:
         for option, weight in weights.items():
             at -= weight
             if at < 0:
-                break
-        return option
+                return option
+        raise ValueError("no weights")
 
     def size(self, low: int, high: int) -> int:
         """Draws from low to high: half of the time an edge, else about log-uniform."""
@@ -111,7 +134,9 @@ def numbers(kind: str, role: str, seed: int, *shape: int) -> Tensor:
         return x * (0.3 / max(1, shape[-2]) ** 0.5)
     if role == "value" and kind in ("wide", "denormal"):
         least, most = (-30, 30) if kind == "wide" else (-45, -38)
-        return x * _powers_of_two(integers(seed + 1, 10 * least // 3, 10 * most // 3, *shape[:-1], 1))
+        return x * _powers_of_two(
+            integers(seed + 1, 10 * least // 3, 10 * most // 3, *shape[:-1], 1)
+        )
     if kind == "wide":
         return x * _powers_of_two(integers(seed + 1, -12, 2, *shape))
     if kind == "denormal" and role == "token":

@@ -45,7 +45,7 @@ class EdgeCall:
     hub: bool = False  # most edges lead to one target
     is_sorted: bool = False
     key_bias: str | None = None  # "S" or "SH"
-    edge_bias: str | None = None  # "E" or "EH"
+    edge_bias: str | None = None  # "E", "EH" or "E1"
     gradients: tuple[str, ...] = ()
 
     @staticmethod
@@ -55,16 +55,21 @@ class EdgeCall:
         names = ("query", "key", "value", "w1", "w2", "key_bias", "edge_bias")
         S = r.size(1, 130)
         call = EdgeCall(
-            seed, form, r.size(1, 130), S, 0 if r.chance(30) else r.size(1, 600), r.choice([1, 1, 2, 3, 4]),
-            r.size(1, 40), r.size(1, 70), r.size(1, 17),
+            seed, form, r.size(1, 130), S, 0 if r.chance(30) else r.size(1, 600),
+            r.choice([1, 1, 2, 3, 4]), r.size(1, 40), r.size(1, 70), r.size(1, 17),
             r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
             r.weighted({"exact": 6, "normal": 2, "special": 1 if form == "implicit" else 0}),
             r.weighted({2.0: 4, None: 2, 1.0: 1, 3.0: 1}), r.choice([None, None, 0.5]),
             r.choice([1e-5, 1e-3]), 1.0, r.chance(4), r.chance(4), r.chance(3),
-            r.choice([None, None, "S", "SH"]), r.choice([None, None, "E", "EH"]),
+            r.choice([None, None, "S", "SH"]), r.choice([None, None, "E", "EH", "E1"]),
             tuple(x for x in names if r.chance(2)),
         )  # fmt: skip
-        present = {"w1": form != "softmax", "w2": form != "softmax" and not call.stationary, "key_bias": call.key_bias, "edge_bias": call.edge_bias}
+        present = {
+            "w1": form != "softmax",
+            "w2": form != "softmax" and not call.stationary,
+            "key_bias": call.key_bias,
+            "edge_bias": call.edge_bias,
+        }
         kept = tuple(x for x in call.gradients if present.get(x, True))
         changes: dict[str, Any] = {"gradients": kept}
         if form == "softmax" and r.chance(3):
@@ -86,7 +91,7 @@ class EdgeCall:
         if self.is_sorted:
             target = target.sort().values
         edges = Edges.from_coo(source, target, self.L, is_sorted=self.is_sorted)
-        sizes = {"S": (self.S,), "SH": (self.S, self.H), "E": (self.E,), "EH": (self.E, self.H)}
+        letters = {"S": self.S, "E": self.E, "H": self.H, "1": 1}
         given: dict[str, Tensor] = {
             "query": numbers(self.values, "token", seed + 16, self.L, self.H, self.d).to(dtype),
             "key": numbers(self.values, "token", seed + 32, self.S, self.H, self.d).to(dtype),
@@ -98,24 +103,34 @@ class EdgeCall:
             x.view(-1, x.shape[-1])[int(uniform(seed + 5, 1) * x.shape[0] * self.H)] = math.nan
         width = 2 * self.d if self.form == "gat" else self.d
         if self.form != "softmax":
-            given["w1"] = numbers(self.values, "frequency", seed + 64, self.H, width, self.M).to(wide)
+            given["w1"] = numbers(self.values, "frequency", seed + 64, self.H, width, self.M).to(
+                wide
+            )
             if not self.stationary:
-                given["w2"] = numbers(self.values, "frequency", seed + 80, self.H, width, self.M).to(wide)
+                given["w2"] = numbers(
+                    self.values, "frequency", seed + 80, self.H, width, self.M
+                ).to(wide)
         for i, name in enumerate(("key_bias", "edge_bias")):
             shape = getattr(self, name)
             if shape is not None:
-                x = numbers("exact", "bias", seed + 96 + 16 * i, *sizes[shape])
-                given[name] = x.masked_fill(uniform(seed + 7 + i, *x.shape) < 0.2, -math.inf).to(wide)
+                x = numbers("exact", "bias", seed + 96 + 16 * i, *(letters[x] for x in shape))
+                given[name] = x.masked_fill(uniform(seed + 7 + i, *x.shape) < 0.2, -math.inf).to(
+                    wide
+                )
         if self.form == "gat":
             given["vector"] = numbers(self.values, "token", seed + 128, self.H, width).to(dtype)
         wrong = seed % 16
         if wrong == 0:
             changed = given | {"key": given["key"][..., 1:]}
-            return assert_raises("key" if self.form != "gat" else "source", lambda: self.run(changed, edges))
+            return assert_raises(
+                "key" if self.form != "gat" else "source", lambda: self.run(changed, edges)
+            )
         if wrong == 1 and self.E:
             bad = Edges(edges.rowptr, edges.col + self.S, edges.order)
             return assert_raises("col", lambda: self.run(given, bad))
-        leaves = {x: y.detach().clone().requires_grad_(x in self.gradients) for x, y in given.items()}
+        leaves = {
+            x: y.detach().clone().requires_grad_(x in self.gradients) for x, y in given.items()
+        }
         output, weights = self.run(leaves, edges)
         again = self.run(given, edges)
         assert_bits("the same call twice", [output, weights], again)
@@ -132,11 +147,17 @@ class EdgeCall:
         options |= {"p": self.p, "magnitude_scale": self.scale, "return_weights": True}
         q, k, v = given["query"], given["key"], given["value"]
         if self.form == "softmax":
-            return ikattn.ops.softmax_edge_attention(q, k, v, edges, negative_slope=self.slope, **options)  # type: ignore[call-overload, no-any-return]
+            return ikattn.ops.softmax_edge_attention(
+                q, k, v, edges, negative_slope=self.slope, **options
+            )  # type: ignore[call-overload, no-any-return]
         w = given["w1"], given.get("w2")
         if self.form == "implicit":
-            return ikattn.implicit_kernel_edge_attention(q, k, v, edges, *w, eps=self.eps, **options)  # type: ignore[call-overload, no-any-return]
-        return ikattn.ops.gat_edge_attention(given["vector"], q, k, v, edges, *w, eps=self.eps, **options)  # type: ignore[call-overload, no-any-return]
+            return ikattn.implicit_kernel_edge_attention(
+                q, k, v, edges, *w, eps=self.eps, **options
+            )  # type: ignore[call-overload, no-any-return]
+        return ikattn.ops.gat_edge_attention(
+            given["vector"], q, k, v, edges, *w, eps=self.eps, **options
+        )  # type: ignore[call-overload, no-any-return]
 
     def dense(self, given: dict[str, Tensor], source: Tensor, target: Tensor) -> dict[str, Any]:
         """Makes the dense call of which every edge is a key."""
@@ -145,7 +166,7 @@ class EdgeCall:
             x = given.get(name)
             if x is None:
                 return None
-            x = x if x.dim() == 2 else x.unsqueeze(-1).expand(-1, self.H)
+            x = (x if x.dim() == 2 else x.unsqueeze(-1)).expand(-1, self.H)
             x = x[source] if name == "key_bias" else x
             return x.double().T.unsqueeze(0)
 
@@ -153,7 +174,12 @@ class EdgeCall:
         bias = None
         if biases:
             hidden = torch.stack([x == -math.inf for x in biases]).any(0)
-            bias = torch.stack(biases).nan_to_num(0.0, neginf=0.0).sum(0).masked_fill(hidden, -math.inf)
+            bias = (
+                torch.stack(biases)
+                .nan_to_num(0.0, neginf=0.0)
+                .sum(0)
+                .masked_fill(hidden, -math.inf)
+            )
         query, key = given["query"], given["key"][source]
         if self.form == "gat":
             key = torch.cat([query[target], key], -1)
@@ -167,7 +193,15 @@ class EdgeCall:
             "attn_mask": target == torch.arange(self.L).unsqueeze(-1),
         }  # fmt: skip
 
-    def check_against_dense(self, given: dict[str, Tensor], leaves: dict[str, Tensor], source: Tensor, target: Tensor, output: Tensor, weights: Tensor) -> None:
+    def check_against_dense(
+        self,
+        given: dict[str, Tensor],
+        leaves: dict[str, Tensor],
+        source: Tensor,
+        target: Tensor,
+        output: Tensor,
+        weights: Tensor,
+    ) -> None:
         dtype = getattr(torch, self.dtype)
         truth = Attention(self.dense(given, source, target), arithmetic_of(dtype))
         expected, bound = (x.squeeze(0).transpose(0, 1) for x in truth.output)
@@ -193,13 +227,26 @@ class EdgeCall:
             coming = torch.cat([coming, torch.ones_like(coming[..., :1])], -1)
         else:
             found = torch.autograd.grad(output, wanted, incoming)
-        names = ["query", "key", "value", "w1", *(["w2"] if "w2" in given else []), *(["key_bias"] if truth.call["key_bias"] is not None else [])]
+        names = [
+            "query",
+            "key",
+            "value",
+            "w1",
+            *(["w2"] if "w2" in given else []),
+            *(["key_bias"] if truth.call["key_bias"] is not None else []),
+        ]
         bounds = truth.gradients(coming, names)
         for name, gradient in zip(self.gradients, found, strict=True):
-            assert_bounded(f"gradient of {name} of edges", gradient, self.gathered(name, gradient, bounds, source, target))
-        return None
+            assert_bounded(
+                f"gradient of {name} of edges",
+                gradient,
+                self.gathered(name, gradient, bounds, source, target),
+            )
+        return
 
-    def gathered(self, name: str, like: Tensor, bounds: dict[str, Bounded], source: Tensor, target: Tensor) -> Bounded:
+    def gathered(
+        self, name: str, like: Tensor, bounds: dict[str, Bounded], source: Tensor, target: Tensor
+    ) -> Bounded:
         """Sums what edges give over the edges of each source."""
         if name in ("w1", "w2"):
             return bounds[name]
@@ -215,8 +262,10 @@ class EdgeCall:
             return truth, bound
         if name == "value":
             truth, bound = truth[..., : self.d_v], bound[..., : self.d_v]
-        if name.endswith("bias") and like.dim() == 1:
-            truth, bound = truth.sum(1), bound.sum(1) + 2.0**-22 * truth.abs().sum(1)
+        if name.endswith("bias") and (like.dim() == 1 or like.shape[1] == 1):
+            of_heads = {"dim": 1, "keepdim": like.dim() == 2}
+            more = 2.0**-22 * truth.abs().sum(**of_heads)
+            truth, bound = truth.sum(**of_heads), bound.sum(**of_heads) + more
         if name == "edge_bias":
             return truth, bound
 
@@ -226,25 +275,49 @@ class EdgeCall:
         unit = torch.finfo(torch.float64 if self.dtype == "float64" else torch.float32).eps
         return scattered(truth), scattered(bound) + 16 * unit * scattered(truth.abs())
 
-    def check_by_formula(self, given: dict[str, Tensor], leaves: dict[str, Tensor], source: Tensor, target: Tensor, output: Tensor, weights: Tensor) -> None:
+    def check_by_formula(
+        self,
+        given: dict[str, Tensor],
+        leaves: dict[str, Tensor],
+        source: Tensor,
+        target: Tensor,
+        output: Tensor,
+        weights: Tensor,
+    ) -> None:
         wide = {x: y.double().requires_grad_() for x, y in given.items()}
         truth = self.formula(wide, source, target)
         self.compare_roughly("output and weights", (output, weights), truth)
         if self.gradients:
             incoming = numbers("exact", "value", self.seed + 9, *output.shape)
-            found = torch.autograd.grad(output, [leaves[x] for x in self.gradients], incoming.to(output))
-            expected = torch.autograd.grad(truth[0], [wide[x] for x in self.gradients], incoming, materialize_grads=True, allow_unused=True)
+            found = torch.autograd.grad(
+                output, [leaves[x] for x in self.gradients], incoming.to(output)
+            )
+            expected = torch.autograd.grad(
+                truth[0],
+                [wide[x] for x in self.gradients],
+                incoming,
+                materialize_grads=True,
+                allow_unused=True,
+            )
             self.compare_roughly("gradient", found, expected)
 
-    def compare_roughly(self, what: str, found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> None:
+    def compare_roughly(
+        self, what: str, found: tuple[Tensor, ...], truth: tuple[Tensor, ...]
+    ) -> None:
         """Holds the largest error to the type, where conditions are not counted."""
         eps = torch.finfo(getattr(torch, self.dtype)).eps
         for i, (one, other) in enumerate(zip(found, truth, strict=True)):
             if other.numel() and bool(other.isfinite().all()):
                 size = float(other.abs().max()) + (1.0 if "gradient" in what else 0.0)
-                assert_bounded(f"{what} {i} of {self.form} edges", one, (other.detach(), torch.full_like(other, 2000 * eps * size)))
+                assert_bounded(
+                    f"{what} {i} of {self.form} edges",
+                    one,
+                    (other.detach(), torch.full_like(other, 2000 * eps * size)),
+                )
 
-    def formula(self, given: dict[str, Tensor], source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def formula(
+        self, given: dict[str, Tensor], source: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Computes output and weights edge by edge, in float64."""
         q, k, width = given["query"][target], given["key"][source], self.d  # [E, H, d]
         scale = 1 / (2 * math.sqrt(width)) if self.scale is None else self.scale
@@ -264,11 +337,17 @@ class EdgeCall:
             if name in given:
                 bias = given[name] if index is None else given[name][index]
                 logits = logits + (bias if bias.dim() == 2 else bias.unsqueeze(-1))
-        logits = torch.where(logits == -math.inf, logits, torch.nn.functional.leaky_relu(logits, self.slope))
+        logits = torch.where(
+            logits == -math.inf, logits, torch.nn.functional.leaky_relu(logits, self.slope)
+        )
         top = torch.full((self.L, self.H), -math.inf, dtype=torch.float64)
-        top = top.scatter_reduce(0, target.unsqueeze(-1).expand(-1, self.H), logits.detach(), "amax")
+        top = top.scatter_reduce(
+            0, target.unsqueeze(-1).expand(-1, self.H), logits.detach(), "amax"
+        )
         e = (logits - top.masked_fill(top == -math.inf, 0.0)[target]).exp()
         z = torch.zeros(self.L, self.H, dtype=torch.float64).index_add(0, target, e)
         weights = e / z.masked_fill(z == 0, 1.0)[target]
         terms = weights.unsqueeze(-1) * given["value"][source]
-        return torch.zeros(self.L, self.H, self.d_v, dtype=torch.float64).index_add(0, target, terms), weights
+        return torch.zeros(self.L, self.H, self.d_v, dtype=torch.float64).index_add(
+            0, target, terms
+        ), weights

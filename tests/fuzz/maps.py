@@ -44,14 +44,15 @@ class MapCall:
     @staticmethod
     def draw(seed: int) -> MapCall:
         r = Draws(seed)
-        H = r.choice([1, 2, 3, 4, 5, 7, 12, 17])
-        L = r.size(1, 70)
+        H = 1 + r.below(18)  # up to 16 heads each number has a kernel of its own
+        G, L = r.choice([x for x in range(1, H + 1) if H % x == 0]), r.size(1, 70)
         S = L if r.chance(1.5) else r.size(1, 130)
         return MapCall(
-            seed, r.choice([1, 1, 2, 3]), H, r.choice([x for x in range(1, H + 1) if H % x == 0]), L, S,
+            seed, r.choice([1, 1, 2, 3]), H, G, L, S,
             r.size(1, 20), r.size(1, 20), r.size(1, 70), r.choice([0, 0, 3, 8]),
             r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
-            r.below(4) if L <= S else 0, (r.chance(2), r.chance(2)), r.chance(3), r.chance(3), L == S, r.chance(3),
+            r.below(4) if L <= S else 0, (r.chance(2), r.chance(2)), r.chance(3), r.chance(3),
+            L == S, r.chance(3),
             r.choice(["", "", "value", "residual"]), r.chance(2),
         )  # fmt: skip
 
@@ -66,7 +67,9 @@ class MapCall:
         diagonal = 0 if self.square else min(S - 1, max(0, S - L))
 
         def make(role: str, number: int, *shape: int) -> Tensor:
-            return numbers("exact" if seed % 3 else "normal", role, seed + 16 * number, *shape).to(dtype)
+            return numbers("exact" if seed % 3 else "normal", role, seed + 16 * number, *shape).to(
+                dtype
+            )
 
         q, k = make("token", 1, B, H, L, self.d), make("token", 2, B, G, S, self.d)
         v, project = make("value", 3, B, G, S, self.d_v), make("value", 4, D, H * self.d_v)
@@ -97,7 +100,11 @@ class MapCall:
         self.compare(found, stored.double(), v, project, block, 0.0)
         again = ikattn.contributions(stored, v, project, per_head=True, **block)
         names = [x for x in ("value_norms", "per_head", *SUMMED) if getattr(found, x) is not None]
-        assert_bits("the same maps twice", [getattr(found, x) for x in names if x != "per_head"], [getattr(again, x) for x in names if x != "per_head"])
+        assert_bits(
+            "the same maps twice",
+            [getattr(found, x) for x in names if x != "per_head"],
+            [getattr(again, x) for x in names if x != "per_head"],
+        )
         streamed = ikattn.streamed_contributions(q, k, v, project, **kernel, **block)
         self.compare(streamed, weights, v, project, block, 1.0)
         if self.gradient and self.dtype == "float64" and not self.hidden and seed % 3 == 0:
@@ -114,14 +121,20 @@ class MapCall:
                 return torch.cat([a.cos() + b.cos(), a.sin() + b.sin()], -1)
 
             s = features(q) @ features(k).mT / (4 * self.M)
-            logits = (s.square() + 1e-5).log() + (k.square().sum(-1) / (2 * math.sqrt(self.d))).unsqueeze(-2)
+            logits = (s.square() + 1e-5).log() + (
+                k.square().sum(-1) / (2 * math.sqrt(self.d))
+            ).unsqueeze(-2)
         if self.bias:
             logits = logits + kernel["key_bias"].double().unsqueeze(-2)
         if self.causal:
-            logits = logits.masked_fill(~torch.ones(self.L, self.S, dtype=torch.bool).tril(), -math.inf)
+            logits = logits.masked_fill(
+                ~torch.ones(self.L, self.S, dtype=torch.bool).tril(), -math.inf
+            )
         return logits.softmax(-1)
 
-    def vectors(self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    def vectors(
+        self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns what each query takes from each token, [B, L, S, D], and the sum of its parts."""
         v = v.double().repeat_interleave(self.H // self.G, 1)
         shown = torch.ones(self.B, self.L, self.S, dtype=torch.bool)
@@ -130,12 +143,19 @@ class MapCall:
             v = v.masked_fill(block["key_padding"][:, None, :, None], 0.0)
         a = a * shown[:, None]
         parts = torch.einsum("bhsv,dhv->bhsd", v, project.double().unflatten(1, (self.H, -1)))
-        sizes = torch.einsum("bhsv,dhv->bhsd", v.abs(), project.double().unflatten(1, (self.H, -1)).abs())
+        sizes = torch.einsum(
+            "bhsv,dhv->bhsd", v.abs(), project.double().unflatten(1, (self.H, -1)).abs()
+        )
         y = torch.einsum("bhts,bhsd->btsd", a, parts)
         size = torch.einsum("bhts,bhsd->btsd", a, sizes)
         found = {"summed": (y, size)}
         if "residual" in block:
-            own = torch.ones(self.L, self.S).tril(block["diagonal"]).triu(block["diagonal"])[None, :, :, None] * shown[..., None]
+            own = (
+                torch.ones(self.L, self.S)
+                .tril(block["diagonal"])
+                .triu(block["diagonal"])[None, :, :, None]
+                * shown[..., None]
+            )
             x = block["residual"].double().unsqueeze(2)
             y = torch.where(own > 0, y + x, y)
             size = torch.where(own > 0, size + x.abs(), size)
@@ -151,29 +171,58 @@ class MapCall:
                 found[name] = (y, size)
         return found
 
-    def compare(self, maps: ikattn.Contributions, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any], streams: float) -> None:
+    def compare(
+        self,
+        maps: ikattn.Contributions,
+        a: Tensor,
+        v: Tensor,
+        project: Tensor,
+        block: dict[str, Any],
+        streams: float,
+    ) -> None:
         kind = "streamed " if streams else ""
         eps = torch.finfo(torch.float64 if self.dtype == "float64" else torch.float32).eps
-        # What a weight may be off by: of sums of d products in exponents, or of small scores.
+        # Weights are off by sums of d products in exponents, or by small scores.
         off = eps * (64 + 16 * self.d + 3e5 * (self.M > 0)) if streams else 0.0
         if maps.value_norms is not None:
             values = v.double().repeat_interleave(self.H // self.G, 1)
-            parts = torch.einsum("bhsv,dhv->bhsd", values, project.double().unflatten(1, (self.H, -1)))
+            parts = torch.einsum(
+                "bhsv,dhv->bhsd", values, project.double().unflatten(1, (self.H, -1))
+            )
             norms = parts.norm(dim=-1)
             if self.padding:
                 norms = norms.masked_fill(block["key_padding"][:, None], 0.0)
-            bound = eps * (self.d_v**0.5 + self.D**0.5 + 8) * (values.norm(dim=-1) * project.double().norm())
-            assert_bounded(kind + "value norms", maps.value_norms, (norms, bound.nan_to_num(0.0) + 1e-37))
+            bound = (
+                eps
+                * (self.d_v**0.5 + self.D**0.5 + 8)
+                * (values.norm(dim=-1) * project.double().norm())
+            )
+            assert_bounded(
+                kind + "value norms", maps.value_norms, (norms, bound.nan_to_num(0.0) + 1e-37)
+            )
             if maps.per_head is not None:
-                shown = a if not self.padding else a.masked_fill(block["query_padding"][:, None, :, None], 0.0)
+                shown = (
+                    a
+                    if not self.padding
+                    else a.masked_fill(block["query_padding"][:, None, :, None], 0.0)
+                )
                 if self.padding:
                     shown = shown.masked_fill(block["key_padding"][:, None, None, :], 0.0)
-                assert_bounded("per_head", maps.per_head, (shown * norms.unsqueeze(-2), shown * bound.nan_to_num(0.0).unsqueeze(-2) + eps * shown + 1e-37))
+                assert_bounded(
+                    "per_head",
+                    maps.per_head,
+                    (
+                        shown * norms.unsqueeze(-2),
+                        shown * bound.nan_to_num(0.0).unsqueeze(-2) + eps * shown + 1e-37,
+                    ),
+                )
         for name, (y, size) in self.vectors(a, v, project, block).items():
             found = getattr(maps, name)
             if found is None:
                 raise Wrong(f"{kind}{name} is missing")
-            bound = size.norm(dim=-1) * (eps * (self.H + self.D**0.5 + self.d_v**0.5 + 8) + off) + 1e-30
+            bound = (
+                size.norm(dim=-1) * (eps * (self.H + self.D**0.5 + self.d_v**0.5 + 8) + off) + 1e-30
+            )
             assert_bounded(kind + name, found, (y.norm(dim=-1), bound))
             if name not in maps.mixing_ratio:
                 continue
@@ -182,8 +231,18 @@ class MapCall:
             others, itself = (y * ~own).sum(2).norm(dim=-1), (y * own).sum(2).norm(dim=-1)
             total = others + itself
             ratio = torch.where(total > 0, others / total.masked_fill(total == 0, 1.0), 0.0)
-            loss = 4 * (size.sum(2).norm(dim=-1) * (eps * (self.H + self.D**0.5 + self.S + self.d_v**0.5 + 8) + off) + 1e-30) / total.clamp_min(1e-300)
-            assert_bounded(f"{kind}mixing ratio of {name}", maps.mixing_ratio[name], (ratio, loss + 4 * eps))
+            loss = (
+                4
+                * (
+                    size.sum(2).norm(dim=-1)
+                    * (eps * (self.H + self.D**0.5 + self.S + self.d_v**0.5 + 8) + off)
+                    + 1e-30
+                )
+                / total.clamp_min(1e-300)
+            )
+            assert_bounded(
+                f"{kind}mixing ratio of {name}", maps.mixing_ratio[name], (ratio, loss + 4 * eps)
+            )
 
     def check_gradient(self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]) -> None:
         """Compares the gradient of a random sum of the last map with that of its definition."""

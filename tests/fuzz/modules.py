@@ -87,7 +87,11 @@ class ModuleCall:
         if self.converted:
             ours = ikattn.convert(copy.deepcopy(stock), kernel="dot")
         else:
-            extra = {"num_frequencies": 3, "stationary": self.stationary} if self.kernel == "implicit" else {}
+            extra = (
+                {"num_frequencies": 3, "stationary": self.stationary}
+                if self.kernel == "implicit"
+                else {}
+            )
             ours = ikattn.MultiheadAttention(self.E, self.H, **options, kernel=self.kernel, **extra)
             missing = ours.load_state_dict(stock.state_dict(), strict=False)
             if missing.unexpected_keys:
@@ -100,21 +104,36 @@ class ModuleCall:
             x = numbers("normal", "token", seed + 1000 + 16 * i, self.N, length, width).to(dtype)
             x = x if self.batch_first or not self.batched else x.transpose(0, 1)
             tokens.append(x if self.batched else x[0])
-        arguments: dict[str, Any] = {"need_weights": self.need_weights, "average_attn_weights": self.average}
+        arguments: dict[str, Any] = {
+            "need_weights": self.need_weights,
+            "average_attn_weights": self.average,
+        }
         if self.padding:
             hidden = uniform(seed + 2000, self.N, self.S) < 0.4
             hidden[:, 0] = False
             hidden = hidden if self.batched else hidden[0]
-            arguments["key_padding_mask"] = hidden if self.padding == "bool" else torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+            arguments["key_padding_mask"] = (
+                hidden
+                if self.padding == "bool"
+                else torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+            )
         if self.mask:
-            shape = (self.N * self.H if self.batched else self.H, self.L, self.S) if self.mask == "heads" else (self.L, self.S)
+            shape = (
+                (self.N * self.H if self.batched else self.H, self.L, self.S)
+                if self.mask == "heads"
+                else (self.L, self.S)
+            )
             hidden = uniform(seed + 3000, *shape) < 0.3
             hidden[..., 0] = False
             if self.mask == "causal":
                 hidden = ~torch.ones(self.L, self.S, dtype=torch.bool).tril()
             arguments["attn_mask"] = hidden
             if self.mask == "float" or self.padding == "float":
-                mask = torch.zeros(shape, dtype=dtype) if self.padding == "float" else numbers("exact", "bias", seed + 4000, *shape).to(dtype)
+                mask = (
+                    torch.zeros(shape, dtype=dtype)
+                    if self.padding == "float"
+                    else numbers("exact", "bias", seed + 4000, *shape).to(dtype)
+                )
                 arguments["attn_mask"] = mask.masked_fill(hidden, -torch.inf)
             # With the hint torch hides the learned and zero keys, which stand last.
             hint = self.kernel == "dot" or not (self.bias_kv or self.zero_attn)
@@ -129,8 +148,17 @@ class ModuleCall:
                 output, weights = module(*leaves, **arguments)
             made = [output] + ([] if weights is None else [weights])
             total = sum((x * uniform(seed + 9 + i, *x.shape)).sum() for i, x in enumerate(made))
-            wanted = [*leaves, *(x for n, x in module.named_parameters() if "spectral" not in n or self.kernel == "implicit")]
-            gradients = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+            wanted = [
+                *leaves,
+                *(
+                    x
+                    for n, x in module.named_parameters()
+                    if "spectral" not in n or self.kernel == "implicit"
+                ),
+            ]
+            gradients = torch.autograd.grad(
+                total, wanted, allow_unused=True, materialize_grads=True
+            )
             results.append([*made, *gradients])
         if len(results[0]) != len(results[1]):
             raise Wrong(f"{len(results[0])} results, not {len(results[1])}")
@@ -164,10 +192,13 @@ class RecordCall:
         r = Draws(seed)
         H, L = r.choice([1, 2, 3, 4]), r.size(1, 33)
         padding = r.chance(3)
-        queries = tuple(sorted({r.below(L) for _ in range(3)})) if r.chance(3) and not padding else ()
+        queries = (
+            tuple(sorted({r.below(L) for _ in range(3)})) if r.chance(3) and not padding else ()
+        )
         return RecordCall(
-            seed, r.size(1, 4), L, H * (1 + r.size(1, 8)), H, 1 + r.below(3), r.chance(2), r.chance(2),
-            r.chance(1.5), r.chance(2), padding, r.chance(3), r.chance(3), r.chance(2), queries,
+            seed, r.size(1, 4), L, H * (1 + r.size(1, 8)), H, 1 + r.below(3), r.chance(2),
+            r.chance(2), r.chance(1.5), r.chance(2), padding, r.chance(3), r.chance(3), r.chance(2),
+            queries,
             r.choice(["", "", "columns", "diagonal"]) if not queries else "",
         )  # fmt: skip
 
@@ -180,9 +211,12 @@ class RecordCall:
         seed = self.seed
         layer = nn.TransformerEncoderLayer(
             self.E, self.H, 2 * self.E, dropout=0.0, norm_first=self.norm_first, bias=self.bias,
-            batch_first=self.batch_first, activation="gelu" if self.gelu else "relu", dtype=torch.float64,
+            batch_first=self.batch_first, activation="gelu" if self.gelu else "relu",
+            dtype=torch.float64,
         )  # fmt: skip
-        model = nn.TransformerEncoder(layer, self.layers, enable_nested_tensor=False).train(self.training)
+        model = nn.TransformerEncoder(layer, self.layers, enable_nested_tensor=False).train(
+            self.training
+        )
         _filled(model, seed)
         x = numbers("normal", "token", seed + 5000, self.B, self.L, self.E)
         given: dict[str, Any] = {}
@@ -194,24 +228,44 @@ class RecordCall:
             given["mask"] = ~torch.ones(self.L, self.L, dtype=torch.bool).tril()
         inputs = x if self.batch_first else x.transpose(0, 1)
         before = model(inputs, **given)
-        with ikattn.record(model, maps="all" if not self.reduce else ("summed", "with_residual"), reduce=self.reduce or None,
-                           queries=list(self.queries) or None, check="all" if self.check_all else "rows") as recording:
+        with ikattn.record(
+            model,
+            maps="all" if not self.reduce else ("summed", "with_residual"),
+            reduce=self.reduce or None,
+            queries=list(self.queries) or None,
+            check="all" if self.check_all else "rows",
+        ) as recording:
             inside = model(inputs, **given)
         _close("the output inside a recording", inside, before, torch.float64)
         assert_bits("the output after a recording", [before], [model(inputs, **given)])
         y = x
         for number in range(self.layers):
-            y = self.check_layer(model.layers[number], recording[f"layers.{number}.self_attn"], y, given)
+            y = self.check_layer(
+                model.layers[number], recording[f"layers.{number}.self_attn"], y, given
+            )
 
     @torch.no_grad()
-    def check_layer(self, layer: Any, maps: ikattn.Contributions, x: Tensor, given: dict[str, Any]) -> Tensor:
+    def check_layer(
+        self, layer: Any, maps: ikattn.Contributions, x: Tensor, given: dict[str, Any]
+    ) -> Tensor:
         """Holds the maps of one layer to its parts; returns its output, batch first."""
         attention, padding = layer.self_attn, given.get("src_key_padding_mask")
         turned = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
         read = layer.norm1(x) if self.norm_first else x
-        weights = attention(*[turned(read)] * 3, key_padding_mask=padding, attn_mask=given.get("mask"), average_attn_weights=False)[1]
-        made = attention(*[turned(read)] * 3, key_padding_mask=padding, attn_mask=given.get("mask"))[0]
-        value = nn.functional.linear(read, attention.in_proj_weight[2 * self.E :], attention.in_proj_bias[2 * self.E :] if self.bias else None)
+        weights = attention(
+            *[turned(read)] * 3,
+            key_padding_mask=padding,
+            attn_mask=given.get("mask"),
+            average_attn_weights=False,
+        )[1]
+        made = attention(
+            *[turned(read)] * 3, key_padding_mask=padding, attn_mask=given.get("mask")
+        )[0]
+        value = nn.functional.linear(
+            read,
+            attention.in_proj_weight[2 * self.E :],
+            attention.in_proj_bias[2 * self.E :] if self.bias else None,
+        )
         value = value.unflatten(-1, (self.H, -1)).transpose(1, 2)
         total = x + turned(made)
         block: dict[str, Any] = {"residual": x}
@@ -224,17 +278,25 @@ class RecordCall:
             block |= {"query_padding": padding, "key_padding": padding}
         truth = ikattn.contributions(weights, value, attention.out_proj.weight, **block)
         rows = list(self.queries) or slice(None)
-        for name in ("summed", "with_residual") + (() if self.norm_first or self.reduce else ("with_norm", "encoder")):
+        for name in ("summed", "with_residual") + (
+            () if self.norm_first or self.reduce else ("with_norm", "encoder")
+        ):
             expected = getattr(truth, name)[:, rows]
             if self.reduce:
                 found = maps.reduced[name]
-                of_map = expected.diagonal(dim1=1, dim2=2) if self.reduce == "diagonal" else expected.sum(1)
+                of_map = (
+                    expected.diagonal(dim1=1, dim2=2)
+                    if self.reduce == "diagonal"
+                    else expected.sum(1)
+                )
                 _close(f"{self.reduce} of {name}", found, of_map, torch.float64)
                 continue
             _close(f"recorded {name}", getattr(maps, name), expected, torch.float64)
         if not self.reduce and maps.weights is not None:
             shown = weights
             if self.padding:
-                shown = shown.masked_fill(padding[:, None, :, None] | padding[:, None, None, :], 0.0)
+                shown = shown.masked_fill(
+                    padding[:, None, :, None] | padding[:, None, None, :], 0.0
+                )
             _close("recorded weights", maps.weights, shown[:, :, rows], torch.float64)
         return turned(layer(turned(x), src_mask=given.get("mask"), src_key_padding_mask=padding))

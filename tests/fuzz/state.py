@@ -18,9 +18,10 @@ from fuzz.holding import Wrong, assert_bounded
 
 STEPS = {
     "features": {"add": 8, "attend": 8, "crop": 3, "reorder": 1, "copy": 2, "save": 1},
-    "recurrent": {"add": 6, "attend": 6, "extend": 4, "reorder": 1, "copy": 2, "save": 2, "merge": 2},
+    "recurrent": {"add": 6, "attend": 6, "extend": 4, "reorder": 1}
+    | {"copy": 2, "save": 2, "merge": 2},
     "moments": {"add": 3},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class StateCall:
         drawn = [r.weighted(STEPS[form]) for _ in range(2 + r.below(6))]
         steps = []
         for name in ["add", *drawn, "attend"]:
-            most = 300 if name in ("add", "extend") and r.chance(10) else 20
+            most = 20 if name not in ("add", "extend") or r.chance(1.1) else r.choice([300, 1100])
             steps.append((name, r.size(1, most) if name != "reorder" else r.below(99)))
         return StateCall(
-            seed, form, r.choice([1, 1, 2, 3]), H, G, r.size(1, 20), r.size(1, 40), r.size(1, 9),
+            seed, form, r.choice([1, 1, 2, 3]), H, G, r.size(1, 20),
+            *((r.size(0, 5), 33) if r.chance(20) else (r.size(0, 130), r.size(1, 9))),
             r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
             r.weighted({"float64": 3, "float32": 1}),
             r.weighted({"exact": 6, "normal": 2, "adversarial": 2}),
@@ -67,7 +69,9 @@ class StateCall:
         )  # fmt: skip
 
     def cell(self) -> str:
-        return f"{self.form}, {self.dtype}" + (f", sums in {self.sums}" if self.form == "recurrent" else "")
+        return f"{self.form}, {self.dtype}" + (
+            f", sums in {self.sums}" if self.form == "recurrent" else ""
+        )
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""
@@ -89,24 +93,36 @@ class Machine:
         w = [self.draw("frequency", i, heads, call.d, call.M).to(wide) for i in (1, 2)]
         self.kernel: dict[str, Any] = {"p": call.p, "magnitude_scale": call.scale}
         self.w1, self.w2 = w[0], None if call.stationary else w[1]
+        self.spoils = call.seed % 3 == 0 and call.form != "moments"  # hidden keys are NaN
         self.state = self.fresh()
         # A token's bias is given when it is added to a recurrent state.
-        self.k, self.v = (torch.zeros(self.B, call.G, 0, n, dtype=self.dtype) for n in (call.d, call.d_v))
+        self.k, self.v = (
+            torch.zeros(self.B, call.G, 0, n, dtype=self.dtype) for n in (call.d, call.d_v)
+        )
         self.bias = torch.zeros(self.B, call.G, 0, dtype=self.dtype)
 
     def fresh(self) -> Any:
         if self.call.form == "features":
             return ikattn.KeyFeatures(self.w1, self.w2, **self.kernel)
-        return ikattn.RecurrentState(self.w1, self.w2, **self.kernel, dtype=getattr(torch, self.call.sums))
+        return ikattn.RecurrentState(
+            self.w1, self.w2, **self.kernel, dtype=getattr(torch, self.call.sums)
+        )
 
     def draw(self, role: str, number: int, *shape: int) -> Tensor:
-        return numbers(self.call.values, role, self.call.seed + 1000 * number + len(role), *shape).to(self.dtype)
+        return numbers(
+            self.call.values, role, self.call.seed + 1000 * number + len(role), *shape
+        ).to(self.dtype)
 
     def tokens(self, number: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         call = self.call
-        k, v = self.draw("token", number, self.B, call.G, count, call.d), self.draw("value", number, self.B, call.G, count, call.d_v)
+        k, v = (
+            self.draw("token", number, self.B, call.G, count, call.d),
+            self.draw("value", number, self.B, call.G, count, call.d_v),
+        )
         bias = self.draw("bias", number, self.B, call.G, count)
         hidden = uniform(call.seed + 31 * number, self.B, call.G, count) < 0.2
+        if self.spoils:
+            k, v = (x.masked_fill(hidden.unsqueeze(-1), math.nan) for x in (k, v))
         return k, v, bias.masked_fill(hidden, -math.inf)
 
     def arithmetic(self) -> Arithmetic:
@@ -115,10 +131,19 @@ class Machine:
             return arithmetic_of(self.dtype)
         made = arithmetic_of(self.dtype, linear=True)
         unit = 2.0**-53 if call.sums == "float64" else made.unit * (4 + len(call.steps))
-        return replace(made, unit=max(unit, 2.0**-53), stored=max(made.stored, torch.finfo(self.dtype).eps / 2))
+        return replace(
+            made, unit=max(unit, 2.0**-53), stored=max(made.stored, torch.finfo(self.dtype).eps / 2)
+        )
 
     def truth(self, query: Tensor, **others: Any) -> Attention:
-        call = {"query": query, "key": self.k, "value": self.v, "w1": self.w1, "w2": self.w2, "eps": self.call.eps}
+        call = {
+            "query": query,
+            "key": self.k,
+            "value": self.v,
+            "w1": self.w1,
+            "w2": self.w2,
+            "eps": self.call.eps,
+        }
         return Attention(call | self.kernel | others, self.arithmetic())
 
     def grow(self, k: Tensor, v: Tensor, bias: Tensor) -> None:
@@ -137,21 +162,28 @@ class Machine:
 
     def attend(self, number: int, rows: int) -> None:
         if self.k.shape[2] == 0 and not len(self.state):
-            return
+            return None
         call, S = self.call, self.k.shape[2]
         rows = min(rows, 20)
         query = self.draw("token", 100 + number, self.B, call.H, rows, call.d)
         if isinstance(self.state, ikattn.RecurrentState):
             found = self.state.attend(query, eps=call.eps)
             return assert_bounded("attend", found, self.truth(query, key_bias=self.bias).output)
-        bias = self.bias if number % 2 else None
+        bias = self.bias if number % 2 or self.spoils else None
         mask, kind = None, (call.seed + number) % 4
         if kind == 1:
             mask = uniform(call.seed + number, rows, S) < 0.7
         elif kind == 2:
             mask = self.draw("bias", 200 + number, self.B, 1, rows, S)
         lower_right = kind == 3 and rows <= S
-        found = self.state.attend(query, self.v, key_bias=bias, attn_mask=mask, causal_lower_right=lower_right, eps=call.eps)
+        found = self.state.attend(
+            query,
+            self.v,
+            key_bias=bias,
+            attn_mask=mask,
+            causal_lower_right=lower_right,
+            eps=call.eps,
+        )
         seen = torch.ones(rows, S, dtype=torch.bool).tril(S - rows) if lower_right else mask
         assert_bounded("attend", found, self.truth(query, key_bias=bias, attn_mask=seen).output)
         return None
@@ -163,7 +195,9 @@ class Machine:
         found = self.state.extend(query, k, v, bias, eps=self.call.eps)
         self.grow(k, v, bias)
         seen = torch.ones(count, before + count, dtype=torch.bool).tril(before)
-        assert_bounded("extend", found, self.truth(query, key_bias=self.bias, attn_mask=seen).output)
+        assert_bounded(
+            "extend", found, self.truth(query, key_bias=self.bias, attn_mask=seen).output
+        )
 
     def crop(self, number: int, size: int) -> None:
         length = self.k.shape[2] * (size % 4) // 4
@@ -174,7 +208,9 @@ class Machine:
 
     def reorder(self, number: int, size: int) -> None:
         order = integers(self.call.seed + number, 0, self.B - 1, 1 + size % 3).long()
-        reorder = self.state.select if isinstance(self.state, ikattn.KeyFeatures) else self.state.reorder
+        reorder = (
+            self.state.select if isinstance(self.state, ikattn.KeyFeatures) else self.state.reorder
+        )
         reorder(order)
         self.k, self.v, self.bias = (x[order] for x in (self.k, self.v, self.bias))
         self.B = len(order)
@@ -231,7 +267,13 @@ class Machine:
         query = self.draw("token", 100, self.B, call.H, rows, call.d)
         given = {
             name: x.detach().clone().requires_grad_()
-            for name, x in (("query", query), ("key", self.k), ("value", self.v), ("key_bias", self.bias), ("w1", self.w1))
+            for name, x in (
+                ("query", query),
+                ("key", self.k),
+                ("value", self.v),
+                ("key_bias", self.bias),
+                ("w1", self.w1),
+            )
         }
         heads = call.G  # those of the moments
         if call.by_group or call.G == call.H:
@@ -253,15 +295,18 @@ class Machine:
             outputs, at = [], 0
             for _, count in call.steps:
                 part = slice(at, at + count)
-                output, _, *state = ikattn.ops.causal_attention_from_moments(
-                    phi_q[:, :, part], phi_k[:, :, part], logits[:, :, part], value[:, :, part], *state, eps=call.eps
-                )  # fmt: skip
+                tokens = (x[:, :, part] for x in (phi_q, phi_k, logits, value))
+                attend = ikattn.ops.causal_attention_from_moments
+                output, _, *state = attend(*tokens, *state, eps=call.eps)
                 outputs.append(output)
                 at += count
             output = torch.cat(outputs, 2)
         else:
             half = S // 2
-            parts = [ikattn.ops.key_moments(phi_k[:, :, x], logits[:, :, x], value[:, :, x]) for x in (slice(half), slice(half, S))]
+            parts = [
+                ikattn.ops.key_moments(phi_k[:, :, x], logits[:, :, x], value[:, :, x])
+                for x in (slice(half), slice(half, S))
+            ]
             merged = ikattn.ops.merge_moments(*parts[0], *parts[1])
             output, _ = ikattn.ops.attention_from_moments(phi_q, *merged, eps=call.eps)
         made = arithmetic_of(self.dtype, linear=True)

@@ -34,35 +34,6 @@ every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sam
 # --- Values
 
 
-@pytest.mark.operators
-@every_sample
-def test_maps_in_float64_are_those_of_the_definition(sample: Sample) -> None:
-    arguments = sample.arguments()
-    got, expected = named(maps_of(arguments)), named(definition(arguments))
-    assert got.keys() == expected.keys()
-    for name, map_ in got.items():
-        assert map_.dtype == torch.float64
-        assert_close(map_, expected[name], 1e-13, name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("H", range(1, 19))  # up to 16 heads each number has a kernel of its own
-def test_every_number_of_heads_gives_the_definition(H: int, dtype: torch.dtype) -> None:
-    for L, S in ((1, 64), (5, 128), (34, 65), (3, 200)):
-        torch.manual_seed(H)
-        weights = torch.randn(2, H, L, S, dtype=torch.float64).softmax(-1)
-        weights[:, :, :, 1] = -0.0
-        value = torch.randn(2, H, S, 3, dtype=torch.float64)
-        value[:, :, 1] = torch.nan  # has no weight
-        projection = torch.randn(10, 3 * H, dtype=torch.float64)
-        rounded = [x.to(dtype) for x in (weights, value, projection)]
-        found = ikattn.contributions(*rounded, maps=["summed"]).summed
-        vectors = torch.einsum("bhsv,dhv->bshd", value, projection.unflatten(1, (H, 3)))
-        expected = torch.einsum("bhts,bshd->btsd", weights, vectors.nan_to_num()).norm(dim=-1)
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("factor", [1e35, 1e30, 1e19, 1e-16, 1e-30])
 @pytest.mark.parametrize("H", [2, 12, 17])
 def test_norms_are_right_where_their_squares_leave_the_range_of_float32(H, factor):
@@ -91,19 +62,6 @@ def test_own_pairs_and_ratios_are_right_where_squares_leave_the_range_of_float32
     assert_close(found.with_residual / 2.0**80, expected.with_residual, 1e-6)
     for name, ratio in expected.mixing_ratio.items():
         assert_close(found.mixing_ratio[name], ratio, 1e-6, name)
-
-
-@pytest.mark.operators
-@every_sample
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_maps_in_lower_precision_err_by_rounding_only(sample: Sample, dtype: torch.dtype) -> None:
-    """All are computed in float32 from the stored numbers, of half precision too."""
-    arguments = sample.arguments(dtype)
-    got, expected = named(maps_of(arguments)), named(definition(arguments))
-    assert got.keys() == expected.keys()
-    for name, map_ in got.items():
-        assert map_.dtype == torch.float32
-        assert_close(map_, expected[name], 2e-6, name)
 
 
 @every_sample
@@ -292,20 +250,6 @@ def test_nan_in_a_visible_value_shows_where_it_is_weighed() -> None:
     assert summed[0, 4:, 4].isnan().all()
     summed[0, 4:, 4] = 0
     assert summed.isfinite().all()
-
-
-def test_the_order_of_heads_does_not_matter() -> None:
-    arguments = BLOCK.arguments()
-    order = torch.tensor([2, 0, 3, 1])
-    permuted = arguments | {
-        "attn_weights": arguments["attn_weights"][:, order],
-        "value": arguments["value"][:, order],
-        "out_proj_weight": arguments["out_proj_weight"].unflatten(1, (4, -1))[:, order].flatten(1),
-    }
-    expected = named(maps_of(arguments))
-    for name, map_ in named(maps_of(permuted)).items():
-        same = expected[name][:, order] if name in ("value_norms", "per_head") else expected[name]
-        assert_close(map_, same, 1e-14, name)
 
 
 def test_strides_do_not_matter() -> None:

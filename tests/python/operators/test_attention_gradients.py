@@ -20,13 +20,10 @@ from agreement import (
 from samples import (
     BY_NAME,
     DTYPES,
-    FEW,
-    LAYOUTS,
     SAMPLES,
     Sample,
     converted,
     differentiable,
-    name_of,
     with_gradients,
 )
 from tiers import each_call
@@ -34,7 +31,6 @@ from tiers import each_call
 attention = ikattn.implicit_kernel_attention
 reference = ikattn.reference.implicit_kernel_attention
 
-MASKS_WITH_INFINITY = [sample for sample in SAMPLES if sample.mask_kind == "float with -inf"]
 ORDERS = (1.0, 1.5, 1.8, 2.0, 3.0, 7.0)
 
 
@@ -58,43 +54,12 @@ def test_reference_has_the_gradients_of_the_formula(sample: Sample) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize(
-    "sample", [*FEW, BY_NAME["129 queries, 127 keys, causal, masked"]], ids=name_of
-)
-def test_each_gradient_alone_is_what_it_is_among_all(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = sample.arguments(dtype)
-    everything = gradients(attention, arguments)
-    for name in differentiable(arguments):
-        alone = gradients(attention, arguments, [name])
-        assert_identical(alone.values(), [everything[name]])
-
-
-@pytest.mark.parametrize("missing", ["query", "key", "value", "w1", "w2", "key_bias", "attn_mask"])
-def test_all_gradients_but_one_are_what_they_are_among_all(missing: str) -> None:
-    arguments = BY_NAME["everything at once"].arguments()
-    everything = gradients(attention, arguments)
-    names = [name for name in everything if name != missing]
-    rest = gradients(attention, arguments, names)
-    assert_identical(rest.values(), [everything[name] for name in names])
-
-
 def test_only_what_requires_a_gradient_gets_one() -> None:
     arguments = BY_NAME["everything at once"].arguments()
     call = with_gradients(arguments, ["key", "w2"])
     attention(**call).sum().backward()
     with_gradient = [name for name in differentiable(call) if call[name].grad is not None]
     assert with_gradient == ["key", "w2"]
-
-
-@pytest.mark.parametrize("layout", ["columns", "strided", "expanded heads", "expanded tokens"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_incoming_gradient_may_have_any_strides(layout: str, dtype: torch.dtype) -> None:
-    arguments = BY_NAME["15 queries, 17 keys"].arguments(dtype)
-    incoming = LAYOUTS[layout](direction(attention(**arguments)))
-    strided = gradients(attention, arguments, grad_output=incoming)
-    dense = gradients(attention, arguments, grad_output=incoming.contiguous())
-    assert_identical(strided.values(), dense.values())
 
 
 def test_gradients_of_one_tensor_in_several_roles_add_up() -> None:
@@ -106,16 +71,6 @@ def test_gradients_of_one_tensor_in_several_roles_add_up() -> None:
     (found,) = torch.autograd.grad(output, shared, direction(output))
     parts = gradients(attention, arguments)
     assert_close(found, parts["query"] + parts["key"] + parts["value"], 1e-14)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("p", ORDERS)
-def test_magnitude_has_no_gradient_at_zero_keys(p: float, dtype: torch.dtype) -> None:
-    arguments = Sample(f"zero keys for p {p}", S=9, d=13).arguments(dtype)
-    arguments["key"].zero_()
-    with_magnitude = gradients(attention, arguments | {"p": p})
-    without = gradients(attention, arguments | {"p": None})
-    assert_identical(with_magnitude.values(), without.values())
 
 
 @pytest.mark.parametrize("p", ORDERS)
@@ -158,13 +113,6 @@ def test_saved_tensors_can_be_moved_away_and_back() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
         moved = gradients(attention, arguments)
     assert_identical(moved.values(), expected.values())
-
-
-@each_call(MASKS_WITH_INFINITY, dtype=DTYPES)
-def test_hidden_pairs_of_a_float_mask_have_no_gradient(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = sample.arguments(dtype)
-    found = gradients(attention, arguments, ["attn_mask"])["attn_mask"]
-    assert (found[arguments["attn_mask"] == -torch.inf] == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(64,), (4, 1, 64), (2048, 1), (4, 1, 1, 1)], ids=str)

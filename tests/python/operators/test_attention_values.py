@@ -10,13 +10,11 @@ from torch import Tensor
 
 import formula
 import ikattn
-from agreement import assert_close, assert_identical, assert_output_accurate, in_float64
+from agreement import assert_close, assert_output_accurate, in_float64
 from samples import BY_NAME, DTYPES, SAMPLES, Arguments, Sample, name_of
 from tiers import each_call, few_of
 
 reference = ikattn.reference.implicit_kernel_attention
-
-LAYOUT_SAMPLES = [sample for sample in SAMPLES if sample.layout != "contiguous"]
 
 
 def log_normalizer(**arguments: object) -> Tensor:
@@ -84,31 +82,6 @@ def test_output_is_laid_out_as_the_projection_after_it_reads_it(sample, dtype):
     assert output.shape == (sample.B, sample.H, sample.L, sample.d_v)
     assert output.dtype == dtype
     assert output.transpose(1, 2).is_contiguous()
-
-
-@each_call(LAYOUT_SAMPLES, dtype=DTYPES)
-def test_strides_of_the_inputs_do_not_change_a_bit(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = sample.arguments(dtype)
-    dense = {
-        name: argument.clone(memory_format=torch.contiguous_format)
-        if torch.is_tensor(argument)
-        else argument
-        for name, argument in arguments.items()
-    }
-    first, second = (ikattn.implicit_kernel_attention(**call) for call in (arguments, dense))
-    assert_identical([first], [second])
-
-
-@each_call(LAYOUT_SAMPLES)
-def test_inputs_are_left_as_they_were(sample: Sample) -> None:
-    arguments = sample.arguments()
-    tensors = [argument for argument in arguments.values() if torch.is_tensor(argument)]
-    before = [tensor.clone() for tensor in tensors]
-    output = ikattn.implicit_kernel_attention(
-        **{n: a.requires_grad_() if n == "query" else a for n, a in arguments.items()}
-    )
-    output.sum().backward()
-    assert_identical(tensors, before)
 
 
 def test_defaults_are_the_papers() -> None:

@@ -236,29 +236,6 @@ def test_bits_depend_neither_on_threads_nor_on_the_batch_nor_on_later_tokens() -
 
 
 @pytest.mark.operators
-@pytest.mark.parametrize("cuts", [(1, 100, 128), (128, 256), (0, 299)])
-def test_parts_go_on_where_the_last_one_ended(cuts: tuple[int, ...]) -> None:
-    case = CASES[6]
-    leaves = [x.requires_grad_() for x in drawn(case)]
-    query, *keys = leaves
-    before, own = divided(case, *keys)
-    state, outputs = list(key_moments(*before)), []
-    for begin, end in zip((0, *cuts), (*cuts, case.L), strict=True):
-        tokens = [x[:, :, begin:end] for x in (query, *own)]
-        output, _, *state = causal_attention_from_moments(*tokens, *state)
-        outputs.append(output)
-    found, expected = torch.cat(outputs, 2), by_pairs(case, *leaves)
-    assert_close(found, expected, 1e-12)
-    direction = torch.randn_like(found)
-    for one, other in zip(
-        torch.autograd.grad(found, leaves, direction),
-        torch.autograd.grad(expected, leaves, direction),
-        strict=True,
-    ):
-        assert_close(one, other, 1e-11)
-
-
-@pytest.mark.operators
 @pytest.mark.parametrize("wanted", range(5))
 def test_gradients_one_by_one_are_those_of_all(wanted: int) -> None:
     case = CASES[1]

@@ -14,7 +14,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import ikattn
 from edge_samples import EDGE_INDEX, EDGES, N_K, N_Q, SIZE, VALUE_SIZE, E, H, M, nodes
-from formula import covariance
 from ikattn.ops import Edges
 
 attention = functools.partial(ikattn.implicit_kernel_edge_attention, return_weights=True)
@@ -50,78 +49,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hidden keys": {"key_bias": hidden(N_K)},
     "hidden edges": {"edge_bias": hidden(E, H)},
 }
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-def expected(arguments: dict[str, Any], edge_index: Tensor = EDGE_INDEX) -> tuple[Tensor, Tensor]:
-    """Output and weights by the definition, one target and head at a time."""
-    arguments = {
-        name: value.double() if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    s = covariance(query.transpose(0, 1), key.transpose(0, 1), arguments["w1"], arguments.get("w2"))
-    p, eps = arguments.get("p", 2.0), arguments.get("eps", 1e-5)
-    scale = arguments.get("magnitude_scale", 0.5 / query.shape[-1] ** 0.5)
-    output = torch.zeros(query.shape[0], query.shape[1], value.shape[2], dtype=torch.float64)
-    weights = torch.zeros(edge_index.shape[1], query.shape[1], dtype=torch.float64)
-    for i in range(query.shape[0]):
-        edges = [e for e in range(edge_index.shape[1]) if edge_index[1, e] == i]
-        for h in range(query.shape[1]):
-            logits = []
-            for e in edges:
-                j = int(edge_index[0, e])
-                logit = torch.log(s[h, i, j] ** 2 + eps)
-                if p is not None:
-                    logit = logit + scale * torch.linalg.vector_norm(key[j, h], p) ** 2
-                for name, row in (("key_bias", j), ("edge_bias", e)):
-                    bias = arguments.get(name)
-                    if bias is not None:
-                        logit = logit + bias.reshape(bias.shape[0], -1)[row].expand(H)[h]
-                logits.append(logit)
-            if all(logit == -INFINITY for logit in logits):
-                continue
-            for e, weight in zip(edges, torch.stack(logits).softmax(0), strict=True):
-                weights[e, h] = weight
-                output[i, h] += weight * value[int(edge_index[0, e]), h]
-    return output, weights
-
-
-@each_option
-def test_output_and_weights_are_those_of_the_definition(options):
-    arguments = nodes() | options
-    for actual, wanted in zip(
-        attention(edges=EDGES, **arguments), expected(arguments), strict=True
-    ):
-        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lower_precision_rounds_the_result_only(dtype):
-    arguments = nodes(dtype=dtype)
-    for actual, wanted in zip(
-        attention(edges=EDGES, **arguments), expected(arguments), strict=True
-    ):
-        assert actual.dtype == dtype
-        torch.testing.assert_close(
-            actual.double(), wanted, rtol=0, atol=20 * torch.finfo(dtype).eps
-        )
-
-
-def test_the_complete_graph_is_attention():
-    arguments = nodes()
-    pairs = torch.cartesian_prod(torch.arange(N_Q), torch.arange(N_K))
-    edges = Edges.from_coo(pairs[:, 1], pairs[:, 0], N_Q, is_sorted=True)
-    output, weights = attention(edges=edges, **arguments)
-    heads = {
-        name: tensor if name in ("w1", "w2") else tensor.transpose(0, 1).unsqueeze(0)
-        for name, tensor in arguments.items()
-    }
-    dense = ikattn.implicit_kernel_attention(**heads)[0].transpose(0, 1)
-    torch.testing.assert_close(output, dense)
-    del heads["value"]
-    dense = ikattn.implicit_kernel_weights(**heads)[0].permute(1, 2, 0)
-    torch.testing.assert_close(weights.view(N_Q, N_K, H), dense)
 
 
 def test_the_guides_examples_run(capsys):
@@ -194,28 +121,6 @@ def test_derivatives_of_every_order_are_those_of_differences(name):
 
     assert gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, inputs, atol=1e-4)
-
-
-def test_nan_in_a_node_that_no_edge_reads_never_leaks():
-    arguments = nodes()
-    wanted = attention(edges=EDGES, **arguments)[0]
-    for name, unread in (("query", [2, 6]), ("key", [6, 7]), ("value", [6, 7])):
-        arguments[name][unread] = torch.nan
-    arguments = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
-    output, _ = attention(edges=EDGES, **arguments)
-    assert torch.equal(output, wanted)
-    output.square().sum().backward()
-    assert all(bool(tensor.grad.isfinite().all()) for tensor in arguments.values())
-
-
-def test_nan_behind_a_hidden_edge_never_leaks_and_elsewhere_shows():
-    arguments = nodes()
-    bias = torch.zeros(E, dtype=torch.float64)
-    bias[EDGE_INDEX[0] == 8] = -INFINITY
-    arguments["key"][8] = arguments["value"][8] = torch.nan
-    assert bool(attention(edges=EDGES, edge_bias=bias, **arguments)[0].isfinite().all())
-    nan = attention(edges=EDGES, **arguments)[0].isnan().flatten(1).any(1)
-    assert nan.tolist() == [i == 5 for i in range(N_Q)]
 
 
 def test_a_hidden_edge_keeps_a_row_of_nan_from_its_source():

@@ -15,13 +15,6 @@ from edge_samples import EDGE_INDEX, EDGES, N_K, N_Q, SIZE, VALUE_SIZE, E, H, M,
 from formula import covariance
 
 
-def softmax_logits(arguments: dict[str, Any], i: int, j: int, h: int, p: float | None) -> Tensor:
-    query, key = arguments["query"][i, h], arguments["key"][j, h]
-    root = SIZE**0.5
-    logit = -(query - key).square().sum() / (2 * root)
-    return logit if p is None else logit + torch.linalg.vector_norm(key, p) ** 2 / (2 * root)
-
-
 def by_logits(logit: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of logit(i, j, h) over the edges into each target, and its sum of values."""
     weights = torch.zeros(E, H, dtype=torch.float64)
@@ -36,18 +29,6 @@ def by_logits(logit: Any, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 each_order = pytest.mark.parametrize("p", [2.0, 1.0, 3.5, None])
-
-
-@each_order
-def test_softmax_attention_over_edges_is_that_of_the_definition(p):
-    arguments = nodes()
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    found = ikattn.ops.softmax_edge_attention(query, key, value, EDGES, p=p, return_weights=True)
-    wanted = by_logits(lambda i, j, h: softmax_logits(arguments, i, j, h, p), value)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    if p == 2:
-        wanted = by_logits(lambda i, j, h: query[i, h] @ key[j, h] / SIZE**0.5, value)
-        torch.testing.assert_close(found, wanted)
 
 
 def gat_arguments(dtype: torch.dtype = torch.float64) -> dict[str, Any]:

@@ -105,23 +105,6 @@ def test_is_causal_which_is_aligned_at_the_top_left_elsewhere_is_no_argument() -
         features.attend(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 6), is_causal=True)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_token_by_token_is_causal(groups: int) -> None:
-    torch.manual_seed(0)
-    q, w1, w2 = torch.randn(2, 4, 150, 16), *(0.1 * torch.randn(2, 4, 16, 8))
-    k, v = torch.randn(2, 2, groups, 150, 16)
-    features, outputs = ikattn.KeyFeatures(w1, w2, p=3.0), []
-    ends = [1, 2, 3, 40, 64, 65, 129, 130, 150]  # buffers grow at 64 and 128
-    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-        features.append(k[:, :, begin:end])
-        outputs.append(features.attend(q[:, :, begin:end], v[:, :, :end], causal_lower_right=True))
-    call = {"query": q, "key": k, "value": v, "w1": w1, "w2": w2}
-    options = {"p": 3.0, "is_causal": True, "enable_gqa": True}
-    truth = reference(**converted(call, torch.float64), **options)
-    assert_output_accurate(torch.cat(outputs, 2), reference(**call, **options), truth)
-    assert len(features) == 150
-
-
 @pytest.mark.usefixtures("threads")
 def test_the_same_bits_for_every_number_of_threads() -> None:
     sample = Sample("threads", B=1, H=3, L=9, S=5000, d=16, d_v=70, M=33)
@@ -337,18 +320,6 @@ def test_features_and_magnitudes_are_the_operators() -> None:
     assert repr(features) == "KeyFeatures(70 keys, 2 heads of size 8, num_frequencies=4, p=3.0)"
 
 
-def test_crop_and_select_keep_what_they_say() -> None:
-    features, key = kept(70)
-    features.crop(50)
-    features.append(key[:, :, :3])
-    features.select(torch.tensor([2, 0, 0, 1]))
-    expected = torch.cat([key[:, :, :50], key[:, :, :3]], 2)[[2, 0, 0, 1]]
-    assert_identical([features.features], [ikattn.ops.spectral_features(expected, features.w1)])
-    query, value = torch.randn(4, 2, 1, 8), torch.randn(4, 2, 53, 8)
-    expected = ikattn.implicit_kernel_attention(query, expected, value, features.w1)
-    assert_close(features.attend(query, value), expected, 1e-6)
-
-
 def test_keys_of_inference_mode_and_of_none_follow_each_other() -> None:
     with torch.inference_mode():
         features, key = kept(3)
@@ -409,24 +380,6 @@ def test_autocast_changes_nothing(autocast_append: bool, autocast_attend: bool) 
         features.append(key)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast_attend):
         assert_identical([features.attend(query, key)], [expected])
-
-
-def test_logits_follow_a_magnitude_that_rises() -> None:
-    """Magnitudes are kept relative to the largest one so far."""
-    torch.manual_seed(0)
-    w1, key = 0.1 * torch.randn(2, 8, 4), torch.randn(3, 2, 9, 8)
-    key *= torch.tensor([1, 5, 2, 20, 3, 40, 1, 1, 2])[:, None]
-    step, whole = ikattn.KeyFeatures(w1), ikattn.KeyFeatures(w1)
-    whole.append(key)
-    for token in key.split(1, 2):
-        step.append(token)
-    query, value = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 9, 8)
-    assert_identical([step.attend(query, value)], [whole.attend(query, value)])
-    step.crop(5)
-    shorter = ikattn.KeyFeatures(w1)
-    shorter.append(key[:, :, :5])
-    found = step.attend(query, value[:, :, :5])
-    assert_close(found, shorter.attend(query, value[:, :, :5]), 1e-4)
 
 
 def test_a_key_that_is_forgotten_rounds_no_logit() -> None:

@@ -46,27 +46,6 @@ def token_by_token(
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.operators
-@pytest.mark.parametrize(("groups", "heads"), [(4, 4), (2, 4), (2, 2), (1, 1)])
-def test_token_by_token_is_causal(groups: int, heads: int) -> None:
-    query, key, value, w1, w2 = drawn(groups=groups, heads=heads)
-    state = ikattn.RecurrentState(w1, w2, p=3.0, magnitude_scale=0.2)
-    options = {"p": 3.0, "magnitude_scale": 0.2, "eps": 1e-4, "enable_gqa": True}
-    found = token_by_token(state, query, key, value, eps=1e-4)
-    assert_close(found, reference(query, key, value, w1, w2, is_causal=True, **options), 1e-11)
-    assert len(state) == 40
-
-
-@pytest.mark.parametrize("sums", SUMS, ids=str)
-def test_float32_keys_are_as_accurate_as_their_sums(sums: torch.dtype) -> None:
-    arguments = drawn(length=300, dtype=torch.float32)
-    query, key, value, w1, w2 = arguments
-    found = token_by_token(ikattn.RecurrentState(w1, w2, dtype=sums), query, key, value)
-    exact = reference(*(x.double() for x in arguments), is_causal=True)
-    assert found.dtype == torch.float32
-    assert_close(found, exact, 1e-6 if sums == torch.float64 else 1e-3)
-
-
 @pytest.mark.parametrize("sums", SUMS, ids=str)
 def test_magnitudes_that_grow_by_1000_are_rescaled(sums: torch.dtype) -> None:
     query, key, value, w1, w2 = drawn(length=50, dtype=torch.float32)
@@ -78,34 +57,6 @@ def test_magnitudes_that_grow_by_1000_are_rescaled(sums: torch.dtype) -> None:
     assert (state.reference > 1000).all()
     exact = reference(*(x.double() for x in (query, key, value, w1, w2)), is_causal=True)
     assert_close(found, exact, 1e-6 if sums == torch.float64 else 1e-2)
-
-
-def test_keys_smaller_than_all_before_change_nothing_they_must_not() -> None:
-    query, key, value, w1, w2 = drawn(length=4)
-    key[:, :, :1] *= 30
-    state = ikattn.RecurrentState(w1, w2)
-    state.update(key[:, :, :1], value[:, :, :1])
-    first = state.reference.clone()
-    state.update(key[:, :, 1:], value[:, :, 1:])
-    assert torch.equal(state.reference, first)
-    assert_close(state.attend(query), reference(query, key, value, w1, w2), 1e-11)
-
-
-@pytest.mark.parametrize("cuts", [[40], [7, 8, 40], [1, 2, 3, 40], [20, 20, 40]])
-def test_prompts_in_parts_are_causal(cuts: list[int]) -> None:
-    query, key, value, w1, w2 = drawn(groups=2)
-    bias = torch.zeros(2, 1, 40, dtype=torch.float64)
-    bias[0, 0, :9] = -math.inf  # padding on the left
-    key[0, :, :9] = math.nan
-    state, outputs = ikattn.RecurrentState(w1, w2), []
-    for begin, end in zip([0, *cuts], cuts, strict=False):
-        part = slice(begin, end)
-        tokens = (x[:, :, part] for x in (query, key, value))
-        outputs.append(state.extend(*tokens, key_bias=bias[..., part]))
-    expected = reference(query, key, value, w1, w2, key_bias=bias, is_causal=True, enable_gqa=True)
-    found = torch.cat(outputs, 2)
-    assert_close(found, expected, 1e-11)
-    assert not found[0, :, :9].any()
 
 
 @pytest.mark.parametrize("shape", [(), (40,), (2, 1, 40), (2, 40), (2, 2, 40), (4, 40)])
@@ -141,29 +92,6 @@ def test_memory_does_not_grow() -> None:
 # --- What is done with a state --------------------------------------------------------------------
 
 
-def test_beams_are_reordered() -> None:
-    query, key, value, w1, w2 = drawn()
-    state = ikattn.RecurrentState(w1, w2)
-    state.update(key, value)
-    order = torch.tensor([1, 1, 0])
-    state.reorder(order)
-    assert_close(state.attend(query[order]), reference(query, key, value, w1, w2)[order], 1e-11)
-
-
-def test_states_of_two_parts_add() -> None:
-    query, key, value, w1, w2 = drawn()
-    states = [ikattn.RecurrentState(w1, w2) for _ in range(3)]
-    states[0].update(key[:, :, :10], value[:, :, :10])
-    states[1].update(key[:, :, 10:], value[:, :, 10:])
-    for other in states[:2]:
-        states[2].merge(other)
-    assert len(states[2]) == 40
-    assert len(states[0]) == 10
-    assert_close(states[2].attend(query), reference(query, key, value, w1, w2), 1e-11)
-    states[2].merge(ikattn.RecurrentState(w1, w2))
-    assert len(states[2]) == 40
-
-
 def test_it_moves_to_a_device() -> None:
     _, key, value, w1, w2 = drawn()
     state = ikattn.RecurrentState(w1, w2)
@@ -182,15 +110,6 @@ def test_autocast_and_inference_mode_do_not_change_it() -> None:
         found = token_by_token(state, query, key, value)
     assert_identical([found], [plain])
     state.update(key, value)  # outside of inference mode
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_tokens_of_16_bits(dtype: torch.dtype) -> None:
-    query, key, value, w1, w2 = drawn(dtype=dtype)
-    found = token_by_token(ikattn.RecurrentState(w1, w2), query, key, value)
-    exact = reference(*(x.double() for x in (query, key, value, w1, w2)), is_causal=True)
-    assert found.dtype == dtype
-    assert_close(found, exact, torch.finfo(dtype).eps)
 
 
 # --- Wrong arguments ------------------------------------------------------------------------------
