@@ -204,7 +204,8 @@ class Attention:
         # Weights so small beside the largest of their head that their type has no digits for them.
         head = logits.amax((-2, -1), keepdim=True) if logits.numel() else top
         above = (head - top).clamp(0, 50).nan_to_num(0.0)
-        self.lost = 4 * how.lost * above.exp() / z * self.visible
+        self.floor = 4 * how.lost * above.exp() / z  # products of such a weight and a value
+        self.lost = self.floor * self.visible
         self.off_P = self.P * self.rho + self.lost
 
     def _magnitudes(self) -> Tensor:
@@ -235,7 +236,7 @@ class Attention:
         assert self.v is not None
         size = (self.off_P * self.kept) @ self.v.abs()
         self.o = self.Pd @ self.v
-        size = size.masked_fill(self.unsure.unsqueeze(-1), math.inf)
+        size = (size + self.floor).masked_fill(self.unsure.unsqueeze(-1), math.inf)
         return self._stored(self.o, size, self.bad_outputs & self.seen.unsqueeze(-1))
 
     def gradients(self, incoming: Tensor, wanted: list[str]) -> dict[str, Bounded]:
