@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from fuzz.condition import Attention, Bounded, arithmetic_of
+from fuzz.condition import Arithmetic, Attention, Bounded, arithmetic_of
 from fuzz.draws import VALUES, Draws, integers, numbers, uniform
 from fuzz.holding import Wrong, assert_bits, assert_bounded, assert_raises, bits, laid_out
 from samples import LAYOUTS, MASK_SHAPES
@@ -213,18 +213,11 @@ class Tried:
             storage=True,
         )
         self.output, self.gradients = self.run(self.arguments)
-        routes = _routes(self.arguments)
-        narrow = next(
-            (x.split()[1] for x in routes if x.split()[1] not in ("avx512", "avx2", "baseline")), ""
-        )
-        arithmetic = arithmetic_of(
-            call.torch_dtype, narrow, any("linear" in x for x in routes), call.medium
-        )
         self.keep = None
         if call.dropout:
             kept = 1 - min(math.floor(256 * call.dropout + 0.5), 255) / 256
             self.keep = _keep(self.arguments["dropout_seed"], call) / kept
-        self.truth = Attention(self.arguments, arithmetic, self.keep)
+        self.truth = Attention(self.arguments, self.arithmetic_of(self.arguments), self.keep)
 
     def run(
         self,
@@ -270,11 +263,19 @@ class Tried:
         assert_bounded(what, found, truth, times)
 
     def truth_for(self, arguments: dict[str, Any]) -> Attention:
-        """Returns the truth, with the bounds of linear time where an equal call takes it."""
-        how = self.truth.arithmetic
-        if how.linear or not any("linear" in x for x in _routes(arguments)):
+        """Returns the truth, with the bounds of the route that an equal call takes."""
+        how = self.arithmetic_of(arguments)
+        if how == self.truth.arithmetic:
             return self.truth
-        return Attention(self.arguments, replace(how, linear=True), self.keep)
+        return Attention(self.arguments, how, self.keep)
+
+    def arithmetic_of(self, arguments: dict[str, Any]) -> Arithmetic:
+        """Returns what the routes of a call may lose."""
+        routes = _routes(arguments)
+        units = (x.split()[1] for x in routes)
+        narrow = next((x for x in units if x not in ("avx512", "avx2", "baseline")), "")
+        linear = any("linear" in x for x in routes)
+        return arithmetic_of(self.call.torch_dtype, narrow, linear, self.call.medium)
 
 
 def _keep(seed: Tensor, call: AttentionCall) -> Tensor:
@@ -414,8 +415,9 @@ def causal_as_mask(t: Tried) -> None:
         mask = mask & tril
     else:
         mask = torch.where(tril, mask, -math.inf).to(mask.dtype)
-    output, _ = t.run(t.arguments | {"is_causal": False, "attn_mask": mask}, wanted=[])
-    t.compare("output of causal as a mask", output, t.truth.output)
+    changed = t.arguments | {"is_causal": False, "attn_mask": mask}
+    output, _ = t.run(changed, wanted=[])
+    t.compare("output of causal as a mask", output, t.truth_for(changed).output)
 
 
 @law(10)

@@ -109,7 +109,7 @@ def info() -> str:
     rows = {
         "ikattn": _library.version(),
         "torch": f"{torch.__version__} (built for {build['torch']})",
-        "libraries for torch": ", ".join(_library.built_for()),
+        "torch libraries": ", ".join(_library.built_for()),
         "Python": platform.python_version(),
         "compiler": build["compiler"],
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
@@ -123,4 +123,4 @@ def info() -> str:
         "OpenMP": several(openmp(), "two runtimes compete for the cores"),
         "package": several(copies(), "the first is imported"),
     }
-    return "\n".join(f"{name:<19} {value}" for name, value in rows.items())
+    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
