@@ -109,7 +109,7 @@ def info() -> str:
     rows = {
         "ikattn": _library.version(),
         "torch": f"{torch.__version__} (built for {build['torch']})",
-        "torch libraries": ", ".join(_library.built_for()),
+        "built for torch": ", ".join(_library.built_for()),
         "Python": platform.python_version(),
         "compiler": build["compiler"],
         "instruction set": f"{torch.ops.ikattn.instruction_set()} (of {', '.join(build['isas'])})",
