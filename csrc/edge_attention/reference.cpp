@@ -4,6 +4,8 @@
 
 #include <limits>
 
+#include "attention/operator/reference.h"
+
 namespace ikattn {
 namespace {
 
@@ -24,10 +26,6 @@ at::Tensor targets_of(const at::Tensor& rowptr, const at::Tensor& col) {
   const at::Tensor edge =
       at::arange(col.sym_size(0), at::TensorOptions().dtype(at::kLong).device(col.device()));
   return at::searchsorted(rowptr, edge, /*out_int32=*/false, /*right=*/true) - 1;
-}
-
-at::Tensor sum_of_logits(const at::Tensor& of_keys, const at::Tensor& of_edges) {
-  return at::where(of_edges == -INFINITY, of_edges, of_keys + of_edges);
 }
 
 at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10::SymInt& count) {

@@ -17,10 +17,6 @@ EdgeKeyGradients reference_edge_key_gradients(const EdgeKeyGradientCall& call);
 // Returns the target of each edge, [E].
 at::Tensor targets_of(const at::Tensor& rowptr, const at::Tensor& col);
 
-// Adds logits of edges to those of their keys. An edge that is hidden stays so, for its key may be
-// NaN.
-at::Tensor sum_of_logits(const at::Tensor& of_keys, const at::Tensor& of_edges);
-
 // Sums over the edges of each node: [E, ..] to [count, ..].
 at::Tensor sum_to(const at::Tensor& nodes, const at::Tensor& of_edges, const c10::SymInt& count);
 

@@ -78,7 +78,6 @@ inline void __syncwarp(unsigned mask = 0xffffffffu,
   ikattn::interpreter::warp_operation(nullptr, nullptr, mask, "__syncwarp", place);
 }
 inline void __threadfence() {}
-inline void __threadfence_block() {}
 
 namespace ikattn::interpreter {
 
@@ -207,13 +206,8 @@ inline double max(double a, double b) { return fmax(a, b); }
 
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
-inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
-inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
-inline double __longlong_as_double(long long bits) { return std::bit_cast<double>(bits); }
-inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
-inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
@@ -230,11 +224,6 @@ inline void sincospif(float x, float* sine, float* cosine) {
   *sine = static_cast<float>(wide_sine);
   *cosine = static_cast<float>(wide_cosine);
 }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __log2f(float x) { return log2f(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
 
 // --- Launch
 // -----------------------------------------------------------------------------------------

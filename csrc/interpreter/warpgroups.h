@@ -39,17 +39,6 @@ void begin_transposed_product(float (&d)[32], uint64_t a, uint64_t b, bool accum
 
 }  // namespace interpreter
 
-// Selects bytes of both, the lower one's first, by the digits of the selector.
-inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
-  const uint64_t bytes = uint64_t{high} << 32 | low;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t place = selector >> (4 * i) & 7;
-    result |= static_cast<uint32_t>(bytes >> (8 * place) & 0xff) << (8 * i);
-  }
-  return result;
-}
-
 template <int kRegisters>
 void give_registers() {}
 template <int kRegisters>

@@ -175,6 +175,9 @@ class Machine:
             mask = uniform(call.seed + number, rows, S) < 0.7
         elif kind == 2:
             mask = self.draw("bias", 200 + number, self.B, 1, rows, S)
+            if self.spoils:
+                hidden = (self.bias == -math.inf).all(1)[:, None, None]
+                mask = mask.masked_fill(hidden, math.nan)
         lower_right = kind == 3 and rows <= S
         found = self.state.attend(
             query,

@@ -56,14 +56,11 @@ inline at::Tensor offsets_in_double(const at::Tensor& bias) {
 }
 
 // Adds key_bias [B, key_heads, S] and key mask [B, H or key_heads, L, S], or tensors that broadcast
-// to these. The sum is float64, for float32 would round it. What either hides stays hidden, for the
-// other may be NaN there.
+// to these. The sum is float64, for float32 would round it.
 inline at::Tensor sum_of_offsets(const at::Tensor& key_bias, const at::Tensor& key_mask) {
   at::Tensor row = key_mask.dim() < 2 ? key_mask : key_mask.select(-2, 0);
   if (row.dim() >= 2 && is_one_for_all(key_mask, -3)) row = row.narrow(-2, 0, 1);
-  const at::Tensor bias = offsets_in_double(key_bias), mask = offsets_in_double(row);
-  const at::Tensor hidden = (bias == -INFINITY).logical_or(mask == -INFINITY);
-  return (bias + mask).masked_fill_(hidden, -INFINITY);
+  return sum_of_logits(offsets_in_double(key_bias), offsets_in_double(row));
 }
 
 // Returns a key mask as an array [B, key_heads, S], without a copy.

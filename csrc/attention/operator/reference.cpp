@@ -85,11 +85,16 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
   return logits;
 }
 
-// Returns the weights of tensors in the arithmetic type, key with H heads.
+// Returns the weights of a call in its arithmetic type.
 Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1,
-                          const std::optional<at::Tensor>& w2, int64_t H,
-                          const AttentionOptions& options, double norm_dropout_p,
-                          int64_t first_query = 0) {
+                          const std::optional<at::Tensor>& w2, const AttentionOptions& options,
+                          double norm_dropout_p, int64_t first_query = 0) {
+  const at::ScalarType type = compute_type(query.scalar_type());
+  const int64_t H = static_size(query, 1);
+  std::optional<at::Tensor> w2_heads;
+  if (is_present(w2)) w2_heads = to_heads(*w2, -3, H);
+  query = query.to(type);
+  key = to_heads(key.to(type), 1, H);
   Logits result;
   const at::Tensor visible = visible_pairs(query, key, H, options, first_query);
   if (visible.defined()) {
@@ -100,7 +105,8 @@ Logits normalised_weights(at::Tensor query, at::Tensor key, const at::Tensor& w1
     const at::Tensor seeing = visible.any(-1).unsqueeze(-1);
     query = at::where(seeing, query, at::zeros({}, query.options()));
   }
-  at::Tensor logits = pair_logits(query, key, w1, w2, H, options, norm_dropout_p);
+  at::Tensor logits =
+      pair_logits(query, key, to_heads(w1, -3, H), w2_heads, H, options, norm_dropout_p);
   if (visible.defined()) {
     logits = at::where(visible, logits, at::scalar_tensor(-INFINITY, logits.options()));
   }
@@ -129,6 +135,12 @@ at::Tensor bounded_offsets(const at::Tensor& offsets, double share) {
   return at::where(wide.isfinite(), wide.clamp(-farthest, farthest), wide);
 }
 
+at::Tensor sum_of_logits(const at::Tensor& one, const at::Tensor& other) {
+  const at::Tensor sum = one + other;
+  const at::Tensor hidden = (one == -INFINITY).logical_or(other == -INFINITY);
+  return at::where(hidden, at::full({}, -INFINITY, sum.options()), sum);
+}
+
 at::Tensor reference_squared_norm(const at::Tensor& x, double p) {
   if (p == 2 || static_size(x, -1) == 0) return (x * x).sum(-1);
   if (p == 1) return x.abs().sum(-1).square();
@@ -154,14 +166,8 @@ std::tuple<at::Tensor, at::Tensor> reference_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& w1,
     const std::optional<at::Tensor>& w2, const AttentionOptions& options, double norm_dropout_p) {
   const ExactArithmetic exact;
-  const at::ScalarType type = compute_type(query.scalar_type());
-  const int64_t H = static_size(query, 1);
-  std::optional<at::Tensor> w2_heads;
-  if (is_present(w2)) w2_heads = to_heads(*w2, -3, H);
-  const Logits logits =
-      normalised_weights(query.to(type), to_heads(key.to(type), 1, H), to_heads(w1, -3, H),
-                         w2_heads, H, options, norm_dropout_p);
-  at::Tensor values = to_heads(value.to(type), 1, H);
+  const Logits logits = normalised_weights(query, key, w1, w2, options, norm_dropout_p);
+  at::Tensor values = to_heads(value.to(logits.weights.scalar_type()), 1, static_size(query, 1));
   if (logits.seen.defined()) {
     values = at::where(logits.seen.unsqueeze(-1), values, at::zeros({}, values.options()));
   }
@@ -190,13 +196,7 @@ at::Tensor reference_weights(const at::Tensor& query, const at::Tensor& key, con
                              const std::optional<at::Tensor>& w2, const AttentionOptions& options,
                              bool average_heads, const at::Tensor& keep, int64_t first_query) {
   const ExactArithmetic exact;
-  const at::ScalarType type = compute_type(query.scalar_type());
-  const int64_t H = static_size(query, 1);
-  std::optional<at::Tensor> w2_heads;
-  if (is_present(w2)) w2_heads = to_heads(*w2, -3, H);
-  const Logits logits =
-      normalised_weights(query.to(type), to_heads(key.to(type), 1, H), to_heads(w1, -3, H),
-                         w2_heads, H, options, 0.0, first_query);
+  const Logits logits = normalised_weights(query, key, w1, w2, options, 0.0, first_query);
   const at::Tensor weights = apply_dropout(logits.weights, options, keep);
   return (average_heads ? weights.mean(1) : weights).to(query.scalar_type());
 }

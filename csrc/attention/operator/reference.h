@@ -14,6 +14,9 @@ at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
 // kernels (offsets.h).
 at::Tensor bounded_offsets(const at::Tensor& offsets, double share = 1);
 
+// Adds two terms of logits. What either hides is -inf in the sum, for the other may be NaN there.
+at::Tensor sum_of_logits(const at::Tensor& one, const at::Tensor& other);
+
 // Returns |x|_p^2 over the last axis, with gradient 0 at x = 0.
 at::Tensor reference_squared_norm(const at::Tensor& x, double p);
 

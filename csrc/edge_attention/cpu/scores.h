@@ -158,7 +158,8 @@ inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_
       const T* of_edge = p.edge_logits + (p.edge_heads == 1 ? e : e * H);
       for (int64_t h = 0; h < H; ++h) {
         const T bias = of_edge[p.edge_heads == 1 ? 0 : h];
-        logits[h] = is_hidden(bias) ? bias : logits[h] + bias;  // the key may be NaN
+        const bool hidden = is_hidden(bias) || is_hidden(logits[h]);  // the other may be NaN
+        logits[h] = hidden ? -std::numeric_limits<T>::infinity() : logits[h] + bias;
       }
     }
     for (int64_t h = 0; h < H; ++h) hides |= is_hidden(logits[h]);

@@ -139,7 +139,8 @@ __device__ __forceinline__ T bias_of(const EdgeParams<T>& p, int64_t e, int64_t 
   const T of_key = p.key_logits[p.source[e] * p.H + h];
   if (p.edge_logits == nullptr) return of_key;
   const T of_edge = p.edge_logits[p.edge_heads == 1 ? e : e * p.H + h];
-  return of_edge == -INFINITY ? of_edge : of_key + of_edge;  // the key may be NaN
+  const bool is_hidden = of_key == -INFINITY || of_edge == -INFINITY;  // the other may be NaN
+  return is_hidden ? -INFINITY : of_key + of_edge;
 }
 
 template <typename T>

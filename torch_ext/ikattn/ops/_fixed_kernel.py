@@ -170,8 +170,9 @@ def check_broadcasts(function: str, name: str, x: Tensor, shape: tuple[int, ...]
 
 
 def added(logits: Tensor, bias: Tensor) -> Tensor:
-    """Adds a bias to logits; -inf in the bias hides a key whatever its logit is."""
-    return torch.where(bias == -math.inf, -math.inf, logits + bias)
+    """Adds a bias to logits; -inf in either hides a key, whatever the other is."""
+    hidden = (bias == -math.inf) | (logits == -math.inf)
+    return torch.where(hidden, -math.inf, logits + bias)
 
 
 def to_heads(x: Tensor, heads: int) -> Tensor:

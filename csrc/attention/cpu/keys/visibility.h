@@ -78,10 +78,11 @@ inline void fill_causal_bias(const TilePosition& at, T* bias) {
 }
 
 // Fills bias [rows][64] with the additive terms of a tile, causal part included; with a mask,
-// columns past the last key are hidden. Returns kAll, with bias untouched, where there is nothing
-// to add.
+// columns past the last key are hidden, and keys whose logit is -inf, for the mask may be NaN
+// there. Returns kAll, with bias untouched, where there is nothing to add.
 template <typename T>
-Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* bias) {
+Visibility fill_bias(const AttentionParams& params, const TilePosition& at, const T* logits,
+                     T* bias) {
   const int64_t columns = min_of(kPanel, params.S - at.j0);
   const bool crosses_diagonal = params.is_causal && at.j0 + columns - 1 > at.i0;
   if (params.is_causal && at.j0 >= at.i0 + at.rows) return Visibility::kNone;
@@ -108,6 +109,9 @@ Visibility fill_bias(const AttentionParams& params, const TilePosition& at, T* b
     T* row = bias + r * kPanel;
     if (crosses_diagonal) {
       for (int64_t c = max_of(0, at.i0 + r - at.j0 + 1); c < columns; ++c) row[c] = -infinity<T>();
+    }
+    for (int64_t c = 0; c < columns && params.key_bias; ++c) {
+      if (logits[c] == -infinity<T>()) row[c] = -infinity<T>();
     }
     for (int64_t c = 0; c < columns; ++c) {
       any_visible |= row[c] != -infinity<T>();

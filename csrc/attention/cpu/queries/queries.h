@@ -11,22 +11,12 @@ struct QueryBlock {
   int64_t b, h, i0, rows;
 };
 
-// Returns which keys a tile sees; fills bias [rows][64] as fill_bias does. A key that is hidden in
-// every row is -inf in all of them, for the mask may be NaN there.
+// Returns which keys a tile sees; fills bias [rows][64] as fill_bias does.
 template <typename T>
 Visibility visibility_of(const AttentionParams& params, const PreparedKeys<T>& keys,
                          const TilePosition& at, T* bias) {
   if (keys.is_hidden[at.j0 / kPanel]) return Visibility::kNone;
-  const Visibility visibility = fill_bias(params, at, bias);
-  if (visibility != Visibility::kMixed || !params.mask || !params.key_bias) return visibility;
-  const Vec<T> least = broadcast(-infinity<T>());
-  for (int64_t c = 0; c < kPanel; c += kLanes<T>) {
-    const auto hidden = load(keys.logits + at.j0 + c) == least;
-    for (int64_t i = c; i < at.rows * kPanel; i += kPanel) {
-      store<T>(bias + i, hidden ? least : load(bias + i));
-    }
-  }
-  return visibility;
+  return fill_bias(params, at, keys.logits + at.j0, bias);
 }
 
 // Returns the number of 64-key blocks that a block of queries can see.
