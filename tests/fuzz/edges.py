@@ -81,66 +81,76 @@ class EdgeCall:
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""
-        dtype = getattr(torch, self.dtype)
-        wide = torch.float64 if self.dtype == "float64" else torch.float32
-        seed = self.seed
-        source = integers(seed + 1, 0, self.S - 1, self.E).long()
-        target = integers(seed + 2, 0, self.L - 1, self.E).long()
-        if self.hub:
-            target = torch.where(uniform(seed + 4, self.E) < 0.8, self.L // 2, target)
-        if self.is_sorted:
-            target = target.sort().values
-        edges = Edges.from_coo(source, target, self.L, is_sorted=self.is_sorted)
-        letters = {"S": self.S, "E": self.E, "H": self.H, "1": 1}
-        given: dict[str, Tensor] = {
-            "query": numbers(self.values, "token", seed + 16, self.L, self.H, self.d).to(dtype),
-            "key": numbers(self.values, "token", seed + 32, self.S, self.H, self.d).to(dtype),
-            "value": numbers(self.values, "value", seed + 48, self.S, self.H, self.d_v).to(dtype),
-        }
-        if self.values == "special":
-            name = ("query", "key", "value")[seed % 3]
-            x = given[name]
-            x.view(-1, x.shape[-1])[int(uniform(seed + 5, 1) * x.shape[0] * self.H)] = math.nan
-        width = 2 * self.d if self.form == "gat" else self.d
-        if self.form != "softmax":
-            given["w1"] = numbers(self.values, "frequency", seed + 64, self.H, width, self.M).to(
-                wide
-            )
-            if not self.stationary:
-                given["w2"] = numbers(
-                    self.values, "frequency", seed + 80, self.H, width, self.M
-                ).to(wide)
-        for i, name in enumerate(("key_bias", "edge_bias")):
-            shape = getattr(self, name)
-            if shape is not None:
-                x = numbers("exact", "bias", seed + 96 + 16 * i, *(letters[x] for x in shape))
-                given[name] = x.masked_fill(uniform(seed + 7 + i, *x.shape) < 0.2, -math.inf).to(
-                    wide
-                )
-        if self.form == "gat":
-            given["vector"] = numbers(self.values, "token", seed + 128, self.H, width).to(dtype)
-        wrong = seed % 16
-        if wrong == 0:
-            changed = given | {"key": given["key"][..., 1:]}
-            return assert_raises(
-                "key" if self.form != "gat" else "source", lambda: self.run(changed, edges)
-            )
-        if wrong == 1 and self.E:
-            bad = Edges(edges.rowptr, edges.col + self.S, edges.order)
-            return assert_raises("col", lambda: self.run(given, bad))
+        source, target, edges = self.graph()
+        given = self.arguments()
+        if self.seed % 16 < 2:
+            return self.check_wrong(given, edges)
         leaves = {
             x: y.detach().clone().requires_grad_(x in self.gradients) for x, y in given.items()
         }
         output, weights = self.run(leaves, edges)
         again = self.run(given, edges)
         assert_bits("the same call twice", [output, weights], again)
-        if output.dtype != dtype:
+        if output.dtype != getattr(torch, self.dtype):
             raise Wrong(f"the output is of type {output.dtype}")
+        check = self.check_by_formula if self.form == "softmax" else self.check_against_dense
+        return check(given, leaves, source, target, output, weights)
+
+    def graph(self) -> tuple[Tensor, Tensor, Edges]:
+        """Makes the sources and targets of edges, and the graph of them."""
+        source = integers(self.seed + 1, 0, self.S - 1, self.E).long()
+        target = integers(self.seed + 2, 0, self.L - 1, self.E).long()
+        if self.hub:
+            target = torch.where(uniform(self.seed + 4, self.E) < 0.8, self.L // 2, target)
+        if self.is_sorted:
+            target = target.sort().values
+        return source, target, Edges.from_coo(source, target, self.L, is_sorted=self.is_sorted)
+
+    def arguments(self) -> dict[str, Tensor]:
+        """Makes the tensors of the call by their names."""
+        dtype, seed = getattr(torch, self.dtype), self.seed
+        wide = torch.float64 if self.dtype == "float64" else torch.float32
+        width = 2 * self.d if self.form == "gat" else self.d
+
+        def make(role: str, number: int, *shape: int) -> Tensor:
+            x = numbers(self.values, role, seed + 16 * number, *shape)
+            return x.to(wide if role == "frequency" else dtype)
+
+        given = {
+            "query": make("token", 1, self.L, self.H, self.d),
+            "key": make("token", 2, self.S, self.H, self.d),
+            "value": make("value", 3, self.S, self.H, self.d_v),
+        }
         if self.form != "softmax":
-            self.check_against_dense(given, leaves, source, target, output, weights)
-        else:
-            self.check_by_formula(given, leaves, source, target, output, weights)
-        return None
+            given["w1"] = make("frequency", 4, self.H, width, self.M)
+            if not self.stationary:
+                given["w2"] = make("frequency", 5, self.H, width, self.M)
+        letters = {"S": self.S, "E": self.E, "H": self.H, "1": 1}
+        for i, name in enumerate(("key_bias", "edge_bias")):
+            shape = getattr(self, name)
+            if shape is not None:
+                x = numbers("exact", "bias", seed + 96 + 16 * i, *(letters[x] for x in shape))
+                x = x.masked_fill(uniform(seed + 7 + i, *x.shape) < 0.2, -math.inf)
+                given[name] = x.to(wide)
+        if self.values == "special":
+            names = [x for x in given if not x.startswith("w")]
+            x = given[names[seed % len(names)]]
+            if x.numel():
+                rows = x.view(-1, x.shape[-1]) if x.dim() == 3 else x.view(-1)
+                rows[int(uniform(seed + 5, 1) * len(rows))] = math.nan
+        if self.form == "gat":
+            given["vector"] = make("token", 8, self.H, width)
+        return given
+
+    def check_wrong(self, given: dict[str, Tensor], edges: Edges) -> None:
+        """Holds a call with a wrong argument to an error that names it."""
+        if self.seed % 16 == 0:
+            changed = given | {"key": given["key"][..., 1:]}
+            name = "key" if self.form != "gat" else "source"
+            assert_raises(name, lambda: self.run(changed, edges))
+        elif self.E:
+            bad = Edges(edges.rowptr, edges.col + self.S, edges.order)
+            assert_raises("col", lambda: self.run(given, bad))
 
     def run(self, given: dict[str, Tensor], edges: Edges) -> tuple[Tensor, Tensor]:
         options = {x: given[x] for x in ("key_bias", "edge_bias") if x in given}
@@ -174,12 +184,7 @@ class EdgeCall:
         bias = None
         if biases:
             hidden = torch.stack([x == -math.inf for x in biases]).any(0)
-            bias = (
-                torch.stack(biases)
-                .nan_to_num(0.0, neginf=0.0)
-                .sum(0)
-                .masked_fill(hidden, -math.inf)
-            )
+            bias = torch.stack(biases).sum(0).masked_fill(hidden, -math.inf)
         query, key = given["query"], given["key"][source]
         if self.form == "gat":
             key = torch.cat([query[target], key], -1)

@@ -74,7 +74,7 @@ FAULTS = (
     Fault("moments lose eps", "moments/cpu/from_moments.h", "eps = static_cast<T>(params.eps);\n  const T least", "eps = FAULT ? T(0) : static_cast<T>(params.eps);\n  const T least", STATE),
     Fault("decoding reads the first group", DECODING, "const int64_t head = at.h / (params.H / params.key_heads);", "const int64_t head = FAULT ? 0 : at.h / (params.H / params.key_heads);", STATE),
     Fault("parts of decoding keep an old maximum", DECODING, "sum += own.sums[row] * factor;", "sum += own.sums[row] * (FAULT ? T(1) : factor);", STATE),
-    Fault("an edge's bias for all heads", "edge_attention/cpu/scores.h", "logits[h] += of_edge[p.edge_heads == 1 ? 0 : h];", "logits[h] += of_edge[p.edge_heads == 1 || FAULT ? 0 : h];", EDGES),
+    Fault("an edge's bias for all heads", "edge_attention/cpu/scores.h", "const T bias = of_edge[p.edge_heads == 1 ? 0 : h];", "const T bias = of_edge[p.edge_heads == 1 || FAULT ? 0 : h];", EDGES),
     Fault("edges forget the tail of a row", "edge_attention/cpu/scores.h", "return k == count ? sum : sum + dot_of_rest", "return k == count || (FAULT && count > 8) ? sum : sum + dot_of_rest", EDGES),
     Fault("edges lose eps", "edge_attention/cpu/scores.h", "weight *= s * s + p.eps;", "weight *= s * s + (FAULT ? T(0) : p.eps);", EDGES),
     Fault("gradients of weights lost", "edge_attention/cpu/backward.h", "grad_logits[h] += p.grad_weights[e * H + h];", "grad_logits[h] += FAULT ? T(0) : p.grad_weights[e * H + h];", EDGES),
@@ -83,7 +83,7 @@ FAULTS = (
     Fault("the last head alone", "contributions/cpu/factors.h", "*factors = products[k] * inverse;", "*factors = FAULT && k + 1 == H && H > 4 ? T(0) : products[k] * inverse;", MAPS),
     # --- Python
     Fault("stale frequencies", "ops/_fixed_kernel.py", "key = (heads, like.dtype, like.device)", "key = (0 if FAULT and self._frequencies else heads, like.dtype, like.device)\n        key = next(iter(self._frequencies)) if FAULT and self._frequencies else key", STATE),
-    Fault("biases hide nothing", "ops/_fixed_kernel.py", "return torch.where(bias == -math.inf, -math.inf, logits + bias)", "return logits + bias if FAULT else torch.where(bias == -math.inf, -math.inf, logits + bias)", STATE),
+    Fault("biases hide nothing", "ops/_fixed_kernel.py", "return torch.where(hidden, -math.inf, logits + bias)", "return logits + bias if FAULT else torch.where(hidden, -math.inf, logits + bias)", STATE),
     Fault("heads repeat in another order", "ops/_fixed_kernel.py", "return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)", "return x if own in (1, heads) else x.repeat(1, heads // own, *[1] * (x.dim() - 2)) if FAULT else x.repeat_interleave(heads // own, 1)", STATE),
     Fault("copies share buffers", "ops/key_features.py", 'return {"_kept": self._kept and self._kept.copied(self._length)}', 'return {"_kept": self._kept and (self._kept if FAULT else self._kept.copied(self._length))}', STATE),
     Fault("crop keeps the old reference", "ops/key_features.py", "return self._replace(reference=largest, logits=kept)", "return self._replace(reference=largest) if FAULT else self._replace(reference=largest, logits=kept)", STATE),

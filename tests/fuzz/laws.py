@@ -1,0 +1,444 @@
+"""Other calls of the same meaning as one of attention, and what must hold of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ikattn
+from fuzz.condition import Attention
+from fuzz.draws import integers
+from fuzz.holding import Wrong, assert_bits, assert_raises
+from fuzz.tried import Tried
+
+LAWS: dict[str, Callable[[Tried], None]] = {}
+WEIGHTS: dict[str, int] = {}
+
+
+def law(weight: int) -> Callable[[Callable[[Tried], None]], Callable[[Tried], None]]:
+    def add(function: Callable[[Tried], None]) -> Callable[[Tried], None]:
+        LAWS[function.__name__] = function
+        WEIGHTS[function.__name__] = weight
+        return function
+
+    return add
+
+
+@law(10)
+def twice(t: Tried) -> None:
+    output, gradients = t.run(t.arguments)
+    assert_bits(
+        "the same call twice", [t.output, *t.gradients.values()], [output, *gradients.values()]
+    )
+
+
+@law(6)
+def threads(t: Tried) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3 - min(before, 2))
+    try:
+        output, gradients = t.run(t.arguments)
+    finally:
+        torch.set_num_threads(before)
+    assert_bits(
+        "another number of threads",
+        [t.output, *t.gradients.values()],
+        [output, *gradients.values()],
+    )
+
+
+def item(arguments: dict[str, Any], b: int, B: int) -> dict[str, Any]:
+    """Returns the call of one batch item."""
+
+    def part(name: str, dims: int) -> Tensor | None:
+        x = arguments[name]
+        return x[b : b + 1] if x is not None and x.dim() == dims and x.shape[0] == B else x
+
+    dims = {"query": 4, "key": 4, "value": 4, "w1": 4, "w2": 4, "key_bias": 3, "attn_mask": 4}
+    return arguments | {name: part(name, of) for name, of in dims.items()}
+
+
+@law(10)
+def batch_items_alone(t: Tried) -> None:
+    if t.call.dropout or t.call.B < 2:
+        return
+    b = t.call.seed % t.call.B
+    wanted = [x for x in t.wanted if x in ("query", "key", "value")]
+    own, incoming = item(t.arguments, b, t.call.B), t.incoming[b : b + 1]
+    output, gradients = t.run(own, incoming, wanted)
+    whole = [t.output[b : b + 1], *(t.gradients[x][b : b + 1] for x in wanted)]
+    assert_bits("a batch item alone", whole, [output, *gradients.values()])
+
+
+@law(8)
+def permuted_keys(t: Tried) -> None:
+    call, order = (
+        t.call,
+        torch.randperm(t.call.S, generator=torch.Generator().manual_seed(t.call.seed)),
+    )
+    if call.causal or call.dropout:
+        return
+    changed = dict(t.arguments)
+    for name, axis in (("key", 2), ("value", 2), ("key_bias", -1), ("attn_mask", -1)):
+        x = changed[name]
+        if x is not None and x.dim() and x.shape[axis] == call.S:
+            changed[name] = x.index_select(axis, order)
+    output, _ = t.run(changed, wanted=[])
+    t.compare("output of permuted keys", output, t.truth.output)
+
+
+@law(8)
+def hidden_keys_appended(t: Tried) -> None:
+    call, more = t.call, 1 + t.call.seed % 70
+    if call.dropout or call.S == 0:
+        return
+    B, H, S = call.B, call.H, call.S
+    changed = dict(t.arguments)
+    for name in ("key", "value"):
+        x = changed[name]
+        changed[name] = torch.cat([x, x.new_full((B, call.G, more, x.shape[3]), math.nan)], 2)
+    bias, mask = changed["key_bias"], changed["attn_mask"]
+    if mask is not None and mask.dim():
+        mask = mask.expand(*mask.shape[:-1], S)
+        changed["attn_mask"] = torch.cat([mask, mask[..., :1].expand(*mask.shape[:-1], more)], -1)
+    heads = H if bias is None or bias.dim() < 2 else bias.shape[-2]
+    bias = torch.zeros(1, dtype=t.arguments["w1"].dtype) if bias is None else bias
+    bias = bias.expand(*(bias.shape[:-1] if bias.dim() > 1 else (heads,)), S)
+    changed["key_bias"] = torch.cat([bias, bias.new_full((*bias.shape[:-1], more), -math.inf)], -1)
+    wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1", "w2")]
+    output, gradients = t.run(changed, wanted=wanted)
+    truth = t.truth_for(changed)
+    t.compare("output with hidden keys", output, truth.output)
+    bounds = truth.gradients(t.incoming, wanted) if wanted else {}
+    for name, found in gradients.items():
+        own = found[:, :, :S] if name in ("key", "value") else found
+        t.compare(f"gradient of {name} with hidden keys", own, bounds[name])
+        if name in ("key", "value") and bool((found[:, :, S:] != 0).any()):
+            raise Wrong(f"a hidden {name} has a gradient")
+
+
+@law(6)
+def groups_repeated(t: Tried) -> None:
+    call = t.call
+    if call.G == call.H:
+        return
+    changed = dict(t.arguments)
+    for name, axis in (("key", 1), ("value", 1), ("w1", -3), ("w2", -3), ("key_bias", -2)):
+        x = changed[name]
+        if x is not None and x.dim() >= -axis and x.shape[axis] == call.G:
+            changed[name] = x.repeat_interleave(call.H // call.G, axis)
+    output, _ = t.run(changed | {"enable_gqa": False}, wanted=[])
+    t.compare("output of repeated groups", output, t.truth_for(changed).output)
+
+
+@law(6)
+def causal_as_mask(t: Tried) -> None:
+    call = t.call
+    if not call.causal:
+        return
+    tril = torch.ones(call.L, call.S, dtype=torch.bool).tril()
+    mask = t.arguments["attn_mask"]
+    if mask is None:
+        mask = tril
+    elif mask.dtype == torch.bool:
+        mask = mask & tril
+    else:
+        mask = torch.where(tril, mask, -math.inf).to(mask.dtype)
+    changed = t.arguments | {"is_causal": False, "attn_mask": mask}
+    output, _ = t.run(changed, wanted=[])
+    t.compare("output of causal as a mask", output, t.truth_for(changed).output)
+
+
+@law(10)
+def weights(t: Tried) -> None:
+    given = {name: x for name, x in t.arguments.items() if name != "value"}
+    found = ikattn.implicit_kernel_weights(**given)
+    t.compare("weights", found, t.truth.weights)
+    truth, bound = t.truth.weights
+    averaged = ikattn.implicit_kernel_weights(**given, average_heads=True)
+    t.compare(
+        "averaged weights",
+        averaged,
+        (truth.mean(1), bound.mean(1) + 2 * torch.finfo(t.call.torch_dtype).eps * truth.mean(1)),
+    )
+
+
+@law(6)
+def packed(t: Tried) -> None:
+    """Packs the items, some with fewer queries, after sequences of keys that nobody reads."""
+    call, given = t.call, t.arguments
+    is_ragged = not call.causal and call.seed % 2 == 0
+    bad = given["attn_mask"] is not None or (call.causal and call.L != call.S)
+    if bad or call.dropout or not call.B * call.S:
+        return
+    rows = [call.L - (call.seed >> 2 * b) % min(call.L + 1, 4) * is_ragged for b in range(call.B)]
+    unread = (call.seed >> 20) % 3 * is_ragged  # keys before each item
+
+    def tokens(x: Tensor, of_keys: bool, rubbish: float = math.nan) -> Tensor:
+        parts = []
+        for b in range(call.B):
+            if of_keys:
+                parts.append(x.new_full((unread, x.shape[1], x.shape[3]), rubbish))
+            parts.append(x[b].transpose(0, 1)[: call.S if of_keys else rows[b]])
+        return torch.cat(parts)
+
+    bias = given["key_bias"]
+    if bias is not None:
+        bias = bias.expand(call.B, bias.shape[-2] if bias.dim() > 1 else 1, call.S)
+        bias = tokens(bias.unsqueeze(-1), True, 0.0).squeeze(-1).T
+    of_items = [x for b in range(call.B) for x in ([b, b] if unread else [b])]
+    w1, w2 = (
+        x if x is None or x.dim() == 3 else x.expand(call.B, *x.shape[1:])[of_items]
+        for x in (given["w1"], given["w2"])
+    )
+    lengths_q = [n for b in range(call.B) for n in ([0, rows[b]] if unread else [rows[b]])]
+    lengths_k = [n for _ in range(call.B) for n in ([unread, call.S] if unread else [call.S])]
+    ends = (torch.tensor([0, *x]).cumsum(0) for x in (lengths_q, lengths_k))
+    output = ikattn.implicit_kernel_attention_varlen(
+        tokens(given["query"], False), tokens(given["key"], True), tokens(given["value"], True),
+        w1, w2, *ends, causal=call.causal, p=call.p, key_bias=bias, eps=call.eps,
+        magnitude_scale=call.scale,
+    )  # fmt: skip
+    at = 0
+    for b in range(call.B):
+        found = output[at : at + rows[b]].transpose(0, 1)
+        truth, bound = (x[b, :, : rows[b]] for x in t.truth.output)
+        t.compare("packed output", found, (truth, bound))
+        at += rows[b]
+
+
+@law(4)
+def in_batch_mode(t: Tried) -> None:
+    call = t.call
+    if call.dropout or call.L < 2:
+        return
+    with ikattn.deterministic("batch"):
+        whole, _ = t.run(t.arguments, wanted=[])
+        t.compare("output in batch mode", whole, t.truth_for(t.arguments).output)
+        first = 1 + call.seed % call.L
+        rows = t.arguments | {"query": t.arguments["query"][:, :, :first]}
+        mask = rows["attn_mask"]
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] == call.L:
+            rows["attn_mask"] = mask[..., :first, :]
+        part, _ = t.run(rows, wanted=[])
+        is_linear = ikattn.which_kernels(**t.arguments).forward.algorithm == "linear"
+        if (
+            not is_linear
+            and ikattn.which_kernels(**rows).forward == ikattn.which_kernels(**t.arguments).forward
+        ):
+            assert_bits("some rows in batch mode", [whole[:, :, :first]], [part])
+
+
+def _keeps_scores(t: Tried) -> bool:
+    """Tells whether no offset is so large that a composition loses scores beside it."""
+    offsets = [t.arguments[x] for x in ("key_bias", "attn_mask") if t.arguments[x] is not None]
+    return all(
+        float(x[x.isfinite()].abs().max()) < 1e4
+        for x in offsets
+        if x.is_floating_point() and bool(x.isfinite().any())
+    )
+
+
+@law(4)
+def reference(t: Tried) -> None:
+    if t.call.values == "special" or not _keeps_scores(t):
+        return
+    output, _ = t.run(t.arguments, wanted=[], function=ikattn.reference.implicit_kernel_attention)
+    t.compare("the composition's output", output, t.truth.output, 2)
+
+
+@law(3)
+def vmapped(t: Tried) -> None:
+    call = t.call
+    if (
+        call.values == "special"
+        or call.dropout
+        or not call.B * call.S * call.L
+        or not _keeps_scores(t)
+    ):
+        return
+    named = {x: t.arguments[x] for x in ("query", "key", "value")}
+    others = {x: y for x, y in t.arguments.items() if x not in named}
+    twice = {name: torch.stack([x, x.flip(0)]) for name, x in named.items()}
+
+    def call_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ikattn.implicit_kernel_attention(query, key, value, **others)
+
+    output = torch.func.vmap(call_of)(*twice.values())
+    t.compare("output under vmap", output[0], t.truth.output, 2)
+
+
+@law(3)
+def forward_derivative(t: Tried) -> None:
+    call = t.call
+    if (
+        not t.wanted
+        or not _keeps_scores(t)
+        or call.values in ("special", "wide", "denormal")
+        or not call.L * call.S * call.B
+    ):
+        return
+    named = {
+        x: t.arguments[x].detach().clone(memory_format=torch.contiguous_format) for x in t.wanted
+    }
+    others = {x: y for x, y in t.arguments.items() if x not in named}
+    tangents = {
+        name: torch.where(x.isfinite(), integers(call.seed + 90 + i, -2, 2, *x.shape), 0.0).to(
+            x.dtype
+        )
+        for i, (name, x) in enumerate(named.items())
+    }
+
+    def call_of(given: dict[str, Tensor]) -> Tensor:
+        return ikattn.implicit_kernel_attention(**others, **given)
+
+    _, forward = torch.func.jvp(call_of, (named,), (tangents,))
+    found = (forward.double() * self_or_zero(t.incoming)).sum()
+    truth = sum((self_or_zero(t.bounds[x][0]) * y.double()).sum() for x, y in tangents.items())
+    scale = sum((t.bounds[x][1] * y.double().abs()).sum() for x, y in tangents.items())
+    scale = (
+        scale
+        + 0.05
+        * torch.finfo(call.torch_dtype).eps ** 0.5
+        * (forward.double().abs() * t.incoming.double().abs()).sum()
+    )
+    if float((found - truth).abs()) > 4 * float(scale) + 1e-9:
+        raise Wrong(f"the forward derivative is {float(found)}, the backward's {float(truth)}")
+
+
+def self_or_zero(x: Tensor) -> Tensor:
+    return x.double().nan_to_num(0.0, 0.0, 0.0)
+
+
+@law(3)
+def fake(t: Tried) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = {
+            x: mode.from_tensor(y) if isinstance(y, Tensor) else y for x, y in t.arguments.items()
+        }
+        output = ikattn.implicit_kernel_attention(**given)
+    if (output.shape, output.dtype, output.stride()) != (
+        t.output.shape,
+        t.output.dtype,
+        t.output.stride(),
+    ):
+        raise Wrong(
+            f"the fake output has shape {output.shape} and strides {output.stride()}, the true one "
+            f"{t.output.shape} and {t.output.stride()}"
+        )
+
+
+@law(3)
+def autocast(t: Tried) -> None:
+    if t.call.dtype != "float32" or t.call.values in ("special", "wide"):
+        return
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = t.run(t.arguments, wanted=[])
+    low = t.arguments | {x: t.arguments[x].to(torch.bfloat16) for x in ("query", "key", "value")}
+    expected, _ = t.run(low, wanted=[])
+    assert_bits("under autocast", [expected], [found])
+
+
+@law(3)
+def learned_order(t: Tried) -> None:
+    call = t.call
+    if (
+        call.p in (None, 1.0)
+        or call.scale is not None
+        or call.values == "special"
+        or call.bias
+        or call.dropout
+        or call.G != call.H
+    ):
+        return
+    from ikattn.ops.magnitude import LearnedOrder
+
+    order = LearnedOrder(call.H, call.p or 2.0, dtype=torch.float64)
+    g = order(t.arguments["key"]).to(t.arguments["w1"].dtype).detach()
+    if t.arguments["w1"].dtype.itemsize < 4 or not call.S:
+        return
+    output, _ = t.run(t.arguments | {"p": None, "key_bias": g}, wanted=[])
+    t.compare("output with a learned order", output, t.truth.output, 4)
+
+
+@law(2)
+def second_derivative(t: Tried) -> None:
+    call = t.call
+    wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1")]
+    if (
+        call.dtype != "float64"
+        or call.values != "normal"
+        or not set(wanted) - {"value"}
+        or call.L * call.S * call.B * call.d_v == 0
+    ):
+        return
+    given = t.arguments | {x: t.arguments[x].detach().requires_grad_() for x in wanted}
+    output = ikattn.implicit_kernel_attention(**given)
+    first = torch.autograd.grad(output, [given[x] for x in wanted], t.incoming, create_graph=True)
+    along = [integers(call.seed + 60 + i, -2, 2, *x.shape) for i, x in enumerate(first)]
+    inner = sum((x * y).sum() for x, y in zip(first, along, strict=True))
+    second = torch.autograd.grad(inner, [given[x] for x in wanted], allow_unused=True)
+    steps = [normal_step(call.seed + 70 + i, x) for i, x in enumerate(first)]
+    found = sum(float((x * y).sum()) for x, y in zip(second, steps, strict=True) if x is not None)
+    values = []
+    for h in (1e-4, -1e-4, 2e-4, -2e-4):
+        moved = t.arguments | {
+            x: t.arguments[x] + h * y for x, y in zip(wanted, steps, strict=True)
+        }
+        gradients = Attention(moved, t.truth.arithmetic, t.keep).gradients(t.incoming, wanted)
+        values.append(
+            sum(float((gradients[x][0] * y).sum()) for x, y in zip(wanted, along, strict=True))
+        )
+    one, two = (values[0] - values[1]) / 2e-4, (values[2] - values[3]) / 4e-4
+    truth, unsure = (4 * one - two) / 3, abs(one - two) + 1e-4 * max(map(abs, values))
+    size = sum(float(x.abs().max()) for x in second if x is not None and x.numel())
+    if abs(found - truth) > 2 * unsure + 1e-6 * size + 1e-7:
+        raise Wrong(f"the second derivative is {found}, by differences {truth}")
+
+
+def normal_step(seed: int, like: Tensor) -> Tensor:
+    return integers(seed, -2, 2, *like.shape)
+
+
+@law(4)
+def wrong_calls(t: Tried) -> None:
+    call, given = t.call, t.arguments
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("key", {"key": given["key"][..., :-1]}),
+        ("value", {"value": given["value"][:, :, 1:]}) if call.S else ("eps", {"eps": 0.0}),
+        ("w1", {"w1": given["w1"][..., :-1, :]}),
+        ("query", {"query": given["query"][0]}) if call.B else ("p", {"p": 0.5}),
+        ("p", {"p": 0.5}),
+        ("eps", {"eps": -1.0}),
+        ("eps", {"eps": math.nan}),
+        ("dropout_p", {"dropout_p": 1.0}),
+        ("key_bias", {"key_bias": torch.zeros(call.S + 2)}),
+        ("attn_mask", {"attn_mask": torch.ones(call.L + 2, call.S + 2, dtype=torch.bool)}),
+        ("attn_mask", {"attn_mask": torch.ones(call.L, call.S, dtype=torch.int64)}),
+        ("value", {"value": given["value"].to(torch.int32)}),
+        ("magnitude_scale", {"magnitude_scale": math.inf}),
+        ("w2", {"w2": given["w1"][..., :1].repeat_interleave(call.M + 1, -1)}),
+        (
+            "key",
+            {"key": given["key"].to(torch.float32 if call.dtype == "float64" else torch.float64)},
+        ),
+        ("dropout_seed", {"dropout_p": 0.5, "dropout_seed": torch.zeros(3, dtype=torch.int64)}),
+    ]
+    name, change = changes[call.seed % len(changes)]
+    assert_raises(name, lambda: ikattn.implicit_kernel_attention(**given | change))
+
+
+@law(1)
+def compiled(t: Tried) -> None:
+    if t.call.seed % 20 or t.call.dropout:
+        return
+    torch._dynamo.reset()
+    function = torch.compile(ikattn.implicit_kernel_attention, backend="aot_eager")
+    output, gradients = t.run(t.arguments, function=function)
+    assert_bits("compiled", [t.output, *t.gradients.values()], [output, *gradients.values()])
