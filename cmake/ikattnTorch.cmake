@@ -22,6 +22,7 @@ function(ikattn_find_torch)
         "-DTorch_DIR=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')/Torch")
   endif()
   cmake_path(SET prefix NORMALIZE "${config_dir}/../../..")
+  string(REGEX REPLACE "/$" "" prefix "${prefix}")
 
   foreach(header include/torch/headeronly/version.h include/torch/csrc/api/include/torch/version.h)
     if(EXISTS "${prefix}/${header}")
