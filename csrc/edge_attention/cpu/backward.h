@@ -45,7 +45,7 @@ inline void query_gradients_of(const EdgeQueryGradientParams<T>& p, int64_t i, i
                                int64_t end, const double* mean, const EdgeScratch<T>& scratch,
                                T* grad_query) {
   const int64_t H = p.H, d_v = p.d_v, F = p.F;
-  const bool hides = take_scores(p, i, begin, end, scratch);
+  take_scores(p, i, begin, end, scratch);
   take_weights(p, end - begin, p.log_normalizer + i * H, scratch);
   const T* grad_output = p.grad_output + i * H * d_v;
   const T of_score = T(1) / static_cast<T>(p.exponential ? 1 : F);
@@ -70,7 +70,7 @@ inline void query_gradients_of(const EdgeQueryGradientParams<T>& p, int64_t i, i
       grad_products[h] = grad_logits[h] * slope * of_score;
     }
     for (int64_t h = 0; h < H; ++h) {
-      if (hides && weights[h] == 0) {  // what is hidden may be NaN
+      if (is_no_weight(weights[h])) {  // what is hidden may be NaN
         grad_logits[h] = grad_products[h] = kept[h] = 0;
         continue;
       }

@@ -21,8 +21,7 @@ template <typename T>
 inline void attend_piece(const EdgeForwardParams<T>& p, int64_t i, int64_t begin, int64_t end,
                          const EdgeScratch<T>& scratch, const WeightedSum<T>& total) {
   const int64_t H = p.H, d_v = p.d_v, edges = end - begin;
-  const bool hides = take_scores(p, i, begin, end, scratch);
-
+  take_scores(p, i, begin, end, scratch);
   for (int64_t h = 0; h < H; ++h) total.largest[h] = -INFINITY;
   for (int64_t e = 0; e < edges; ++e) {
     for (int64_t h = 0; h < H; ++h) {
@@ -44,7 +43,7 @@ inline void attend_piece(const EdgeForwardParams<T>& p, int64_t i, int64_t begin
   for (int64_t e = 0; e < edges; ++e) {
     const T* values = p.value + p.source[begin + e] * H * d_v;
     for (int64_t h = 0; h < H; ++h) {
-      if (hides && weights[e * H + h] == 0) continue;
+      if (is_no_weight(weights[e * H + h])) continue;
       add_multiple(total.values + h * d_v, kept[e * H + h], values + h * d_v, d_v);
     }
   }
@@ -79,8 +78,8 @@ inline void finish_target(const EdgeForwardParams<T>& p, int64_t i, const Partia
   for (int64_t e = p.rowptr[i]; e < p.rowptr[i + 1]; ++e) {
     const double* factor = piece((e - p.rowptr[i]) / kPieceEdges).largest;
     T* weights = p.weights + e * H;
-    for (int64_t h = 0; h < H; ++h) {  // what is hidden stays 0 where the factor is NaN
-      weights[h] = weights[h] == 0 ? T(0) : weights[h] * static_cast<T>(factor[h]);
+    for (int64_t h = 0; h < H; ++h) {  // the factor may be NaN
+      weights[h] = is_no_weight(weights[h]) ? T(0) : weights[h] * static_cast<T>(factor[h]);
     }
   }
 }

@@ -137,9 +137,13 @@ class EdgeScratches {
 
 inline bool is_hidden(double logit) { return logit == -INFINITY; }
 
-// Fills the scratch for edges [begin, end) of query i; tells whether any of them is hidden.
+// The weight of an edge that is hidden or dropped. That of one which is far below the others is 0.
+constexpr double kNoWeight = -0.0;
+inline bool is_no_weight(double weight) { return weight == 0 && std::signbit(weight); }
+
+// Fills the scratch for edges [begin, end) of query i.
 template <typename T>
-inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_t end,
+inline void take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_t end,
                         const EdgeScratch<T>& scratch) {
   const int64_t H = p.H;
   const T* query = p.query_features + i * H * p.F;
@@ -180,7 +184,6 @@ inline bool take_scores(const EdgeParams<T>& p, int64_t i, int64_t begin, int64_
     const T factor = T(1) / static_cast<T>(2 * p.F);
     for (int64_t k = 0; k < (end - begin) * H; ++k) scratch.products[k] *= factor;
   }
-  return hides;
 }
 
 // Computes weights score * exp(logit - shift[h]) in place of logits. A shift of -inf: the head sees
@@ -199,17 +202,19 @@ inline void take_weights(const EdgeParams<T>& p, int64_t edges, const double* sh
   }
   for (int64_t k = count; k < round_up(count, kLanes<T>); ++k) weights[k] = scratch.products[k] = 0;
   for (int64_t k = 0; k < count; k += kLanes<T>) {
-    Vec<T> weight = exp_bounded<T>(load(weights + k));
-    const Vec<T> s = load(scratch.products + k);
+    const Vec<T> logit = load(weights + k), s = load(scratch.products + k);
+    Vec<T> weight = exp_bounded<T>(logit);
     if (!p.exponential) weight *= s * s + p.eps;
-    store(weights + k, weight);
+    store<T>(weights + k, logit == broadcast(-std::numeric_limits<T>::infinity())
+                              ? broadcast(T(kNoWeight))
+                              : weight);
   }
 }
 
 template <typename T>
 inline T dropped(const EdgeParams<T>& p, int64_t edge_head, T weight) {
   if (p.keep == nullptr) return weight;
-  return p.keep[edge_head] ? weight * p.rescale : T(0);
+  return p.keep[edge_head] ? weight * p.rescale : T(kNoWeight);
 }
 
 }  // namespace
