@@ -135,7 +135,7 @@ class ModuleCall:
                     else numbers("exact", "bias", seed + 4000, *shape).to(dtype)
                 )
                 arguments["attn_mask"] = mask.masked_fill(hidden, -torch.inf)
-            # With the hint torch hides the learned and zero keys, which stand last.
+            # torch hides the learned and the zero key, which stand last, where it is given is_causal.
             hint = self.kernel == "dot" or not (self.bias_kv or self.zero_attn)
             arguments["is_causal"] = self.mask == "causal" and hint
         results = []

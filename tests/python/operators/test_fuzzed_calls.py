@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import ikattn  # noqa: F401  registers the operators
 
 TESTS = Path(__file__).resolve().parents[2]
+NO_LIBRARIES = shutil.ignore_patterns("lib", "share", "__pycache__")
 FRESH = int.from_bytes(os.urandom(6), "little")
 
 # Found in earlier campaigns, with the fault that each was.
@@ -23,16 +25,25 @@ REGRESSIONS = (
     "AttentionCall(seed=3085692473416707006, L=2, values='special', mask='LS', mask_kind='float', "
     "gradients=('key',), laws=('hidden_keys_appended',))",
     # A NaN key behind an edge whose bias is -inf.
-    "EdgeCall(seed=16973103072887924905, E=5, values='special', edge_bias='EH')",
+    "EdgeCall(seed=9983349334403756901, E=3, H=2, values='special', edge_bias='EH')",
+    # A NaN bias of an edge whose key is hidden.
+    "EdgeCall(seed=9, S=3, E=4, values='special', key_bias='S', edge_bias='E')",
+    # A NaN value along an edge whose weight has vanished, beside hidden edges.
+    "EdgeCall(seed=12608571341593237622, S=48, E=157, H=2, d=15, dtype='bfloat16', "
+    "values='special', p=1.0, scale=0.5, edge_bias='E')",
+    # A NaN entry in the mask of a kept key that its bias hides.
+    "StateCall(seed=6974332415782984032, steps=(('add', 15), ('attend', 9), ('attend', 17)))",
 )
 
 
-def fuzz(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def fuzz(
+    *arguments: str, module: str = "fuzz", **environment: str
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if torch.ops.ikattn.sixteen_bit_instructions() == "amx":  # whose bounds no campaign has tried
         environment["IKATTN_SIXTEEN_BITS"] = "avx512_bf16"
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "fuzz", *arguments],
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
@@ -55,4 +66,11 @@ def test_fuzzed_calls_hold(seed: int, linear_time: str) -> None:
 @pytest.mark.parametrize("line", REGRESSIONS)
 def test_what_a_campaign_found_stays_mended(line: str) -> None:
     done = fuzz("--replay", line)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_planted_faults_are_places_in_the_sources(source_tree: Path, tmp_path: Path) -> None:
+    for folder in ("csrc", "torch_ext"):
+        shutil.copytree(source_tree / folder, tmp_path / folder, ignore=NO_LIBRARIES)
+    done = fuzz("plant", str(tmp_path), module="fuzz.faults")
     assert done.returncode == 0, done.stdout + done.stderr
