@@ -135,7 +135,7 @@ class ModuleCall:
                     else numbers("exact", "bias", seed + 4000, *shape).to(dtype)
                 )
                 arguments["attn_mask"] = mask.masked_fill(hidden, -torch.inf)
-            # torch hides the learned and the zero key, which stand last, where it is given is_causal.
+            # torch hides the learned and the zero key, which stand last, where is_causal is true.
             hint = self.kernel == "dot" or not (self.bias_kv or self.zero_attn)
             arguments["is_causal"] = self.mask == "causal" and hint
         results = []
