@@ -99,7 +99,7 @@ def measure(
         masked: In how many of the sentences tokens are masked one by one.
     """
     kinds = kinds_of(minilm.tokenizer)
-    corpus, split = CorpusSums(KINDS), Shares()
+    corpus = CorpusSums(KINDS)
     means: dict[Key, list[float]] = defaultdict(list)
     by_token: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
     telling: Telling | None = None
@@ -107,7 +107,6 @@ def measure(
         with ikattn.record(model, maps=RECORDED) as recording:
             model(**batch)
         corpus.add(recording, minilm.tokenizer, types_of=kinds)
-        split += ikattn.maps.shares(recording)
         for sentence in _sentences(recording, batch, minilm.tokenizer):
             for key, value in _of_sentence(sentence, kinds):
                 means[key].append(value)
@@ -118,7 +117,7 @@ def measure(
         for key, value in _of_masked_tokens(model, recording, batch, chosen, minilm.tokenizer):
             means[key].append(value)
     found = {key: float(torch.tensor(own).nanmean()) for key, own in means.items()}
-    found |= dict(_of_corpus(corpus)) | dict(of_split(split))
+    found |= dict(_of_corpus(corpus)) | dict(of_split(corpus.shares))
     for layer, name in by_token:
         if name != "count":
             values, often = (torch.cat(by_token[layer, x]) for x in (name, "count"))

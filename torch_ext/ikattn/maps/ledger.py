@@ -17,6 +17,7 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, RecordedMaps, check_whole, name_of_layer
 from ikattn.maps.summary import without_padding
 
+LEDGER = ("weights", "similarity", "magnitude", "value_norms")  # maps that hold the factors
 FACTORS = ("similarity", "magnitude", "value_norm", "bias")
 # Logarithms whose root mean square is below this many units in the last place of the ledger's dtype
 # are rounding, not variation. A weight carries the rounding of a softmax, a few tens of units.
@@ -253,11 +254,8 @@ def _checked_ledger(layer: Contributions, name: str) -> tuple[Tensor, Tensor, Te
         )
     B, H, L, S = weights.shape
     found = [weights]
-    for factor_name, shape in (
-        ("similarity", [B, H, L, S]),
-        ("magnitude", [B, H, S]),
-        ("value_norms", [B, H, S]),
-    ):
+    for factor_name in LEDGER[1:]:
+        shape = [B, H, L, S] if factor_name == "similarity" else [B, H, S]
         factor: Tensor | None = getattr(layer, factor_name)
         if factor is None or list(factor.shape) != shape:
             raise ValueError(
