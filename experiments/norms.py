@@ -298,7 +298,13 @@ def draw_plot(path: Path, found: Found, telling: list[Telling]) -> None:
         values = [found[Key("variance", layer, -1, factor)] for layer in layers]
         lows, highs = zip(*((min(x), max(x)) for x in values), strict=True)
         right.fill_between(layers, lows, highs, color=colour, alpha=0.25)
-        right.plot(layers, [mean(x) for x in values], "o-", color=colour, label=factor)
+        right.plot(
+            layers,
+            [mean(x) for x in values],
+            "o-",
+            color=colour,
+            label=factor.removeprefix("value_"),
+        )
     right.axhline(0, color="gray", linewidth=0.8)
     right.set(title="who makes contributions vary", xlabel="layer", ylabel="share of the variance")
     right.legend(frameon=False, fontsize=8)
