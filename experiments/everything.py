@@ -1,4 +1,4 @@
-"""All experiments, a few at a time: by their parts, some 3.7 hours on two cores.
+"""All experiments, a few at a time: by their parts, some 4 hours on two cores.
 
 What that budget leaves: every attention and order, of two epochs in translation (one seed) and of
 three on SUBJ, MR and SST-2; order 2 of translation longer, for its models; three orders and seeds
