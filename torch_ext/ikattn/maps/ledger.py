@@ -216,15 +216,15 @@ def _split(layer: Contributions, name: str) -> Split:
     m, n = (x.detach().double().log().flatten(0, 1) for x in (magnitude, value_norms))
     sums = torch.zeros(B * H, 4, 4, dtype=torch.float64, device=weights.device)
     rows, left_out = (torch.zeros(B * H, dtype=torch.int64, device=sums.device) for _ in range(2))
-    w, s = (x.detach().reshape(-1, S) for x in (weights, similarity))  # [B H L, S]
-    for chosen in torch.arange(B * H * L, device=w.device).split(
-        max(1, _PAIRS_AT_ONCE // max(1, S))
-    ):
-        head = chosen // L
-        visible = _in_range(w[chosen]) & _in_range(s[chosen]) & of_keys[head]
+    w, s = (x.detach().flatten(0, 2) for x in (weights, similarity))  # [B H L, S]
+    step = max(1, _PAIRS_AT_ONCE // max(1, S))
+    for first in range(0, len(w), step):
+        w_, s_ = w[first : first + step], s[first : first + step]  # [R, S]
+        head = torch.arange(first, first + len(w_), device=w.device) // L
+        visible = _in_range(w_) & _in_range(s_) & of_keys[head]
         count = visible.sum(-1)
-        logs = torch.stack([s[chosen].double().log(), m[head], n[head]], 1)  # [R, 3, S]
-        bias = w[chosen].double().log() - logs[:, 0] - logs[:, 1]  # with -log Z, which falls away
+        logs = torch.stack([s_.double().log(), m[head], n[head]], 1)  # [R, 3, S]
+        bias = w_.double().log() - logs[:, 0] - logs[:, 1]  # with -log Z, which falls away
         logs = torch.cat([logs, bias[:, None]], 1).masked_fill(~visible[:, None], 0)
         mean = logs.sum(-1, keepdim=True) / count.clamp_min(1)[:, None, None]
         off = (logs - mean).masked_fill(~visible[:, None], 0)
@@ -234,7 +234,7 @@ def _split(layer: Contributions, name: str) -> Split:
         counted = count > 1
         sums.index_add_(0, head, covariance * counted[:, None, None])
         rows.index_add_(0, head, counted.long())
-        left_out.index_add_(0, head, ((w[chosen] != 0) & ~visible).sum(-1))
+        left_out.index_add_(0, head, ((w_ != 0) & ~visible).sum(-1))
     return Split(*(x.unflatten(0, (B, H)).sum(0).cpu() for x in (sums, rows, left_out)))
 
 
