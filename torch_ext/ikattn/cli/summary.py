@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from ikattn._whole_files import whole_file
 from ikattn.explain.corpora.corpus import CorpusSums
@@ -14,6 +16,8 @@ from ikattn.maps.contribution_maps import SUMMED_MAPS
 from ikattn.maps.ledger import FACTORS
 from ikattn.maps.page.template import template
 
+# For each layer and map, the shares of the types of tokens: of each head, or of all of them.
+_Shares: TypeAlias = "defaultdict[tuple[str, str], list[list[float]]]"
 _PARTS = ("summed", "per_head", "with_residual", "with_norm", "encoder", "alti")
 
 
@@ -25,10 +29,13 @@ def write_summary(path: Path, sums: CorpusSums) -> None:
         styles=("maps/page/base.css", "maps/page/summary.css"),
         scripts=(),
     )
+    shares: _Shares = defaultdict(list)
+    for row in sums.table():
+        shares[row["layer"], row["map"]].append([row[kind] for kind in sums.types])
     with whole_file(path) as file:
         file.write(before)
         for section in (_looks_and_moves, _factors, _mixing_ratios, _sinks):
-            file.write("".join(section(sums)).encode())
+            file.write("".join(section(sums, shares)).encode())
         file.write(after)
 
 
@@ -46,18 +53,11 @@ def _percent(x: float) -> str:
     return "" if math.isnan(x) else f"{100 * x:.1f} %"
 
 
-def _shares(sums: CorpusSums, layer: str, name: str) -> list[list[float]]:
-    """For each head, or for all of them, the share of each type of token."""
-    rows = [row for row in sums.table() if row["layer"] == layer and row["map"] == name]
-    return [[row[kind] for kind in sums.types] for row in rows]
-
-
-def _looks_and_moves(sums: CorpusSums) -> Iterator[str]:
+def _looks_and_moves(sums: CorpusSums, shares: _Shares) -> Iterator[str]:
     rows = []
     for layer, maps in sums.sums.items():
         part = next((name for name in _PARTS if name in maps), None)
-        looked = _shares(sums, layer, "weights")
-        moved = [] if part is None else _shares(sums, layer, part)
+        looked, moved = (shares[layer, name or ""] for name in ("weights", part))
         means = [[sum(x) / len(x) for x in zip(*found, strict=True)] for found in (looked, moved)]
         if looked:
             pairs = zip(means[0], means[1] or [math.nan] * len(sums.types), strict=True)
@@ -66,9 +66,9 @@ def _looks_and_moves(sums: CorpusSums) -> Iterator[str]:
     yield from _table("Where attention looks / what it moves", about, ["", *sums.types], rows)
 
 
-def _factors(sums: CorpusSums) -> Iterator[str]:
-    rows, shares = [], sums.shares
-    for layer, split in [*shares.layers.items(), ("the model", shares.model)]:
+def _factors(sums: CorpusSums, shares: _Shares) -> Iterator[str]:
+    rows, found = [], sums.shares
+    for layer, split in [*found.layers.items(), ("the model", found.model)]:
         whole = split.over_heads() if split.rows.dim() else split
         against = int((split.shares[..., 1] < 0).sum()) if split.rows.dim() else None
         numbers = [*whole.shares.tolist(), float(whole.correlation[1, 2])]
@@ -83,11 +83,11 @@ def _factors(sums: CorpusSums) -> Iterator[str]:
     )
     columns = ["", *(name.replace("_", " ") for name in FACTORS), "correlation", "heads against"]
     yield from _table(
-        "What makes contributions large", about, columns, rows if shares.layers else []
+        "What makes contributions large", about, columns, rows if found.layers else []
     )
 
 
-def _mixing_ratios(sums: CorpusSums) -> Iterator[str]:
+def _mixing_ratios(sums: CorpusSums, shares: _Shares) -> Iterator[str]:
     names, rows = [f"mixing_ratio.{name}" for name in SUMMED_MAPS], []
     for layer, maps in sums.sums.items():
         there = [maps.get(name, {}) for name in names]
@@ -100,10 +100,10 @@ def _mixing_ratios(sums: CorpusSums) -> Iterator[str]:
     yield from _table("Mixing ratios", about, ["", *SUMMED_MAPS], rows)
 
 
-def _sinks(sums: CorpusSums) -> Iterator[str]:
+def _sinks(sums: CorpusSums, shares: _Shares) -> Iterator[str]:
     rows = []
     for layer in sums.sums:
-        looked, moved = (_shares(sums, layer, name) for name in ("weights", "per_head"))
+        looked, moved = (shares[layer, name] for name in ("weights", "per_head"))
         for head, (weights, parts) in enumerate(zip(looked, moved, strict=False)):
             for kind, weight, part in zip(sums.types, weights, parts, strict=True):
                 if weight >= LEAST_WEIGHT and part <= LARGEST_PART * weight:
