@@ -47,7 +47,7 @@ from sentences import read
 ORIGINAL = "original"
 FREQUENCIES = 32
 # attentions of translation models, and orders of the norm
-TRANSLATORS = (("softmax", "-"), ("direct", "2"), ("direct", "1"), ("direct", "none"))
+TRANSLATORS = (("softmax", "-"), ("direct", "2"), ("direct", "none"))
 EPOCHS, PAIRS = 2, 300
 PARTS = ("encoder", "decoder", "cross")
 Found = dict[Key, list[float]]  # one value of each draw
