@@ -90,3 +90,5 @@ def test_what_is_missing_is_named() -> None:
     recording.batches[0].layers["a"] = Contributions(weights=weights)
     with pytest.raises(ValueError, match=r"layer 'a' must have weights .* and value norms"):
         sinks(recording, [TOKENS] * 2)
+    with pytest.raises(ValueError, match="must hold layers with queries and keys, got none"):
+        sinks(Recording("Model", ("weights",)))

@@ -70,6 +70,7 @@ def test_token_mean_counts_what_is_not_padding() -> None:
             lambda: split(replace(ledger(), value_norms=torch.ones(2, 1, 6))),
             r"value_norms of layer 'a' must have shape \[2, 3, 6\].*got \[2, 1, 6\]",
         ),
+        (lambda: shares({}), "shares: maps must hold layers with queries and keys, got none"),
         (
             lambda: split(Contributions(reduced={"weights": torch.ones(2, 3)})),
             "shares: maps of layer 'a' were reduced",

@@ -123,6 +123,8 @@ def sinks(
         layer    token     rate  weight  part  norm  suppressed
         layer.0  [CLS]     1.00  0.80    0.17  0.05  0.76
     """
+    if not recording.layers:
+        raise ValueError("sinks: the recording must hold layers with queries and keys, got none")
     total = Sinks()
     for sequence in sequences(recording, tokens, target_tokens):
         for name, maps in sequence.layers.items():

@@ -175,8 +175,9 @@ def shares(maps: RecordedMaps | Mapping[str, Contributions]) -> Shares:
         The :class:`Shares`: covariances, variances and shares of heads, layers and model.
 
     Raises:
-        ValueError: A layer lacks weights, similarity, magnitude or value norms, their shapes do not
-            fit together, or they were reduced.
+        ValueError: There is no layer, as in a recording of graphs; or one lacks weights,
+            similarity, magnitude or value norms, their shapes do not fit, or they were reduced.
+        LookupError: Nothing was recorded.
 
     Source: the product is that of K. Song et al., "Implicit Kernel Attention", AAAI 2021, and
     G. Kobayashi et al., "Attention is Not Only a Weight", EMNLP 2020; the split of its logarithm
@@ -200,6 +201,8 @@ def shares(maps: RecordedMaps | Mapping[str, Contributions]) -> Shares:
     found = Shares()
     for batch in batches:
         layers = batch.layers if isinstance(batch, Batch) else batch
+        if not layers:
+            raise ValueError("shares: maps must hold layers with queries and keys, got none")
         found += Shares({name: _split(layer, name) for name, layer in layers.items()})
     return found
 
