@@ -23,7 +23,6 @@ from samples import (
     SAMPLES,
     Sample,
     converted,
-    differentiable,
     with_gradients,
 )
 from tiers import each_call
@@ -54,25 +53,6 @@ def test_reference_has_the_gradients_of_the_formula(sample: Sample) -> None:
     )
 
 
-def test_only_what_requires_a_gradient_gets_one() -> None:
-    arguments = BY_NAME["everything at once"].arguments()
-    call = with_gradients(arguments, ["key", "w2"])
-    attention(**call).sum().backward()
-    with_gradient = [name for name in differentiable(call) if call[name].grad is not None]
-    assert with_gradient == ["key", "w2"]
-
-
-def test_gradients_of_one_tensor_in_several_roles_add_up() -> None:
-    arguments = BY_NAME["d 8, d_v 8, M 1"].arguments()
-    x = arguments["query"]
-    arguments |= {"key": x, "value": x}
-    shared = x.detach().requires_grad_()
-    output = attention(**(arguments | {"query": shared, "key": shared, "value": shared}))
-    (found,) = torch.autograd.grad(output, shared, direction(output))
-    parts = gradients(attention, arguments)
-    assert_close(found, parts["query"] + parts["key"] + parts["value"], 1e-14)
-
-
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize(
     ("dtype", "size"),
@@ -87,16 +67,6 @@ def test_gradient_of_the_magnitude_is_right_where_powers_of_the_key_are_no_numbe
     got = gradients(attention, arguments | scaled, ["key"])["key"].double() * size
     expected = gradients(reference, converted(arguments, torch.float64), ["key"])["key"]
     assert_close(got, expected, 1e-12 if dtype == torch.float64 else 3e-6)
-
-
-def test_backward_twice_through_a_retained_graph_gives_the_same() -> None:
-    call = with_gradients(BY_NAME["everything at once"].arguments(torch.float32))
-    output = attention(**call)
-    leaves = [call[name] for name in differentiable(call)]
-    first, second = (
-        torch.autograd.grad(output, leaves, direction(output), retain_graph=True) for _ in range(2)
-    )
-    assert_identical(first, second)
 
 
 def test_an_output_changed_in_place_is_an_error_in_backward() -> None:

@@ -24,7 +24,7 @@ from agreement import (
     in_float64,
 )
 from samples import BY_NAME, DTYPES, FEW, LAYOUTS, SAMPLES, Sample, of_features, of_weights
-from tiers import each_call, few_of
+from tiers import each_call
 
 weights = ikattn.implicit_kernel_weights
 reference_weights = ikattn.reference.implicit_kernel_weights
@@ -80,24 +80,6 @@ def test_weights_are_as_accurate_as_the_references(sample: Sample, dtype: torch.
     )
 
 
-@each_call(SAMPLES)
-def test_reference_weights_are_those_of_the_formula(sample: Sample) -> None:
-    arguments = of_weights(sample.arguments())
-    assert_close(reference_weights(**arguments), formula.weights(**arguments), 1e-13)
-
-
-@each_call(SAMPLES, dtype=DTYPES)
-def test_averaged_weights_are_the_mean_over_heads(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = of_weights(sample.arguments(dtype))
-    found = weights(**arguments, average_heads=True)
-    assert found.shape == (sample.B, sample.L, sample.S)
-    assert_output_accurate(
-        found,
-        reference_weights(**arguments, average_heads=True),
-        in_float64(reference_weights, arguments).mean(1),
-    )
-
-
 @each_call(SOME, dtype=DTYPES, average={"per head": False, "averaged": True})
 def test_gradients_of_the_weights_are_as_accurate_as_the_references(sample, dtype, average):
     assert_weights_accurate(sample, dtype, average)
@@ -127,32 +109,6 @@ def test_each_gradient_of_the_weights_alone_is_what_it_is_among_all(sample: Samp
     for name, gradient in everything.items():
         alone = gradients(weights, arguments, [name])
         assert_close(alone[name], gradient, 1e-13, name, scale=1.0)
-
-
-@each_call(SAMPLES)
-def test_weights_times_values_are_the_output(sample: Sample) -> None:
-    """Dropout included: the same seed drops the same weights."""
-    arguments = sample.arguments()
-    values = arguments["value"].repeat_interleave(sample.H // arguments["value"].shape[1], 1)
-    expected = ikattn.implicit_kernel_attention(**arguments)
-    assert_close(weights(**of_weights(arguments)) @ values, expected, 1e-13, scale=1.0)
-
-
-@each_call(few_of(SAMPLES), dtype=DTYPES)
-def test_rows_of_the_weights_sum_to_one_or_to_nothing(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = of_weights(sample.arguments(dtype)) | {"dropout_p": 0.0}
-    found = weights(**arguments).double()
-    sees_a_key = in_float64(reference_weights, arguments).sum(-1) > 0.5
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 1e-2
-    assert_close(found.sum(-1), sees_a_key.double(), tolerance, scale=1.0)
-    assert (found >= 0).all()
-
-
-@each_call(SAMPLES)
-def test_hidden_pairs_weigh_exactly_nothing(sample: Sample) -> None:
-    arguments = of_weights(sample.arguments())
-    hidden = formula.unnormalised(**arguments)[0] == 0
-    assert (weights(**arguments)[hidden] == 0).all()
 
 
 # --- Features -------------------------------------------------------------------------------------
