@@ -40,6 +40,7 @@ class MapCall:
     bias: bool = False
     hidden: str = ""  # NaN in what padding hides
     gradient: bool = False
+    mask: str = ""  # "bool" or "float"
 
     @staticmethod
     def draw(seed: int) -> MapCall:
@@ -54,6 +55,7 @@ class MapCall:
             r.below(4) if L <= S else 0, (r.chance(2), r.chance(2)), r.chance(3), r.chance(3),
             L == S, r.chance(3),
             r.choice(["", "", "value", "residual"]), r.chance(2),
+            r.choice(["", "", "bool", "float"]),
         )  # fmt: skip
 
     def cell(self) -> str:
@@ -91,6 +93,12 @@ class MapCall:
         kernel: dict[str, Any] = {"is_causal": self.causal, "enable_gqa": G < H}
         if self.bias:
             kernel["key_bias"] = make("bias", 9, H, S)
+        if self.mask == "bool":  # some rows see nothing
+            kernel["attn_mask"] = (
+                uniform(seed + 13, B, 1, L, S) < 2 * uniform(seed + 14, 1, 1, L, 1) - 0.3
+            )
+        elif self.mask:
+            kernel["attn_mask"] = make("bias", 12, H, L, S)
         if self.M:
             kernel["w1"] = make("frequency", 10, H, self.d, self.M)
             kernel["w2"] = make("frequency", 11, H, self.d, self.M)
@@ -130,7 +138,11 @@ class MapCall:
             logits = logits.masked_fill(
                 ~torch.ones(self.L, self.S, dtype=torch.bool).tril(), -math.inf
             )
-        return logits.softmax(-1)
+        mask = kernel.get("attn_mask")
+        if mask is not None:
+            is_bool = mask.dtype == torch.bool
+            logits = logits.masked_fill(~mask, -math.inf) if is_bool else logits + mask.double()
+        return logits.softmax(-1).nan_to_num(0.0)
 
     def vectors(
         self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]
