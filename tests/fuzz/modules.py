@@ -54,6 +54,8 @@ class ModuleCall:
     average: bool = True
     training: bool = True
     converted: bool = False
+    p: float | None = 2.0  # of kernels other than "dot"
+    shared: bool = False  # one tensor is query, key and value
 
     @staticmethod
     def draw(seed: int) -> ModuleCall:
@@ -69,7 +71,7 @@ class ModuleCall:
             r.chance(4), r.chance(4), r.chance(2), r.chance(1.3), r.chance(3),
             r.weighted({"float64": 2, "float32": 1}) if kernel == "dot" else "float64",
             r.choice(["", "", "bool", "float"]), mask, r.chance(2), r.chance(2), r.chance(2),
-            kernel == "dot" and r.chance(2),
+            kernel == "dot" and r.chance(2), r.choice([None, 1.0, 1.5, 2.0, 4.0]), r.chance(3),
         )  # fmt: skip
 
     def cell(self) -> str:
@@ -87,11 +89,9 @@ class ModuleCall:
         if self.converted:
             ours = ikattn.convert(copy.deepcopy(stock), kernel="dot")
         else:
-            extra = (
-                {"num_frequencies": 3, "stationary": self.stationary}
-                if self.kernel == "implicit"
-                else {}
-            )
+            extra: dict[str, Any] = {} if self.kernel == "dot" else {"p": self.p}
+            if self.kernel == "implicit":
+                extra |= {"num_frequencies": 3, "stationary": self.stationary}
             ours = ikattn.MultiheadAttention(self.E, self.H, **options, kernel=self.kernel, **extra)
             missing = ours.load_state_dict(stock.state_dict(), strict=False)
             if missing.unexpected_keys:
@@ -141,6 +141,8 @@ class ModuleCall:
         results = []
         for module in (ours, stock):
             leaves = [x.detach().clone().requires_grad_() for x in tokens]
+            if self.shared and len({x.shape for x in tokens}) == 1:
+                leaves = leaves[:1] * 3
             if module is stock and self.kernel != "dot":
                 output, weights = explicit(ours, *leaves, **arguments)
                 module = ours
