@@ -165,6 +165,19 @@ def weights(t: Tried) -> None:
         averaged,
         (truth.mean(1), bound.mean(1) + 2 * torch.finfo(t.call.torch_dtype).eps * truth.mean(1)),
     )
+    wanted = [x for x in t.wanted if x != "value"]
+    if not wanted or not found.numel():
+        return
+    # A weight is the output of a value that is 1 at its key alone.
+    leaves = given | {x: given[x].detach().requires_grad_() for x in wanted}
+    incoming = integers(t.call.seed + 40, -4, 4, *found.shape).to(found)
+    made = ikattn.implicit_kernel_weights(**leaves)
+    gradients = torch.autograd.grad(made, [leaves[x] for x in wanted], incoming)
+    value = torch.eye(t.call.S).expand(t.call.B, 1, -1, -1)
+    of_weights = Attention(given | {"value": value}, t.truth.arithmetic, t.keep)
+    bounds = of_weights.gradients(incoming, wanted)
+    for name, gradient in zip(wanted, gradients, strict=True):
+        t.compare(f"gradient of {name} by weights", gradient, bounds[name])
 
 
 @law(6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class MapCall:
         H = 1 + r.below(18)  # up to 16 heads each number has a kernel of its own
         G, L = r.choice([x for x in range(1, H + 1) if H % x == 0]), r.size(1, 70)
         S = L if r.chance(1.5) else r.size(1, 130)
-        return MapCall(
+        call = MapCall(
             seed, r.choice([1, 1, 2, 3]), H, G, L, S,
             r.size(1, 20), r.size(1, 20), r.size(1, 70), r.choice([0, 0, 3, 8]),
             r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
@@ -57,6 +57,8 @@ class MapCall:
             r.choice(["", "", "value", "residual"]), r.chance(2),
             r.choice(["", "", "bool", "float"]),
         )  # fmt: skip
+        is_wide = r.chance(12) and call.B * L * S < 2000
+        return replace(call, D=r.choice([130, 257, 770])) if is_wide else call
 
     def cell(self) -> str:
         kernel = "implicit" if self.M else "dot"

@@ -118,32 +118,3 @@ def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
     got, expected = (gradients(f, call, ["w1", "w2"], incoming) for f in (attention, reference))
     for name, gradient in got.items():
         assert_close(gradient, expected[name], 1e-12, name)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "p"),  # in float32 magnitudes are lost beside such a mask
-    [(torch.float64, 2.0), (torch.float64, None), (torch.float32, None), (torch.bfloat16, None)],
-    ids=str,
-)
-@pytest.mark.parametrize("way", ["mask", "bias"])
-def test_rows_of_the_lowest_number_have_their_gradients(way, dtype, p):
-    """Hugging Face's masks hide padding so; such rows are like rows without the mask."""
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 300, 8).to(dtype).unbind()
-    call = {"query": query, "key": key, "value": value}
-    call |= dict(zip(("w1", "w2"), 0.1 * torch.randn(2, 2, 8, 16).to(dtype), strict=True))
-    lowest = {}
-    if way == "mask":
-        mask = torch.zeros(300, 300, dtype=dtype)
-        mask[5] = torch.finfo(dtype).min
-        lowest["attn_mask"] = mask
-    else:
-        lowest["key_bias"] = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
-    incoming = torch.zeros(1, 2, 300, 8, dtype=dtype)
-    incoming[:, :, 5] = 1
-    names = ["value", "key", "query", "w1"]
-    attention = ikattn.implicit_kernel_attention
-    got = gradients(attention, call | lowest | {"p": p}, names, incoming)
-    expected = gradients(attention, call | {"p": p}, names, incoming)
-    for name in names:
-        assert_close(got[name], expected[name], max(1e-5, 4 * torch.finfo(dtype).eps), name)

@@ -100,25 +100,6 @@ def test_logits_are_broadcast() -> None:
         assert_identical([found], [whole])
 
 
-@pytest.mark.operators
-def test_what_is_hidden_does_not_count_whatever_it_holds() -> None:
-    call = of_features(Sample("hidden", S=1100, L=3))
-    query, key, logits, value = call
-    logits = logits[:, :1, :1].clone()
-    logits[..., ::7] = -torch.inf
-    expected = ikattn.ops.attention_from_features(query, key, logits, value)
-    away = logits[0, 0, 0] == -torch.inf
-    for poison in (torch.nan, torch.inf):
-        bad_key, bad_value = key.clone(), value.clone()
-        bad_key[:, :, away] = poison
-        bad_value[:, :, away] = poison
-        for operator in (
-            ikattn.ops.attention_from_features,
-            ikattn.reference.attention_from_features,
-        ):
-            assert_close(operator(query, bad_key, logits, bad_value), expected, 1e-13)
-
-
 def test_a_visible_value_counts_whatever_its_weight_is() -> None:
     """Rows that it is hidden from do not see it: NaN stands exactly where the operator has it."""
     query, key, _, value = of_features(Sample("values", B=1, H=1, S=1100, L=3))

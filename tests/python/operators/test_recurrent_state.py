@@ -169,21 +169,6 @@ def filled(**options: Any) -> tuple[ikattn.RecurrentState, tuple[Tensor, ...]]:
     return state, tokens
 
 
-def test_states_of_one_prompt_go_on_by_themselves() -> None:
-    state, (query, key, value, w1, w2) = filled()
-    kept = state.state_dict()
-    others = [copy.copy(state), copy.deepcopy(state), ikattn.RecurrentState(w1, w2)]
-    others[2].load_state_dict(kept)
-    expected = state.attend(query)
-    for other in others:
-        other.update(3 * key, value)
-        assert not torch.equal(other.attend(query), expected)
-    assert_identical(state.attend(query), expected)
-    again = ikattn.RecurrentState(w1, w2)
-    again.load_state_dict(kept)
-    assert_identical(again.attend(query), expected)
-
-
 def test_states_go_on_outside_of_the_inference_mode_they_were_copied_in() -> None:
     state, (query, key, value, w1, w2) = filled()
     loaded, merged = ikattn.RecurrentState(w1, w2), ikattn.RecurrentState(w1, w2)

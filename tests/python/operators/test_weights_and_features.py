@@ -23,15 +23,13 @@ from agreement import (
     gradients,
     in_float64,
 )
-from samples import BY_NAME, DTYPES, FEW, LAYOUTS, SAMPLES, Sample, of_features, of_weights
+from samples import BY_NAME, DTYPES, LAYOUTS, SAMPLES, Sample, of_features, of_weights
 from tiers import each_call
 
 weights = ikattn.implicit_kernel_weights
 reference_weights = ikattn.reference.implicit_kernel_weights
 reference_features = ikattn.reference.spectral_features
 
-# The edges of tiles are the attention's; of them the weights take every second one.
-SOME = tuple(s for i, s in enumerate(SAMPLES) if s.d_v > 0 and (i % 2 == 0 or "keys" not in s.name))
 
 FEATURE_SAMPLES = [
     Sample(f"features of {L} tokens, d {d}, M {M}, w [{form}]{kind}", **options)
@@ -80,11 +78,6 @@ def test_weights_are_as_accurate_as_the_references(sample: Sample, dtype: torch.
     )
 
 
-@each_call(SOME, dtype=DTYPES, average={"per head": False, "averaged": True})
-def test_gradients_of_the_weights_are_as_accurate_as_the_references(sample, dtype, average):
-    assert_weights_accurate(sample, dtype, average)
-
-
 # The backward goes through 125 queries at a time where pairs are so many.
 MANY_PAIRS = (
     Sample("many pairs, causal", L=130, S=2100, is_causal=True, key_bias="BHS"),
@@ -100,15 +93,6 @@ MANY_PAIRS = (
 )
 def test_gradients_of_many_weights_are_as_accurate_as_the_references(sample, dtype, average):
     assert_weights_accurate(sample, dtype, average)
-
-
-@each_call(FEW)
-def test_each_gradient_of_the_weights_alone_is_what_it_is_among_all(sample: Sample) -> None:
-    arguments = of_weights(sample.arguments())
-    everything = gradients(weights, arguments)
-    for name, gradient in everything.items():
-        alone = gradients(weights, arguments, [name])
-        assert_close(alone[name], gradient, 1e-13, name, scale=1.0)
 
 
 # --- Features -------------------------------------------------------------------------------------
