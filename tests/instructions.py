@@ -77,7 +77,7 @@ def plan() -> list[Run]:
     for name, flags in SIXTEEN_BITS.items():
         told = {"IKATTN_SIXTEEN_BITS": name}
         if name != own_sixteen_bits:
-            of_bfloat16 = "bfloat16 or sixteen_bits"
+            of_bfloat16 = "bfloat16 or sixteen_bits or fuzzed"
             runs.append(Run(f"sixteen-{name}", told, frozenset(flags), selected=of_bfloat16))
     if IS_FULL:
         beside = frozenset({*AVX512, "avx512_vnni", "avx512_bf16"})

@@ -113,26 +113,18 @@ class AttentionCall:
 
     def arguments(self) -> dict[str, Any]:
         """Makes the named arguments of ``ikattn.implicit_kernel_attention``."""
-        of_sides = (
-            torch.float32 if self.wide_sides and self.torch_dtype.itemsize < 4 else self.torch_dtype
-        )
+        is_wide = self.wide_sides and self.torch_dtype.itemsize < 4
+        of_sides = torch.float32 if is_wide else self.torch_dtype
         count = iter(range(1, 100))
 
         def make(role: str, *shape: int, dtype: torch.dtype = self.torch_dtype) -> Tensor:
             number = next(count)
             x = numbers(self.values, role, self.seed + 16 * number, *shape)
-            if (
-                self.values == "special"
-                and role != "frequency"
-                and x.numel()
-                and number % 3 == self.seed % 3
-            ):
+            is_spoilt = self.values == "special" and number % 3 == self.seed % 3
+            if is_spoilt and role != "frequency" and x.numel():
                 place = int(uniform(self.seed + 7 * number, 1) * (x.numel() // max(1, shape[-1])))
-                x.view(-1)[place * shape[-1] + (self.seed + number) % shape[-1]] = (
-                    math.nan,
-                    math.inf,
-                    -math.inf,
-                )[self.seed % 3]
+                number_of_it = place * shape[-1] + (self.seed + number) % shape[-1]
+                x.view(-1)[number_of_it] = (math.nan, math.inf, -math.inf)[self.seed % 3]
             limit = torch.finfo(dtype).max
             return torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype)
 
@@ -144,10 +136,8 @@ class AttentionCall:
         query, key, value = (
             laid_out(x, layout) for x, layout in zip(tokens, self.layouts, strict=False)
         )
-        w = [
-            make("frequency", *self.shape(self.frequencies), self.d, self.M, dtype=of_sides)
-            for _ in range(2)
-        ]
+        of_w = (*self.shape(self.frequencies), self.d, self.M)
+        w = [make("frequency", *of_w, dtype=of_sides) for _ in range(2)]
         bias = None if self.bias is None else make("bias", *self.shape(self.bias), dtype=of_sides)
         mask = None
         if self.mask is not None:

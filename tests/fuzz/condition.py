@@ -115,9 +115,8 @@ class Attention:
             offsets.append(mask.double())
         for offset in offsets:
             visible = visible & (offset != -math.inf)
-            added = added + torch.where(
-                offset.isfinite(), offset.clamp(-FARTHEST, FARTHEST), offset
-            )
+            near = offset.clamp(-FARTHEST, FARTHEST)
+            added = added + torch.where(offset.isfinite(), near, offset)
         if call.get("is_causal"):
             visible = visible & torch.ones(L, S, dtype=torch.bool).tril()
         added = added.masked_fill(~visible, 0.0)
@@ -171,17 +170,8 @@ class Attention:
         top = logits.amax(-1, keepdim=True) if S else logits.new_zeros((*s.shape[:-1], 1))
         top = top.masked_fill(top == -math.inf, 0.0)
         highest = g.abs().amax(-1)[..., None, None] if S else 0.0
-        off_logit = (
-            4
-            * u
-            * (
-                1
-                + (logits.masked_fill(~self.visible, 0.0) - top).abs()
-                + top.abs()
-                + added.abs()
-                + highest
-            )
-        )
+        below = (logits.masked_fill(~self.visible, 0.0) - top).abs()
+        off_logit = 4 * u * (1 + below + top.abs() + added.abs() + highest)
         # Rows whose logits are so large that they have no digits left.
         self.unsure = (off_logit * self.visible).amax(-1) > 0.2 if S else top.squeeze(-1) > 0
         self.logits = logits
@@ -218,9 +208,8 @@ class Attention:
     def _stored(self, truth: Tensor, off: Tensor, bad: Tensor | None = None) -> Bounded:
         how = self.arithmetic
         off = off + how.stored * truth.abs() + how.smallest
-        off = off.nan_to_num(math.inf, math.inf).masked_fill(
-            truth.abs() + off > how.largest, math.inf
-        )
+        is_infinite = truth.abs() + off > how.largest
+        off = off.nan_to_num(math.inf, math.inf).masked_fill(is_infinite, math.inf)
         if bad is not None:
             truth = truth.masked_fill(bad, math.nan)
         return truth, off
@@ -260,11 +249,9 @@ class Attention:
         L, S = self.P.shape[2:]
         o, off_o = self.output
         poisoned = self.bad_rows | self.bad_outputs.any(-1) | (off_o == math.inf).any(-1)
-        products = (
-            incoming.double().abs() @ self.v.abs().mT * self.kept * (self.e_z + 1)
-        ).nan_to_num()
+        products = incoming.double().abs() @ self.v.abs().mT * self.kept * (self.e_z + 1)
         if S:
-            poisoned = poisoned | (products.amax(-1) > 1e-3 * how.overflow)
+            poisoned = poisoned | (products.nan_to_num().amax(-1) > 1e-3 * how.overflow)
         good = ~poisoned.unsqueeze(-1)
         g = incoming.double() * good
         o, off_o = self.o, off_o.masked_fill(off_o == math.inf, 0.0)
@@ -276,32 +263,23 @@ class Attention:
         delta = (g * o).sum(-1, keepdim=True)
         off_delta = (g.abs() * (off_o + u * 4 * o.abs())).sum(-1, keepdim=True)
         difference = dp - delta
-        off_difference = (u * (math.sqrt(self.v.shape[-1]) + 4) + how.narrow) * (
-            size_dp + delta.abs()
-        ) + off_delta
+        of_sums = u * (math.sqrt(self.v.shape[-1]) + 4) + how.narrow
+        off_difference = of_sums * (size_dp + delta.abs()) + off_delta
         dlog = self.P * difference
-        off_dlog = (self.off_P + self.P * how.narrow) * difference.abs() + (
-            self.P + self.lost
-        ) * off_difference
+        off_dlog = (self.off_P + self.P * how.narrow) * difference.abs()
+        off_dlog = off_dlog + (self.P + self.lost) * off_difference
         twice = 2 * self.e_z
         ds = twice * self.s * difference
-        spread = (
-            (self.P * self.rho).sum(-1, keepdim=True) + self.rho.amin(-1, keepdim=True)
-            if S
-            else 0.0
-        )
-        off_ds = (twice + 2 * self.lost) * (
-            (self.s.abs() + self.off_s)
-            * (
-                off_difference
-                + (spread + rounding + 16 * u * (1 + self._log_size())) * difference.abs()
-            )
-            + self.off_s * difference.abs()
-        ) + 2 * self.lost * self.s.abs() * difference.abs()
+        size = difference.abs()
+        spread = rounding + 16 * u * (1 + self._log_size())
+        if S:
+            rho = (self.P * self.rho).sum(-1, keepdim=True) + self.rho.amin(-1, keepdim=True)
+            spread = spread + rho
+        off_ds = (self.s.abs() + self.off_s) * (off_difference + spread * size) + self.off_s * size
+        off_ds = (twice + 2 * self.lost) * off_ds + 2 * self.lost * self.s.abs() * size
         if how.linear:
-            off_ds = off_ds + 16 * u * twice * (
-                size_dp + (g.abs() * self.o.abs()).sum(-1, keepdim=True)
-            )
+            of_output = (g.abs() * self.o.abs()).sum(-1, keepdim=True)
+            off_ds = off_ds + 16 * u * twice * (size_dp + of_output)
         found: dict[str, Bounded] = {}
         reached = (poisoned.unsqueeze(-1) & self.visible).any(-2)  # keys, [B, H, S]
         any_bad = bool(poisoned.any())
@@ -345,10 +323,8 @@ class Attention:
             reach = (self.w1.abs() + self.w2.abs()).mT
             off_x = (off_t + u * (math.sqrt(self.M) + 8) * size_t) @ reach
             if name == "key":
-                dg, off_g = (
-                    dlog.sum(-2),
-                    off_dlog.sum(-2) + u * (math.sqrt(L) + 4) * dlog.abs().sum(-2),
-                )
+                dg = dlog.sum(-2)
+                off_g = off_dlog.sum(-2) + u * (math.sqrt(L) + 4) * dlog.abs().sum(-2)
                 slope = self._slope()
                 dx = dx + dg.unsqueeze(-1) * slope
                 off_x = off_x + (off_g + 32 * u * dg.abs()).unsqueeze(-1) * slope.abs()
@@ -372,9 +348,8 @@ class Attention:
 
     def _log_size(self) -> Tensor:
         """Bounds what exponentials lose: the logits."""
-        return (self.P / (self.s.square() + self.eps)).clamp_min(
-            1e-30
-        ).log().abs() + self._magnitudes().abs().unsqueeze(-2)
+        e = self.P / (self.s.square() + self.eps)
+        return e.clamp_min(1e-30).log().abs() + self._magnitudes().abs().unsqueeze(-2)
 
     def _slope(self) -> Tensor:
         """Returns the derivative of g by the key, [B, H, S, d]."""

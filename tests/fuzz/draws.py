@@ -18,28 +18,8 @@ T = TypeVar("T")
 _64_BITS = (1 << 64) - 1
 # Sizes about the tiles of the kernels, the panels and the chunks of linear time.
 EDGES = (
-    1,
-    2,
-    7,
-    8,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    1023,
-    1024,
-    1025,
+    *(1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65),
+    *(127, 128, 129, 255, 256, 257, 1023, 1024, 1025),
 )
 VALUES = ("exact", "normal", "wide", "denormal", "special", "adversarial")
 

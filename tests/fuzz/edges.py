@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ from fuzz.holding import Wrong, assert_bits, assert_bounded, assert_raises
 from ikattn.ops import Edges
 
 FORMS = {"implicit": 6, "softmax": 3, "gat": 2}
+
+
+class Result(NamedTuple):
+    """A call with its results."""
+
+    given: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+    source: Tensor
+    target: Tensor
+    output: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class EdgeCall:
         if output.dtype != getattr(torch, self.dtype):
             raise Wrong(f"the output is of type {output.dtype}")
         check = self.check_by_formula if self.form == "softmax" else self.check_against_dense
-        return check(given, leaves, source, target, output, weights)
+        return check(Result(given, leaves, source, target, output, weights))
 
     def graph(self) -> tuple[Tensor, Tensor, Edges]:
         """Makes the sources and targets of edges, and the graph of them."""
@@ -198,15 +209,8 @@ class EdgeCall:
             "attn_mask": target == torch.arange(self.L).unsqueeze(-1),
         }  # fmt: skip
 
-    def check_against_dense(
-        self,
-        given: dict[str, Tensor],
-        leaves: dict[str, Tensor],
-        source: Tensor,
-        target: Tensor,
-        output: Tensor,
-        weights: Tensor,
-    ) -> None:
+    def check_against_dense(self, result: Result) -> None:
+        given, leaves, source, target, output, weights = result
         dtype = getattr(torch, self.dtype)
         truth = Attention(self.dense(given, source, target), arithmetic_of(dtype))
         expected, bound = (x.squeeze(0).transpose(0, 1) for x in truth.output)
@@ -232,22 +236,11 @@ class EdgeCall:
             coming = torch.cat([coming, torch.ones_like(coming[..., :1])], -1)
         else:
             found = torch.autograd.grad(output, wanted, incoming)
-        names = [
-            "query",
-            "key",
-            "value",
-            "w1",
-            *(["w2"] if "w2" in given else []),
-            *(["key_bias"] if truth.call["key_bias"] is not None else []),
-        ]
-        bounds = truth.gradients(coming, names)
+        names = ("query", "key", "value", "w1", "w2", "key_bias")
+        bounds = truth.gradients(coming, [x for x in names if truth.call[x] is not None])
         for name, gradient in zip(self.gradients, found, strict=True):
-            assert_bounded(
-                f"gradient of {name} of edges",
-                gradient,
-                self.gathered(name, gradient, bounds, source, target),
-            )
-        return
+            wanted = self.gathered(name, gradient, bounds, source, target)
+            assert_bounded(f"gradient of {name} of edges", gradient, wanted)
 
     def gathered(
         self, name: str, like: Tensor, bounds: dict[str, Bounded], source: Tensor, target: Tensor
@@ -280,29 +273,19 @@ class EdgeCall:
         unit = torch.finfo(torch.float64 if self.dtype == "float64" else torch.float32).eps
         return scattered(truth), scattered(bound) + 16 * unit * scattered(truth.abs())
 
-    def check_by_formula(
-        self,
-        given: dict[str, Tensor],
-        leaves: dict[str, Tensor],
-        source: Tensor,
-        target: Tensor,
-        output: Tensor,
-        weights: Tensor,
-    ) -> None:
+    def check_by_formula(self, result: Result) -> None:
+        given, leaves, source, target, output, weights = result
         wide = {x: y.double().requires_grad_() for x, y in given.items()}
         truth = self.formula(wide, source, target)
         self.compare_roughly("output and weights", (output, weights), truth)
         if self.gradients:
             incoming = numbers("exact", "value", self.seed + 9, *output.shape)
-            found = torch.autograd.grad(
-                output, [leaves[x] for x in self.gradients], incoming.to(output)
-            )
-            expected = torch.autograd.grad(
-                truth[0],
-                [wide[x] for x in self.gradients],
-                incoming,
-                materialize_grads=True,
-                allow_unused=True,
+            options = {"materialize_grads": True, "allow_unused": True}
+            found, expected = (
+                torch.autograd.grad(
+                    y, [x[name] for name in self.gradients], incoming.to(y), **options
+                )
+                for y, x in ((output, leaves), (truth[0], wide))
             )
             # A gradient is a difference of products with values, which may cancel.
             products = incoming.abs()[target] * given["value"].detach().double().abs()[source]
@@ -322,11 +305,8 @@ class EdgeCall:
                 size = float(other.detach().abs().max())
                 if terms is not None:
                     size += 1.0 + (float(terms.max()) if terms.numel() else 0.0)
-                assert_bounded(
-                    f"{what} {i} of {self.form} edges",
-                    one,
-                    (other.detach(), torch.full_like(other, 2000 * eps * size)),
-                )
+                bound = torch.full_like(other, 2000 * eps * size)
+                assert_bounded(f"{what} {i} of {self.form} edges", one, (other.detach(), bound))
 
     def formula(
         self, given: dict[str, Tensor], source: Tensor, target: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class MapCall:
     bias: bool = False
     hidden: str = ""  # NaN in what padding hides
     gradient: bool = False
+    mask: str = ""  # "bool" or "float"
 
     @staticmethod
     def draw(seed: int) -> MapCall:
@@ -47,14 +48,17 @@ class MapCall:
         H = 1 + r.below(18)  # up to 16 heads each number has a kernel of its own
         G, L = r.choice([x for x in range(1, H + 1) if H % x == 0]), r.size(1, 70)
         S = L if r.chance(1.5) else r.size(1, 130)
-        return MapCall(
+        call = MapCall(
             seed, r.choice([1, 1, 2, 3]), H, G, L, S,
             r.size(1, 20), r.size(1, 20), r.size(1, 70), r.choice([0, 0, 3, 8]),
             r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
             r.below(4) if L <= S else 0, (r.chance(2), r.chance(2)), r.chance(3), r.chance(3),
             L == S, r.chance(3),
             r.choice(["", "", "value", "residual"]), r.chance(2),
+            r.choice(["", "", "bool", "float"]),
         )  # fmt: skip
+        is_wide = r.chance(12) and call.B * L * S < 2000
+        return replace(call, D=r.choice([130, 257, 770])) if is_wide else call
 
     def cell(self) -> str:
         kernel = "implicit" if self.M else "dot"
@@ -91,6 +95,12 @@ class MapCall:
         kernel: dict[str, Any] = {"is_causal": self.causal, "enable_gqa": G < H}
         if self.bias:
             kernel["key_bias"] = make("bias", 9, H, S)
+        if self.mask == "bool":  # some rows see nothing
+            kernel["attn_mask"] = (
+                uniform(seed + 13, B, 1, L, S) < 2 * uniform(seed + 14, 1, 1, L, 1) - 0.3
+            )
+        elif self.mask:
+            kernel["attn_mask"] = make("bias", 12, H, L, S)
         if self.M:
             kernel["w1"] = make("frequency", 10, H, self.d, self.M)
             kernel["w2"] = make("frequency", 11, H, self.d, self.M)
@@ -99,11 +109,9 @@ class MapCall:
         found = ikattn.contributions(stored, v, project, per_head=True, **block)
         self.compare(found, stored.double(), v, project, block, 0.0)
         again = ikattn.contributions(stored, v, project, per_head=True, **block)
-        names = [x for x in ("value_norms", "per_head", *SUMMED) if getattr(found, x) is not None]
+        names = [x for x in ("value_norms", *SUMMED) if getattr(found, x) is not None]
         assert_bits(
-            "the same maps twice",
-            [getattr(found, x) for x in names if x != "per_head"],
-            [getattr(again, x) for x in names if x != "per_head"],
+            "the same maps twice", *([getattr(x, n) for n in names] for x in (found, again))
         )
         streamed = ikattn.streamed_contributions(q, k, v, project, **kernel, **block)
         self.compare(streamed, weights, v, project, block, 1.0)
@@ -121,16 +129,18 @@ class MapCall:
                 return torch.cat([a.cos() + b.cos(), a.sin() + b.sin()], -1)
 
             s = features(q) @ features(k).mT / (4 * self.M)
-            logits = (s.square() + 1e-5).log() + (
-                k.square().sum(-1) / (2 * math.sqrt(self.d))
-            ).unsqueeze(-2)
+            g = k.square().sum(-1) / (2 * math.sqrt(self.d))
+            logits = (s.square() + 1e-5).log() + g.unsqueeze(-2)
         if self.bias:
             logits = logits + kernel["key_bias"].double().unsqueeze(-2)
         if self.causal:
-            logits = logits.masked_fill(
-                ~torch.ones(self.L, self.S, dtype=torch.bool).tril(), -math.inf
-            )
-        return logits.softmax(-1)
+            later = ~torch.ones(self.L, self.S, dtype=torch.bool).tril()
+            logits = logits.masked_fill(later, -math.inf)
+        mask = kernel.get("attn_mask")
+        if mask is not None:
+            is_bool = mask.dtype == torch.bool
+            logits = logits.masked_fill(~mask, -math.inf) if is_bool else logits + mask.double()
+        return logits.softmax(-1).nan_to_num(0.0)
 
     def vectors(
         self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]
@@ -142,23 +152,16 @@ class MapCall:
             shown = ~(block["query_padding"][:, :, None] | block["key_padding"][:, None, :])
             v = v.masked_fill(block["key_padding"][:, None, :, None], 0.0)
         a = a * shown[:, None]
-        parts = torch.einsum("bhsv,dhv->bhsd", v, project.double().unflatten(1, (self.H, -1)))
-        sizes = torch.einsum(
-            "bhsv,dhv->bhsd", v.abs(), project.double().unflatten(1, (self.H, -1)).abs()
-        )
+        of_heads = project.double().unflatten(1, (self.H, -1))
+        parts = torch.einsum("bhsv,dhv->bhsd", v, of_heads)
+        sizes = torch.einsum("bhsv,dhv->bhsd", v.abs(), of_heads.abs())
         y = torch.einsum("bhts,bhsd->btsd", a, parts)
         size = torch.einsum("bhts,bhsd->btsd", a, sizes)
         found = {"summed": (y, size)}
         if "residual" in block:
-            own = (
-                torch.ones(self.L, self.S)
-                .tril(block["diagonal"])
-                .triu(block["diagonal"])[None, :, :, None]
-                * shown[..., None]
-            )
+            own = self.own_pairs(block) & shown[..., None]
             x = block["residual"].double().unsqueeze(2)
-            y = torch.where(own > 0, y + x, y)
-            size = torch.where(own > 0, size + x.abs(), size)
+            y, size = torch.where(own, y + x, y), torch.where(own, size + x.abs(), size)
             found["with_residual"] = (y, size)
             for name, norm in (("with_norm", "norm"), ("encoder", "second_norm")):
                 if norm not in block:
@@ -170,6 +173,11 @@ class MapCall:
                 y, size = y * factor, size * factor.abs()
                 found[name] = (y, size)
         return found
+
+    def own_pairs(self, block: dict[str, Any]) -> Tensor:
+        """Tells the pairs of a query and the same token, [1, L, S, 1]."""
+        d = block["diagonal"]
+        return torch.ones(self.L, self.S).tril(d).triu(d).bool()[None, :, :, None]
 
     def compare(
         self,
@@ -186,63 +194,36 @@ class MapCall:
         off = eps * (64 + 16 * self.d + 3e5 * (self.M > 0)) if streams else 0.0
         if maps.value_norms is not None:
             values = v.double().repeat_interleave(self.H // self.G, 1)
-            parts = torch.einsum(
-                "bhsv,dhv->bhsd", values, project.double().unflatten(1, (self.H, -1))
-            )
-            norms = parts.norm(dim=-1)
+            of_heads = project.double().unflatten(1, (self.H, -1))
+            norms = torch.einsum("bhsv,dhv->bhsd", values, of_heads).norm(dim=-1)
             if self.padding:
                 norms = norms.masked_fill(block["key_padding"][:, None], 0.0)
-            bound = (
-                eps
-                * (self.d_v**0.5 + self.D**0.5 + 8)
-                * (values.norm(dim=-1) * project.double().norm())
-            )
-            assert_bounded(
-                kind + "value norms", maps.value_norms, (norms, bound.nan_to_num(0.0) + 1e-37)
-            )
+            rounding = eps * (self.d_v**0.5 + self.D**0.5 + 8)
+            bound = (rounding * values.norm(dim=-1) * project.double().norm()).nan_to_num(0.0)
+            assert_bounded(kind + "value norms", maps.value_norms, (norms, bound + 1e-37))
             if maps.per_head is not None:
-                shown = (
-                    a
-                    if not self.padding
-                    else a.masked_fill(block["query_padding"][:, None, :, None], 0.0)
-                )
+                shown = a
                 if self.padding:
+                    shown = shown.masked_fill(block["query_padding"][:, None, :, None], 0.0)
                     shown = shown.masked_fill(block["key_padding"][:, None, None, :], 0.0)
-                assert_bounded(
-                    "per_head",
-                    maps.per_head,
-                    (
-                        shown * norms.unsqueeze(-2),
-                        shown * bound.nan_to_num(0.0).unsqueeze(-2) + eps * shown + 1e-37,
-                    ),
-                )
+                truth, bound = (shown * x.unsqueeze(-2) for x in (norms, bound + eps))
+                assert_bounded("per_head", maps.per_head, (truth, bound + 1e-37))
         for name, (y, size) in self.vectors(a, v, project, block).items():
             found = getattr(maps, name)
             if found is None:
                 raise Wrong(f"{kind}{name} is missing")
-            bound = (
-                size.norm(dim=-1) * (eps * (self.H + self.D**0.5 + self.d_v**0.5 + 8) + off) + 1e-30
-            )
+            terms = self.H + self.D**0.5 + self.d_v**0.5 + 8
+            bound = size.norm(dim=-1) * (eps * terms + off) + 1e-30
             assert_bounded(kind + name, found, (y.norm(dim=-1), bound))
             if name not in maps.mixing_ratio:
                 continue
-            d = block["diagonal"]
-            own = torch.ones(self.L, self.S).tril(d).triu(d).bool()[None, :, :, None]
+            own = self.own_pairs(block)
             others, itself = (y * ~own).sum(2).norm(dim=-1), (y * own).sum(2).norm(dim=-1)
             total = others + itself
             ratio = torch.where(total > 0, others / total.masked_fill(total == 0, 1.0), 0.0)
-            loss = (
-                4
-                * (
-                    size.sum(2).norm(dim=-1)
-                    * (eps * (self.H + self.D**0.5 + self.S + self.d_v**0.5 + 8) + off)
-                    + 1e-30
-                )
-                / total.clamp_min(1e-300)
-            )
-            assert_bounded(
-                f"{kind}mixing ratio of {name}", maps.mixing_ratio[name], (ratio, loss + 4 * eps)
-            )
+            loss = 4 * (size.sum(2).norm(dim=-1) * (eps * (terms + self.S) + off) + 1e-30)
+            bound = loss / total.clamp_min(1e-300) + 4 * eps
+            assert_bounded(f"{kind}mixing ratio of {name}", maps.mixing_ratio[name], (ratio, bound))
 
     def check_gradient(self, a: Tensor, v: Tensor, project: Tensor, block: dict[str, Any]) -> None:
         """Compares the gradient of a random sum of the last map with that of its definition."""

@@ -54,6 +54,8 @@ class ModuleCall:
     average: bool = True
     training: bool = True
     converted: bool = False
+    p: float | None = 2.0  # of kernels other than "dot"
+    shared: bool = False  # one tensor is query, key and value
 
     @staticmethod
     def draw(seed: int) -> ModuleCall:
@@ -69,7 +71,7 @@ class ModuleCall:
             r.chance(4), r.chance(4), r.chance(2), r.chance(1.3), r.chance(3),
             r.weighted({"float64": 2, "float32": 1}) if kernel == "dot" else "float64",
             r.choice(["", "", "bool", "float"]), mask, r.chance(2), r.chance(2), r.chance(2),
-            kernel == "dot" and r.chance(2),
+            kernel == "dot" and r.chance(2), r.choice([None, 1.0, 1.5, 2.0, 4.0]), r.chance(3),
         )  # fmt: skip
 
     def cell(self) -> str:
@@ -87,11 +89,9 @@ class ModuleCall:
         if self.converted:
             ours = ikattn.convert(copy.deepcopy(stock), kernel="dot")
         else:
-            extra = (
-                {"num_frequencies": 3, "stationary": self.stationary}
-                if self.kernel == "implicit"
-                else {}
-            )
+            extra: dict[str, Any] = {} if self.kernel == "dot" else {"p": self.p}
+            if self.kernel == "implicit":
+                extra |= {"num_frequencies": 3, "stationary": self.stationary}
             ours = ikattn.MultiheadAttention(self.E, self.H, **options, kernel=self.kernel, **extra)
             missing = ours.load_state_dict(stock.state_dict(), strict=False)
             if missing.unexpected_keys:
@@ -112,28 +112,20 @@ class ModuleCall:
             hidden = uniform(seed + 2000, self.N, self.S) < 0.4
             hidden[:, 0] = False
             hidden = hidden if self.batched else hidden[0]
-            arguments["key_padding_mask"] = (
-                hidden
-                if self.padding == "bool"
-                else torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
-            )
+            as_bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+            arguments["key_padding_mask"] = hidden if self.padding == "bool" else as_bias
         if self.mask:
-            shape = (
-                (self.N * self.H if self.batched else self.H, self.L, self.S)
-                if self.mask == "heads"
-                else (self.L, self.S)
-            )
+            heads = self.N * self.H if self.batched else self.H
+            shape = (self.L, self.S) if self.mask != "heads" else (heads, self.L, self.S)
             hidden = uniform(seed + 3000, *shape) < 0.3
             hidden[..., 0] = False
             if self.mask == "causal":
                 hidden = ~torch.ones(self.L, self.S, dtype=torch.bool).tril()
             arguments["attn_mask"] = hidden
             if self.mask == "float" or self.padding == "float":
-                mask = (
-                    torch.zeros(shape, dtype=dtype)
-                    if self.padding == "float"
-                    else numbers("exact", "bias", seed + 4000, *shape).to(dtype)
-                )
+                mask = torch.zeros(shape, dtype=dtype)
+                if self.padding != "float":
+                    mask = numbers("exact", "bias", seed + 4000, *shape).to(dtype)
                 arguments["attn_mask"] = mask.masked_fill(hidden, -torch.inf)
             # torch hides the learned and the zero key, which stand last, where is_causal is true.
             hint = self.kernel == "dot" or not (self.bias_kv or self.zero_attn)
@@ -141,6 +133,8 @@ class ModuleCall:
         results = []
         for module in (ours, stock):
             leaves = [x.detach().clone().requires_grad_() for x in tokens]
+            if self.shared and len({x.shape for x in tokens}) == 1:
+                leaves = leaves[:1] * 3
             if module is stock and self.kernel != "dot":
                 output, weights = explicit(ours, *leaves, **arguments)
                 module = ours
@@ -148,17 +142,10 @@ class ModuleCall:
                 output, weights = module(*leaves, **arguments)
             made = [output] + ([] if weights is None else [weights])
             total = sum((x * uniform(seed + 9 + i, *x.shape)).sum() for i, x in enumerate(made))
-            wanted = [
-                *leaves,
-                *(
-                    x
-                    for n, x in module.named_parameters()
-                    if "spectral" not in n or self.kernel == "implicit"
-                ),
-            ]
-            gradients = torch.autograd.grad(
-                total, wanted, allow_unused=True, materialize_grads=True
-            )
+            named = module.named_parameters()
+            used = (x for n, x in named if "spectral" not in n or self.kernel == "implicit")
+            wanted = {"allow_unused": True, "materialize_grads": True}
+            gradients = torch.autograd.grad(total, [*leaves, *used], **wanted)
             results.append([*made, *gradients])
         if len(results[0]) != len(results[1]):
             raise Wrong(f"{len(results[0])} results, not {len(results[1])}")
@@ -228,13 +215,10 @@ class RecordCall:
             given["mask"] = ~torch.ones(self.L, self.L, dtype=torch.bool).tril()
         inputs = x if self.batch_first else x.transpose(0, 1)
         before = model(inputs, **given)
-        with ikattn.record(
-            model,
-            maps="all" if not self.reduce else ("summed", "with_residual"),
-            reduce=self.reduce or None,
-            queries=list(self.queries) or None,
-            check="all" if self.check_all else "rows",
-        ) as recording:
+        options: dict[str, Any] = {"maps": ("summed", "with_residual") if self.reduce else "all"}
+        options |= {"reduce": self.reduce or None, "queries": list(self.queries) or None}
+        options["check"] = "all" if self.check_all else "rows"
+        with ikattn.record(model, **options) as recording:
             inside = model(inputs, **given)
         _close("the output inside a recording", inside, before, torch.float64)
         assert_bits("the output after a recording", [before], [model(inputs, **given)])
@@ -252,20 +236,10 @@ class RecordCall:
         attention, padding = layer.self_attn, given.get("src_key_padding_mask")
         turned = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
         read = layer.norm1(x) if self.norm_first else x
-        weights = attention(
-            *[turned(read)] * 3,
-            key_padding_mask=padding,
-            attn_mask=given.get("mask"),
-            average_attn_weights=False,
-        )[1]
-        made = attention(
-            *[turned(read)] * 3, key_padding_mask=padding, attn_mask=given.get("mask")
-        )[0]
-        value = nn.functional.linear(
-            read,
-            attention.in_proj_weight[2 * self.E :],
-            attention.in_proj_bias[2 * self.E :] if self.bias else None,
-        )
+        masks = {"key_padding_mask": padding, "attn_mask": given.get("mask")}
+        made, weights = attention(*[turned(read)] * 3, average_attn_weights=False, **masks)
+        bias = attention.in_proj_bias[2 * self.E :] if self.bias else None
+        value = nn.functional.linear(read, attention.in_proj_weight[2 * self.E :], bias)
         value = value.unflatten(-1, (self.H, -1)).transpose(1, 2)
         total = x + turned(made)
         block: dict[str, Any] = {"residual": x}
@@ -278,25 +252,19 @@ class RecordCall:
             block |= {"query_padding": padding, "key_padding": padding}
         truth = ikattn.contributions(weights, value, attention.out_proj.weight, **block)
         rows = list(self.queries) or slice(None)
-        for name in ("summed", "with_residual") + (
-            () if self.norm_first or self.reduce else ("with_norm", "encoder")
-        ):
+        of_block = () if self.norm_first or self.reduce else ("with_norm", "encoder")
+        for name in ("summed", "with_residual", *of_block):
             expected = getattr(truth, name)[:, rows]
             if self.reduce:
-                found = maps.reduced[name]
-                of_map = (
-                    expected.diagonal(dim1=1, dim2=2)
-                    if self.reduce == "diagonal"
-                    else expected.sum(1)
-                )
-                _close(f"{self.reduce} of {name}", found, of_map, torch.float64)
+                columns, diagonal = expected.sum(1), expected.diagonal(dim1=1, dim2=2)
+                expected = diagonal if self.reduce == "diagonal" else columns
+                _close(f"{self.reduce} of {name}", maps.reduced[name], expected, torch.float64)
                 continue
             _close(f"recorded {name}", getattr(maps, name), expected, torch.float64)
         if not self.reduce and maps.weights is not None:
             shown = weights
             if self.padding:
-                shown = shown.masked_fill(
-                    padding[:, None, :, None] | padding[:, None, None, :], 0.0
-                )
+                hidden = padding[:, None, :, None] | padding[:, None, None, :]
+                shown = shown.masked_fill(hidden, 0.0)
             _close("recorded weights", maps.weights, shown[:, :, rows], torch.float64)
         return turned(layer(turned(x), src_mask=given.get("mask"), src_key_padding_mask=padding))

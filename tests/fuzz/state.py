@@ -136,15 +136,9 @@ class Machine:
         )
 
     def truth(self, query: Tensor, **others: Any) -> Attention:
-        call = {
-            "query": query,
-            "key": self.k,
-            "value": self.v,
-            "w1": self.w1,
-            "w2": self.w2,
-            "eps": self.call.eps,
-        }
-        return Attention(call | self.kernel | others, self.arithmetic())
+        call = {"query": query, "key": self.k, "value": self.v, "eps": self.call.eps}
+        call |= {"w1": self.w1, "w2": self.w2} | self.kernel
+        return Attention(call | others, self.arithmetic())
 
     def grow(self, k: Tensor, v: Tensor, bias: Tensor) -> None:
         self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
@@ -179,14 +173,8 @@ class Machine:
                 hidden = (self.bias == -math.inf).all(1)[:, None, None]
                 mask = mask.masked_fill(hidden, math.nan)
         lower_right = kind == 3 and rows <= S
-        found = self.state.attend(
-            query,
-            self.v,
-            key_bias=bias,
-            attn_mask=mask,
-            causal_lower_right=lower_right,
-            eps=call.eps,
-        )
+        options = {"key_bias": bias, "attn_mask": mask, "eps": call.eps}
+        found = self.state.attend(query, self.v, causal_lower_right=lower_right, **options)
         seen = torch.ones(rows, S, dtype=torch.bool).tril(S - rows) if lower_right else mask
         assert_bounded("attend", found, self.truth(query, key_bias=bias, attn_mask=seen).output)
         return None
@@ -211,10 +199,8 @@ class Machine:
 
     def reorder(self, number: int, size: int) -> None:
         order = integers(self.call.seed + number, 0, self.B - 1, 1 + size % 3).long()
-        reorder = (
-            self.state.select if isinstance(self.state, ikattn.KeyFeatures) else self.state.reorder
-        )
-        reorder(order)
+        is_features = isinstance(self.state, ikattn.KeyFeatures)
+        (self.state.select if is_features else self.state.reorder)(order)
         self.k, self.v, self.bias = (x[order] for x in (self.k, self.v, self.bias))
         self.B = len(order)
 
@@ -268,21 +254,12 @@ class Machine:
         S = self.k.shape[2]
         rows = S if call.causal else min(S, 33)
         query = self.draw("token", 100, self.B, call.H, rows, call.d)
+        given = {"query": query, "key": self.k, "value": self.v, "key_bias": self.bias}
         given = {
-            name: x.detach().clone().requires_grad_()
-            for name, x in (
-                ("query", query),
-                ("key", self.k),
-                ("value", self.v),
-                ("key_bias", self.bias),
-                ("w1", self.w1),
-            )
+            x: y.detach().clone().requires_grad_() for x, y in (given | {"w1": self.w1}).items()
         }
-        heads = call.G  # those of the moments
-        if call.by_group or call.G == call.H:
-            w_k = (given["w1"], self.w2)
-        else:
-            w_k, heads = (given["w1"], self.w2), call.H
+        heads = call.G if call.by_group else call.H  # those of the moments
+        w_k = (given["w1"], self.w2)
         w_q = tuple(None if x is None else of_heads(x, 0, call.H) for x in (given["w1"], self.w2))
         phi_q = ikattn.ops.spectral_features(given["query"].to(wide), *w_q)
         phi_k = ikattn.ops.spectral_features(of_heads(given["key"].to(wide), 1, heads), *w_k)
@@ -306,11 +283,11 @@ class Machine:
             output = torch.cat(outputs, 2)
         else:
             half = S // 2
-            parts = [
-                ikattn.ops.key_moments(phi_k[:, :, x], logits[:, :, x], value[:, :, x])
-                for x in (slice(half), slice(half, S))
-            ]
-            merged = ikattn.ops.merge_moments(*parts[0], *parts[1])
+            parts = zip(
+                *(x.split([half, S - half], 2) for x in (phi_k, logits, value)), strict=True
+            )
+            first, second = (ikattn.ops.key_moments(*part) for part in parts)
+            merged = ikattn.ops.merge_moments(*first, *second)
             output, _ = ikattn.ops.attention_from_moments(phi_q, *merged, eps=call.eps)
         made = arithmetic_of(self.dtype, linear=True)
         truth = Attention(

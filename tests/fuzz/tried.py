@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ikattn
 from fuzz.condition import Arithmetic, Attention, Bounded, arithmetic_of
-from fuzz.holding import Wrong, assert_bounded, bits
+from fuzz.holding import Wrong, assert_bits, assert_bounded, bits
 
 if TYPE_CHECKING:
     from fuzz.attention import AttentionCall
@@ -29,17 +29,17 @@ class Tried:
         self.call, self.arguments = call, call.arguments()
         self.wanted = list(call.gradients)
         self.incoming = call.incoming()
-        self.stored = bits(
-            *(x for x in self.arguments.values() if isinstance(x, Tensor)),
-            self.incoming,
-            storage=True,
-        )
+        self.stored = self.given_bits()
         self.output, self.gradients = self.run(self.arguments)
         self.keep = None
         if call.dropout:
             kept = 1 - min(math.floor(256 * call.dropout + 0.5), 255) / 256
             self.keep = _kept(self.arguments["dropout_seed"], call) / kept
         self.truth = Attention(self.arguments, self.arithmetic_of(self.arguments), self.keep)
+
+    def given_bits(self) -> bytes:
+        tensors = (x for x in self.arguments.values() if isinstance(x, Tensor))
+        return bits(*tensors, self.incoming, storage=True)
 
     def run(
         self,
@@ -60,16 +60,10 @@ class Tried:
         return output.detach(), dict(zip(wanted, found, strict=True))
 
     def check(self) -> None:
-        call = self.call
-        after = bits(
-            *(x for x in self.arguments.values() if isinstance(x, Tensor)),
-            self.incoming,
-            storage=True,
-        )
-        if after != self.stored:
+        if self.given_bits() != self.stored:
             raise Wrong("an input has changed")
         self.compare("output", self.output, self.truth.output)
-        if self.output.dtype != call.torch_dtype:
+        if self.output.dtype != self.call.torch_dtype:
             raise Wrong(f"the output is of type {self.output.dtype}")
         unseen = ~self.truth.seen
         if bool(self.output[unseen].any()):
@@ -80,6 +74,12 @@ class Tried:
                 if found.dtype != self.arguments[name].dtype:
                     raise Wrong(f"the gradient of {name} is of type {found.dtype}")
                 self.compare(f"gradient of {name}", found, self.bounds[name])
+
+    def assert_same_bits(self, what: str, **options: Any) -> None:
+        """Holds another run of the call to the bits of the first."""
+        output, gradients = self.run(self.arguments, **options)
+        first = [self.output, *self.gradients.values()]
+        assert_bits(what, first, [output, *gradients.values()])
 
     def compare(self, what: str, found: Tensor, truth: Bounded, times: float = 1.0) -> None:
         assert_bounded(what, found, truth, times)

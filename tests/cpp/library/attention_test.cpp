@@ -178,21 +178,6 @@ INSTANTIATE_TEST_SUITE_P(All, AttentionTypes,
                                            std::pair{at::kBFloat16, 3e-2},
                                            std::pair{at::kHalf, 3e-3}));
 
-TEST(Attention, DropoutMaskIsAFunctionOfItsSeed) {
-  const Inputs in(40, 50);
-  ikattn::AttentionOptions options;
-  options.dropout_p = 0.3;
-  options.dropout_seed = torch::tensor({11, 4}, on_device(at::kLong));
-  const auto run = [&] {
-    return ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
-  };
-  const Tensor first = run();
-  EXPECT_TRUE(torch::equal(first, run()));
-  expect_close(first, reference(in, options), 1e-12);
-  options.dropout_seed = torch::tensor({12, 4}, on_device(at::kLong));
-  EXPECT_FALSE(torch::equal(first, run()));
-}
-
 TEST(Attention, DrawsADropoutSeedFromTheDefaultGenerator) {
   const Inputs in(20, 20);
   ikattn::AttentionOptions options;
@@ -205,40 +190,6 @@ TEST(Attention, DrawsADropoutSeedFromTheDefaultGenerator) {
   EXPECT_FALSE(torch::equal(first, run()));
   torch::manual_seed(5);
   EXPECT_TRUE(torch::equal(first, run()));
-}
-
-TEST(Attention, SecondDerivativesEqualDifferencesOfTheFirst) {
-  const Inputs in(3, 4, 2, 2, 2);
-  const Tensor out = ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2);
-  const Tensor gradient =
-      torch::autograd::grad({out.square().sum()}, {in.query}, {}, true, /*create_graph=*/true)[0];
-  const Tensor second = torch::autograd::grad({gradient.square().sum()}, {in.w1})[0];
-  // A central difference of the first derivative along one direction must be the same.
-  const Tensor direction = torch::randn_like(in.w1);
-  const double step = 1e-6;
-  const auto norm_of_gradient = [&](double t) {
-    const Tensor w1 = (in.w1 + t * direction).detach().requires_grad_();
-    const Tensor moved = ikattn::implicit_kernel_attention(in.query, in.key, in.value, w1, in.w2);
-    return torch::autograd::grad({moved.square().sum()}, {in.query})[0]
-        .square()
-        .sum()
-        .item<double>();
-  };
-  const double slope = (norm_of_gradient(step) - norm_of_gradient(-step)) / (2 * step);
-  EXPECT_NEAR((second * direction).sum().item<double>(), slope,
-              1e-6 * std::max(1.0, std::abs(slope)));
-}
-
-TEST(Weights, TimesValueIsTheOutput) {
-  const Inputs in(37, 70);
-  ikattn::AttentionOptions options;
-  options.attn_mask = torch::rand({2, 1, 37, 70}, test_device()) > 0.4;
-  const Tensor weights = ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options);
-  const Tensor output =
-      ikattn::implicit_kernel_attention(in.query, in.key, in.value, in.w1, in.w2, options);
-  expect_close(weights.matmul(in.value), output, 1e-12);
-  expect_close(ikattn::implicit_kernel_weights(in.query, in.key, in.w1, in.w2, options, true),
-               weights.mean(1), 1e-12);
 }
 
 // Gradients of the output reach the weights as dO V^T.
@@ -265,14 +216,6 @@ TEST(Weights, GradientsAreThoseOfTheOutput) {
       }
     }
   }
-}
-
-TEST(Features, InnerProductsAreTheCovariance) {
-  const Inputs in(9, 7);
-  const Tensor phi = ikattn::spectral_features(in.query, in.w1);
-  EXPECT_EQ(phi.sizes(), at::IntArrayRef({2, 3, 9, 66}));
-  expect_close((phi * phi).sum(-1), torch::full({2, 3, 9}, 4.0 * 33, on_device(at::kDouble)),
-               1e-13);
 }
 
 TEST(Errors, NameArgumentExpectedAndGot) {

@@ -45,36 +45,6 @@ TEST(EdgeAttention, OfEveryPairIsAttention) {
   }
 }
 
-TEST(EdgeAttention, WithoutEdgesIsZero) {
-  const Graph graph;
-  const auto [output, weights] = ikattn::implicit_kernel_edge_attention(
-      graph.query, graph.key, graph.value, nodes({0, 0, 1, 1}), nodes({3}), graph.w1, graph.w2);
-  EXPECT_TRUE(torch::allclose(output[1], graph.value[3], 1e-12, 1e-12));
-  EXPECT_EQ(output[0].abs().sum().item<double>(), 0);
-  EXPECT_EQ(output[2].abs().sum().item<double>(), 0);
-  EXPECT_TRUE(torch::equal(weights, torch::ones_like(weights)));
-}
-
-TEST(EdgeAttention, OtherFormsWeighAsTheirDefinitions) {
-  const Graph graph;
-  const Tensor rowptr = nodes({0, 4, 8, 12}), col = nodes({0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3});
-  const Tensor query = graph.query.transpose(0, 1), key = graph.key.transpose(0, 1);
-  const auto weights_of = [&](const Tensor& logits) {  // [H, N_q, N_k] -> [E, H]
-    return logits.softmax(-1).permute({1, 2, 0}).reshape({12, 2});
-  };
-  const auto [of_softmax, softmax] =
-      ikattn::softmax_edge_attention(graph.query, graph.key, graph.value, rowptr, col);
-  const Tensor products = query.matmul(key.transpose(1, 2)) / 2;  // sqrt d = 2
-  EXPECT_TRUE(torch::allclose(softmax, weights_of(products), 1e-10, 1e-12));
-
-  const Tensor vector = torch::cat({graph.w1.select(2, 0), graph.w2.select(2, 0)}, -1);
-  const auto [of_gat, gat] =
-      ikattn::gat_edge_attention(vector, graph.query, graph.key, graph.value, rowptr, col);
-  const Tensor of_source = vector.narrow(1, 4, 4).unsqueeze(-1);
-  const Tensor logits = key.matmul(of_source).transpose(1, 2) / std::sqrt(8.0);
-  EXPECT_TRUE(torch::allclose(gat, weights_of(logits.expand({2, 3, 4})), 1e-10, 1e-12));
-}
-
 TEST(EdgeAttention, ALeakyReluTakesTheLogitOfBothEnds) {
   const Graph graph;
   const Tensor rowptr = nodes({0, 4, 8, 12}), col = nodes({0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3});

@@ -223,38 +223,6 @@ def test_padding_alone_is_one_row_for_all_queries() -> None:
         assert (made.stride(-2) == 0) == (function is functions.bidirectional_mask_function)
 
 
-def test_padding_does_not_change_what_tokens_get() -> None:
-    model = convert(build("bert"))
-    short = torch.tensor([[5, 6, 7]])
-    long, mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[1, 1, 1, 0, 0]])
-    with torch.no_grad():
-        expected = model(short).last_hidden_state
-        found = model(long, attention_mask=mask).last_hidden_state[:, :3]
-    assert_close(found, expected, TOLERANCE)
-
-
-def test_the_position_bias_of_t5_is_trained() -> None:
-    model, inputs = convert(build("t5")), inputs_of("t5")
-    _, grads = trained(model, inputs)
-    assert grads["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].any()
-
-
-def test_grouped_heads_are_repeated_heads() -> None:
-    grouped = convert(build("llama"))
-    config = transformers.LlamaConfig(**GROUPED | {"num_key_value_heads": 4})
-    repeated = convert(transformers.LlamaModel(config).double().eval())
-    state = grouped.state_dict()
-    for name in state:
-        if "k_proj" in name or "v_proj" in name:  # [G * d, D]
-            state[name] = state[name].unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
-    repeated.load_state_dict(state)
-    inputs = inputs_of("llama")
-    with torch.no_grad():
-        expected, found = (call(m, inputs)["last_hidden_state"] for m in (repeated, grouped))
-    mask = inputs["attention_mask"].bool()
-    assert_close(found[mask], expected[mask], TOLERANCE)
-
-
 # --- Training
 
 

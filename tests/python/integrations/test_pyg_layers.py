@@ -81,20 +81,6 @@ def test_gat_computes_the_gat_form_with_self_loops():
     assert torch.equal(of_edges, edge_index)
 
 
-@pytest.mark.parametrize("options", [{}, {"edge_dim": 3}, {"heads": 1, "concat": False}])
-def test_the_dot_kernel_of_a_transformer_layer_is_the_stock_layer(options):
-    stock = TransformerConv(CHANNELS, C, **({"heads": H, "beta": True} | options))
-    conv = pyg.ImplicitKernelTransformerConv(
-        CHANNELS, C, **({"heads": H, "beta": True} | options), kernel="dot"
-    )
-    conv.load_state_dict(stock.state_dict())
-    attributes = torch.randn(E, 3) if "edge_dim" in options else None
-    arguments = nodes(), EDGE_INDEX, attributes
-    torch.testing.assert_close(conv(*arguments), stock(*arguments))
-    for result in (conv(*arguments, True), by_messages(conv, *arguments, True)):
-        torch.testing.assert_close(result, stock(*arguments, True))
-
-
 @each_layer
 @pytest.mark.parametrize("edge_dim", [None, 3])
 def test_messages_add_up_to_what_the_operator_gives(layer, edge_dim):

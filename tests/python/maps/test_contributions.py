@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,6 @@ from contribution_samples import (
 )
 from golden import golden_files, load_golden
 from ikattn.maps import NormStats
-
-every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-
 
 # --- Values
 
@@ -64,39 +60,6 @@ def test_own_pairs_and_ratios_are_right_where_squares_leave_the_range_of_float32
         assert_close(found.mixing_ratio[name], ratio, 1e-6, name)
 
 
-@every_sample
-def test_the_reference_operator_gives_the_same(sample: Sample) -> None:
-    """The differentiable composition, which backward and transformations use."""
-    arguments = sample.arguments()
-    expected = definition(arguments)
-    got = reference(arguments)
-    order = ("value_norms", "summed", "with_residual", "with_norm", "encoder")
-    for name, map_ in zip(order, got, strict=False):
-        if getattr(expected, name) is not None:
-            assert_close(map_, getattr(expected, name), 1e-7, name)
-
-
-def reference(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    norm, second = arguments.get("norm"), arguments.get("second_norm")
-    steps = [arguments.get("residual"), norm, second]
-    return torch.ops.ikattn.contribution_maps_reference(
-        arguments["attn_weights"],
-        arguments["value"],
-        arguments["out_proj_weight"],
-        residual=steps[0],
-        norm_weight=norm and norm.weight,
-        norm_scale=norm and norm.scale,
-        norm_centered=norm is None or norm.centered,
-        second_norm_weight=second and second.weight,
-        second_norm_scale=second and second.scale,
-        second_norm_centered=second is None or second.centered,
-        query_padding=arguments.get("query_padding"),
-        key_padding=arguments.get("key_padding"),
-        diagonal=arguments["diagonal"],
-        maps=[True, True, *(step is not None for step in steps), steps[0] is not None],
-    )
-
-
 @pytest.mark.parametrize("cancellation", [1e-3, 1e-4])
 def test_heads_that_cancel_keep_their_accuracy_in_float32(cancellation: float) -> None:
     """The sum is a thousandth, or less, of its parts; the Gram form would be wrong altogether."""
@@ -122,24 +85,6 @@ def test_heads_of_no_size_contribute_nothing() -> None:
     value, projection = torch.empty(2, 3, 7, 0), torch.empty(70, 0)
     maps = ikattn.contributions(torch.rand(2, 3, 5, 7), value, projection, maps=["summed"])
     assert_identical([maps.summed], [torch.zeros(2, 5, 7)])
-
-
-def test_the_vectors_of_a_row_sum_to_the_layer_output() -> None:
-    """The vectors whose norms the maps hold add up to the output without its bias."""
-    torch.manual_seed(1)
-    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).double()
-    x = torch.randn(2, 6, 16, dtype=torch.float64)
-    output, weights = layer(x, x, x, average_attn_weights=False)
-    value = x @ layer.in_proj_weight[32:].mT + layer.in_proj_bias[32:]
-    call = {
-        "attn_weights": weights,
-        "value": value.unflatten(-1, (4, 4)).transpose(1, 2),
-        "out_proj_weight": layer.out_proj.weight,
-        "diagonal": 0,
-    }
-    y = vectors(call)["summed"]
-    assert_close(y.sum(2), output - layer.out_proj.bias, 1e-13)
-    assert_close(maps_of(call).summed, norm_of(y), 1e-13)
 
 
 @pytest.mark.parametrize("layer", [path.stem for path in golden_files("bert_inputs", "op_*.npz")])
@@ -184,45 +129,6 @@ def test_one_layer_equals_the_authors_code(layer: str) -> None:
 # --- Laws
 
 
-def test_a_batch_is_its_sequences_one_by_one() -> None:
-    arguments = PADDED.arguments()
-    whole = named(maps_of(arguments))
-    for b in range(PADDED.B):
-        one = {
-            name: each[b : b + 1]
-            if isinstance(each, Tensor) and name != "out_proj_weight"
-            else each
-            for name, each in arguments.items()
-        }
-        for name in ("norm", "second_norm"):
-            stats = arguments[name]
-            one[name] = NormStats(stats.weight, stats.scale[b : b + 1], stats.centered)
-        for name, map_ in named(maps_of(one)).items():
-            assert_close(map_, whole[name][b : b + 1], 1e-14, name)
-
-
-def test_padding_equals_cutting_it_off() -> None:
-    arguments = PADDED.arguments()
-    whole = named(maps_of(arguments))
-    b, length = 2, PADDED.S - 2
-    cut = {
-        "attn_weights": arguments["attn_weights"][b : b + 1, :, :length, :length],
-        "value": arguments["value"][b : b + 1, :, :length],
-        "out_proj_weight": arguments["out_proj_weight"],
-        "residual": arguments["residual"][b : b + 1, :length],
-    }
-    for name in ("norm", "second_norm"):
-        stats = arguments[name]
-        cut[name] = NormStats(stats.weight, stats.scale[b : b + 1, :length], stats.centered)
-    for name, map_ in named(maps_of(cut)).items():
-        padded = whole[name][b : b + 1]
-        index = tuple(slice(0, size) for size in map_.shape)
-        assert_close(map_, padded[index], 1e-14, name)
-        rest = padded.clone()
-        rest[index] = 0
-        assert (rest == 0).all(), name
-
-
 def test_what_padding_holds_never_shows() -> None:
     arguments = PADDED.arguments()
     expected = named(maps_of(arguments))
@@ -263,28 +169,6 @@ def test_strides_do_not_matter() -> None:
     }
     for name, map_ in named(maps_of(arguments | strided)).items():
         assert_close(map_, expected[name], 1e-6, name)
-
-
-def test_queries_alone_give_their_rows() -> None:
-    """The last queries with a moved diagonal, as when keys are cached."""
-    arguments = BLOCK.arguments()
-    expected = named(maps_of(arguments))
-    first = 4
-    rows = arguments | {
-        "attn_weights": arguments["attn_weights"][:, :, first:],
-        "residual": arguments["residual"][:, first:],
-        "diagonal": first,
-    }
-    for name in ("norm", "second_norm"):
-        stats = arguments[name]
-        rows[name] = NormStats(stats.weight, stats.scale[:, first:], stats.centered)
-    for name, map_ in named(maps_of(rows)).items():
-        whole = expected[name]
-        if name == "per_head":
-            whole = whole[:, :, first:]
-        elif name != "value_norms":
-            whole = whole[:, first:]
-        assert_close(map_, whole, 1e-14, name)
 
 
 def test_weights_of_one_type_and_values_of_another() -> None:

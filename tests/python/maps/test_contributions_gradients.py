@@ -13,43 +13,12 @@ from agreement import assert_close, assert_identical, error
 from contribution_samples import (
     BLOCK,
     PADDED,
-    SAMPLES,
     Sample,
-    definition,
     differentiable,
     maps_of,
     named,
     replaced,
 )
-
-WITH_GRADIENTS = [sample for sample in SAMPLES if sample.B * sample.L * sample.S and sample.L < 20]
-
-
-@pytest.mark.operators
-@pytest.mark.parametrize("sample", WITH_GRADIENTS, ids=lambda sample: sample.name)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_gradients_are_those_of_the_definition(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = sample.arguments(dtype)
-
-    def gradients(function: Any) -> dict[str, Tensor]:
-        leaves = {
-            name: tensor.detach().clone().requires_grad_()
-            for name, tensor in differentiable(arguments).items()
-        }
-        results = named(function(replaced(arguments, leaves)))
-        generator = torch.Generator().manual_seed(3)
-        loss = sum(
-            (torch.rand(map_.shape, generator=generator, dtype=torch.float64) * map_).sum()
-            for _, map_ in sorted(results.items())
-        )
-        assert isinstance(loss, Tensor)
-        found = torch.autograd.grad(loss, list(leaves.values()))
-        return dict(zip(leaves, found, strict=True))
-
-    got, expected = gradients(maps_of), gradients(definition)
-    for name, gradient in got.items():
-        assert gradient.dtype == dtype
-        assert_close(gradient, expected[name], 1e-11 if dtype == torch.float64 else 2e-6, name)
 
 
 @pytest.mark.parametrize(

@@ -15,52 +15,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close, assert_identical
-from contribution_samples import BLOCK, Sample, named, operator_call
-
-
-@pytest.mark.parametrize("kernel", ["dot", "implicit", "stationary"])
-@pytest.mark.parametrize("masking", ["none", "causal", "bool", "float", "bias", "causal and float"])
-def test_streamed_maps_equal_those_of_the_weights(kernel: str, masking: str) -> None:
-    torch.manual_seed(2)
-    B, H, G, L, S, d = 2, 4, 2, 37, 37, 6
-    query, key, value = (
-        torch.randn(B, heads, length, d, dtype=torch.float64)
-        for heads, length in ((H, L), (G, S), (G, S))
-    )
-    frequencies = {} if kernel == "dot" else {"w1": torch.randn(H, d, 5).double() / 6}
-    if kernel == "implicit":
-        frequencies["w2"] = torch.randn(H, d, 5).double() / 6
-    options: dict[str, Any] = {}
-    if "causal" in masking:
-        options["is_causal"] = True
-    if masking == "bool":
-        options["attn_mask"] = torch.rand(B, 1, L, S) > 0.4
-        options["attn_mask"][0, 0, 3] = False  # a row that sees nothing
-    if "float" in masking:
-        options["attn_mask"] = torch.randn(H, L, S, dtype=torch.float64)
-    if masking == "bias":
-        options["key_bias"] = torch.randn(B, G, S, dtype=torch.float64)
-    if kernel == "dot":
-        weights = softmax_weights(query, key, **options)
-    else:
-        weights = ikattn.implicit_kernel_weights(
-            query, key, **frequencies, enable_gqa=True, **options
-        )
-    block = {
-        name: each
-        for name, each in Sample("b", B=B, L=L, S=S, D=H * d).arguments().items()
-        if name in ("residual", "norm", "second_norm")
-    }
-    projection = torch.randn(H * d, H * d, dtype=torch.float64)
-    given = named(ikattn.contributions(weights, value, projection, **block))
-    streamed = named(
-        ikattn.streamed_contributions(
-            query, key, value, projection, **frequencies, enable_gqa=True, **options, **block
-        )
-    )
-    assert given.keys() == streamed.keys()
-    for name, map_ in streamed.items():
-        assert_close(map_, given[name], 1e-12, name)
+from contribution_samples import BLOCK, named, operator_call
 
 
 def softmax_weights(
@@ -304,24 +259,6 @@ def test_errors_of_the_streamed_maps_name_the_argument(changes, kind, message):
     }
     with pytest.raises(kind, match=f"streamed_contributions: .*?({message})"):
         ikattn.streamed_contributions(**(call | changes))
-
-
-@pytest.mark.parametrize("kernel", ["dot", "implicit"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_of_half_precision_are_not_rounded(kernel: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, 4, 20, 8).to(dtype).unbind()
-    projection, mask = torch.randn(32, 32).to(dtype), torch.randn(4, 20, 20).to(dtype)
-    options: dict[str, Any] = {"attn_mask": mask, "key_bias": torch.randn(20).to(dtype)}
-    if kernel == "implicit":
-        options["w1"] = 0.1 * torch.randn(4, 8, 5)
-
-    def summed(convert: Any) -> Tensor:
-        tensors = [convert(x) for x in (query, key, value, projection)]
-        rest = {name: convert(x) for name, x in options.items()}
-        return ikattn.streamed_contributions(*tensors, **rest, maps=["summed"]).summed
-
-    assert_close(summed(lambda x: x), summed(Tensor.double), 2e-6)
 
 
 def test_a_bias_may_be_one_number() -> None:

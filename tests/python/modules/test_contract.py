@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import pickle
 import warnings
 
@@ -31,7 +30,6 @@ from attention_cases import (
     S,
     arguments_of,
     assert_as_precise_as_upstream,
-    assert_same,
     batch,
     case,
     causal,
@@ -45,31 +43,6 @@ from attention_cases import (
     run,
 )
 from ikattn.nn.functional import multi_head_attention_forward
-from tiers import share
-
-
-@each_weights
-@pytest.mark.parametrize("mask", MASKS)
-def test_dot_equals_upstream_for_every_combination_of_options(mask, wanted):
-    combinations = list(itertools.product(OPTIONS, *[(True, False)] * 2))
-    for options, is_batched, batch_first in share(combinations, list(MASKS).index(mask)):
-        sizes = {"kdim": options["kdim"] or E, "vdim": options["vdim"] or E}
-        arguments = arguments_of(mask, is_batched, batch_first, **sizes) | wanted
-        options = {**options, "batch_first": batch_first}
-        ours, stock = make("dot", **options), make("stock", **options)
-        assert_same(run(ours, arguments), run(stock, arguments), f"{options}, {is_batched=}")
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@each_kernel
-def test_every_kernel_equals_its_formula_for_every_combination_of_options(kernel, mask):
-    combinations = list(itertools.product(OPTIONS, *[(True, False)] * 2))
-    for options, is_batched, batch_first in share(combinations, list(MASKS).index(mask) + 1):
-        sizes = {"kdim": options["kdim"] or E, "vdim": options["vdim"] or E}
-        arguments = arguments_of(mask, is_batched, batch_first, **sizes)
-        module = make(kernel, **options, batch_first=batch_first)
-        expected = run(module, arguments, functools.partial(explicit, module))
-        assert_same(run(module, arguments), expected, f"{options}, {is_batched=}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -23,7 +23,6 @@ from samples import (
     SAMPLES,
     Sample,
     converted,
-    differentiable,
     with_gradients,
 )
 from tiers import each_call
@@ -54,25 +53,6 @@ def test_reference_has_the_gradients_of_the_formula(sample: Sample) -> None:
     )
 
 
-def test_only_what_requires_a_gradient_gets_one() -> None:
-    arguments = BY_NAME["everything at once"].arguments()
-    call = with_gradients(arguments, ["key", "w2"])
-    attention(**call).sum().backward()
-    with_gradient = [name for name in differentiable(call) if call[name].grad is not None]
-    assert with_gradient == ["key", "w2"]
-
-
-def test_gradients_of_one_tensor_in_several_roles_add_up() -> None:
-    arguments = BY_NAME["d 8, d_v 8, M 1"].arguments()
-    x = arguments["query"]
-    arguments |= {"key": x, "value": x}
-    shared = x.detach().requires_grad_()
-    output = attention(**(arguments | {"query": shared, "key": shared, "value": shared}))
-    (found,) = torch.autograd.grad(output, shared, direction(output))
-    parts = gradients(attention, arguments)
-    assert_close(found, parts["query"] + parts["key"] + parts["value"], 1e-14)
-
-
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize(
     ("dtype", "size"),
@@ -87,16 +67,6 @@ def test_gradient_of_the_magnitude_is_right_where_powers_of_the_key_are_no_numbe
     got = gradients(attention, arguments | scaled, ["key"])["key"].double() * size
     expected = gradients(reference, converted(arguments, torch.float64), ["key"])["key"]
     assert_close(got, expected, 1e-12 if dtype == torch.float64 else 3e-6)
-
-
-def test_backward_twice_through_a_retained_graph_gives_the_same() -> None:
-    call = with_gradients(BY_NAME["everything at once"].arguments(torch.float32))
-    output = attention(**call)
-    leaves = [call[name] for name in differentiable(call)]
-    first, second = (
-        torch.autograd.grad(output, leaves, direction(output), retain_graph=True) for _ in range(2)
-    )
-    assert_identical(first, second)
 
 
 def test_an_output_changed_in_place_is_an_error_in_backward() -> None:
@@ -148,32 +118,3 @@ def test_frequency_gradients_that_do_not_fit_together(per_sample: bool) -> None:
     got, expected = (gradients(f, call, ["w1", "w2"], incoming) for f in (attention, reference))
     for name, gradient in got.items():
         assert_close(gradient, expected[name], 1e-12, name)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "p"),  # in float32 magnitudes are lost beside such a mask
-    [(torch.float64, 2.0), (torch.float64, None), (torch.float32, None), (torch.bfloat16, None)],
-    ids=str,
-)
-@pytest.mark.parametrize("way", ["mask", "bias"])
-def test_rows_of_the_lowest_number_have_their_gradients(way, dtype, p):
-    """Hugging Face's masks hide padding so; such rows are like rows without the mask."""
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 300, 8).to(dtype).unbind()
-    call = {"query": query, "key": key, "value": value}
-    call |= dict(zip(("w1", "w2"), 0.1 * torch.randn(2, 2, 8, 16).to(dtype), strict=True))
-    lowest = {}
-    if way == "mask":
-        mask = torch.zeros(300, 300, dtype=dtype)
-        mask[5] = torch.finfo(dtype).min
-        lowest["attn_mask"] = mask
-    else:
-        lowest["key_bias"] = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
-    incoming = torch.zeros(1, 2, 300, 8, dtype=dtype)
-    incoming[:, :, 5] = 1
-    names = ["value", "key", "query", "w1"]
-    attention = ikattn.implicit_kernel_attention
-    got = gradients(attention, call | lowest | {"p": p}, names, incoming)
-    expected = gradients(attention, call | {"p": p}, names, incoming)
-    for name in names:
-        assert_close(got[name], expected[name], max(1e-5, 4 * torch.finfo(dtype).eps), name)

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import ikattn
@@ -20,7 +20,6 @@ from agreement import assert_close, assert_identical, direction, gradients
 from samples import (
     BY_NAME,
     DIFFERENTIABLE,
-    DTYPES,
     FEW,
     SAMPLES,
     TINY,
@@ -259,49 +258,6 @@ def test_results_on_the_meta_device_differ_from_real_ones_in_having_no_numbers(s
 # --- torch.func -----------------------------------------------------------------------------------
 
 
-@each_tiny
-@each_function
-def test_func_grad_is_autograds(function: Callable[..., Tensor], sample: Sample) -> None:
-    call, tensors = positional(function, sample.arguments())
-    incoming = direction(call(*tensors))
-    expected = torch.autograd.grad(call(*(inputs := leaves(tensors))), inputs, incoming)
-
-    def loss(*inputs: Tensor) -> Tensor:
-        return (call(*inputs) * incoming).sum()
-
-    found = torch.func.grad(loss, argnums=tuple(range(len(tensors))))(*tensors)
-    for got, truth in zip(found, expected, strict=True):
-        assert_close(got, truth, 1e-12, scale=1.0)
-
-
-@each_tiny
-@each_function
-def test_jvp_and_duals_are_the_jacobian_times_the_tangent(function, sample):
-    call, tensors = positional(function, sample.arguments())
-    tangents = tuple(direction(tensor) for tensor in tensors)
-    jacobians = torch.autograd.functional.jacobian(call, tensors)
-    expected = sum(
-        (jacobian.flatten(-tangent.dim()) @ tangent.flatten()).view(call(*tensors).shape)
-        for jacobian, tangent in zip(jacobians, tangents, strict=True)
-    )
-    _, found = torch.func.jvp(call, tensors, tangents)
-    assert_close(found, expected, 1e-11, scale=1.0)
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
-        assert_close(forward_ad.unpack_dual(call(*duals)).tangent, expected, 1e-11, scale=1.0)
-
-
-@each_function
-def test_a_tangent_of_one_argument_alone_is_enough(function: Callable[..., Tensor]) -> None:
-    arguments = arguments_for(function, SIDES.arguments())
-    for name in differentiable(arguments):
-        call, (tensor,) = positional(function, arguments, [name])
-        _, found = torch.func.jvp(call, (tensor,), (direction(tensor),))
-        step = 1e-6 * direction(tensor)
-        expected = (call(tensor + step) - call(tensor - step)) / 2e-6
-        assert_close(found, expected, 1e-6, name, scale=1.0)
-
-
 @each_function
 @pytest.mark.parametrize("sample", [PLAIN, SIDES, GROUPED, DROPOUT], ids=name_of)
 def test_vmap_is_a_loop(function: Callable[..., Tensor], sample: Sample) -> None:
@@ -352,19 +308,6 @@ def test_vmap_of_grad_gives_gradients_per_example() -> None:
         expected = torch.autograd.grad(call(*own), own, incoming)
         for stack, truth in zip(found, expected, strict=True):
             assert_close(stack[i], truth, 1e-12, scale=1.0)
-
-
-def test_hessian_is_the_jacobian_of_the_gradient() -> None:
-    call, tensors = positional(attention, CAUSAL.arguments(), ["key", "w1"])
-
-    def loss(*inputs: Tensor) -> Tensor:
-        return call(*inputs).square().sum()
-
-    found = torch.func.hessian(loss, argnums=(0, 1))(*tensors)
-    expected = torch.autograd.functional.hessian(loss, tensors)
-    for row, true_row in zip(found, expected, strict=True):
-        for block, truth in zip(row, true_row, strict=True):
-            assert_close(block, truth, 1e-10)
 
 
 # --- Graphs ---------------------------------------------------------------------------------------
@@ -474,16 +417,3 @@ def test_checkpointed_dropout_is_the_same_in_both_forwards(use_reentrant: bool) 
         output.backward(direction(output))
         results.append([output, *(x.grad for x in inputs)])
     assert_identical(*results)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_create_graph_gives_the_gradients_of_the_kernels(dtype: torch.dtype) -> None:
-    arguments = BY_NAME["15 queries, 17 keys, causal, masked"].arguments(dtype)
-    call = with_gradients(arguments)
-    output = attention(**call)
-    inputs = [call[name] for name in differentiable(call)]
-    found = torch.autograd.grad(output, inputs, direction(output), create_graph=True)
-    tolerance = {torch.float64: 1e-11, torch.float32: 1e-4}.get(dtype, 5e-2)
-    for gradient, expected in zip(found, gradients(attention, arguments).values(), strict=True):
-        assert gradient.requires_grad
-        assert_close(gradient, expected, tolerance)

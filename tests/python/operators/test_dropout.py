@@ -12,12 +12,11 @@ from torch import Tensor
 import ikattn
 from agreement import assert_close, assert_identical, direction, error, gradients
 from ikattn.ops import draw_dropout_seed, dropout_keep_mask
-from samples import DTYPES, SAMPLES, Arguments, Sample, name_of, of_weights
+from samples import Arguments, Sample, of_weights
 
 attention = ikattn.implicit_kernel_attention
 weights = ikattn.implicit_kernel_weights
 
-DROPOUT_SAMPLES = [sample for sample in SAMPLES if sample.dropout_p > 0]
 SHAPE = Sample("dropped", B=2, H=3, L=70, S=131)
 
 
@@ -87,33 +86,6 @@ def test_philox_gives_the_known_answers_of_its_authors(ones: int, words: list[in
     """Random123's kat_vectors, philox4x32 with 7 rounds: all bits 0, all bits 1."""
     counter = np.full((4, 1), ones * 0xFFFFFFFF, dtype=np.uint64)
     assert philox4x32_7(counter, ones * 0xFFFFFFFFFFFFFFFF).ravel().tolist() == words
-
-
-@pytest.mark.parametrize("sample", [*DROPOUT_SAMPLES, SHAPE], ids=name_of)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_operators_drop_what_the_mask_says(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = sample.arguments(dtype)
-    p = sample.dropout_p or 0.3
-    seed = torch.tensor([11, 22])
-    plain = weights(**of_weights(arguments | {"dropout_p": 0.0}))
-    dropped = weights(**of_weights(arguments | {"dropout_p": p, "dropout_seed": seed}))
-    keep = dropout_keep_mask(seed, plain.shape, p)
-    rescale = 256 / (256 - math.floor(256 * p + 0.5))
-    tolerance = {torch.float64: 1e-15, torch.float32: 1e-6}.get(dtype, 1e-2)
-    assert_close(dropped, plain.double() * keep * rescale, tolerance)
-    assert torch.equal(dropped == 0, ~keep | (plain == 0))
-
-
-@pytest.mark.parametrize("sample", [*DROPOUT_SAMPLES, SHAPE], ids=name_of)
-def test_gradients_flow_through_what_was_kept(sample: Sample) -> None:
-    """The gradient in value is the transposed dropped weights times the incoming one."""
-    arguments = sample.arguments() | {"dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6])}
-    output = attention(**arguments)
-    found = gradients(attention, arguments, ["value"])["value"]
-    dropped = weights(**of_weights(arguments))
-    expected = dropped.mT @ direction(output)
-    groups = found.shape[1]
-    assert_close(found, expected.unflatten(1, (groups, -1)).sum(2), 1e-13)
 
 
 @pytest.mark.parametrize("dropout_p", [0.002, 0.1, 0.25, 0.5, 0.9, 0.999])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from typing import Any
 
@@ -57,25 +56,6 @@ def test_magnitudes_that_grow_by_1000_are_rescaled(sums: torch.dtype) -> None:
     assert (state.reference > 1000).all()
     exact = reference(*(x.double() for x in (query, key, value, w1, w2)), is_causal=True)
     assert_close(found, exact, 1e-6 if sums == torch.float64 else 1e-2)
-
-
-@pytest.mark.parametrize("shape", [(), (40,), (2, 1, 40), (2, 40), (2, 2, 40), (4, 40)])
-def test_biases_broadcast(shape: tuple[int, ...]) -> None:
-    query, key, value, w1, w2 = drawn(groups=2)
-    bias = torch.randn(shape, dtype=torch.float64)
-    state = ikattn.RecurrentState(w1, w2)
-    state.update(key, value, bias)
-    expected = reference(query, key, value, w1, w2, key_bias=bias, enable_gqa=True)
-    assert_close(state.attend(query), expected, 1e-11)
-
-
-def test_a_state_without_visible_keys_gives_zeros() -> None:
-    query, key, value, w1, w2 = drawn()
-    state = ikattn.RecurrentState(w1, w2)
-    state.update(key * math.nan, value * math.nan, torch.tensor(-math.inf))
-    assert not state.attend(query).any()
-    state.update(key, value)
-    assert_close(state.attend(query), reference(query, key, value, w1, w2), 1e-11)
 
 
 def test_memory_does_not_grow() -> None:
@@ -187,21 +167,6 @@ def filled(**options: Any) -> tuple[ikattn.RecurrentState, tuple[Tensor, ...]]:
     state = ikattn.RecurrentState(w1, w2, **options)
     state.update(key, value)
     return state, tokens
-
-
-def test_states_of_one_prompt_go_on_by_themselves() -> None:
-    state, (query, key, value, w1, w2) = filled()
-    kept = state.state_dict()
-    others = [copy.copy(state), copy.deepcopy(state), ikattn.RecurrentState(w1, w2)]
-    others[2].load_state_dict(kept)
-    expected = state.attend(query)
-    for other in others:
-        other.update(3 * key, value)
-        assert not torch.equal(other.attend(query), expected)
-    assert_identical(state.attend(query), expected)
-    again = ikattn.RecurrentState(w1, w2)
-    again.load_state_dict(kept)
-    assert_identical(again.attend(query), expected)
 
 
 def test_states_go_on_outside_of_the_inference_mode_they_were_copied_in() -> None:

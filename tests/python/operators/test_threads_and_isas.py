@@ -15,11 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import ikattn
 from agreement import (
-    assert_call_accurate,
     assert_identical,
-    assert_output_accurate,
     gradients,
-    in_float64,
 )
 from processors import INSTRUCTION_SETS, SIXTEEN_BITS, processor_flags
 from programs import run
@@ -82,15 +79,6 @@ def test_results_are_bitwise_the_same_for_every_number_of_threads(sample, dtype)
 
 
 @pytest.mark.usefixtures("threads")
-@each_call(LARGE)
-def test_results_are_bitwise_the_same_from_run_to_run(sample: Sample) -> None:
-    torch.set_num_threads(3)
-    expected = everything(sample, torch.float32)
-    for _ in range(5):
-        assert_identical(everything(sample, torch.float32), expected)
-
-
-@pytest.mark.usefixtures("threads")
 def test_calls_from_several_threads_at_once_do_not_disturb_each_other() -> None:
     torch.set_num_threads(2)
     samples = (*FEW, *LARGE[3:6]) * 3
@@ -123,20 +111,6 @@ def test_a_forked_worker_computes_after_its_parent_did() -> None:
         timeout=60,  # a worker that hangs is an error, not a wait
     )
     assert_identical(list(loader), expected)
-
-
-@pytest.mark.operators
-@each_call(LARGE, few=(), dtype=DTYPES)
-def test_large_calls_are_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
-    """On the instructions that this process has been told to use (processors.py)."""
-    arguments = sample.arguments(dtype)
-    attention, reference = (
-        module.implicit_kernel_attention for module in (ikattn, ikattn.reference)
-    )
-    assert_output_accurate(
-        attention(**arguments), reference(**arguments), in_float64(reference, arguments)
-    )
-    assert_call_accurate(attention, reference, arguments)
 
 
 # --- Instruction sets -----------------------------------------------------------------------------

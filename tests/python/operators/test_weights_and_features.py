@@ -23,15 +23,13 @@ from agreement import (
     gradients,
     in_float64,
 )
-from samples import BY_NAME, DTYPES, FEW, LAYOUTS, SAMPLES, Sample, of_features, of_weights
-from tiers import each_call, few_of
+from samples import BY_NAME, DTYPES, LAYOUTS, SAMPLES, Sample, of_features, of_weights
+from tiers import each_call
 
 weights = ikattn.implicit_kernel_weights
 reference_weights = ikattn.reference.implicit_kernel_weights
 reference_features = ikattn.reference.spectral_features
 
-# The edges of tiles are the attention's; of them the weights take every second one.
-SOME = tuple(s for i, s in enumerate(SAMPLES) if s.d_v > 0 and (i % 2 == 0 or "keys" not in s.name))
 
 FEATURE_SAMPLES = [
     Sample(f"features of {L} tokens, d {d}, M {M}, w [{form}]{kind}", **options)
@@ -80,29 +78,6 @@ def test_weights_are_as_accurate_as_the_references(sample: Sample, dtype: torch.
     )
 
 
-@each_call(SAMPLES)
-def test_reference_weights_are_those_of_the_formula(sample: Sample) -> None:
-    arguments = of_weights(sample.arguments())
-    assert_close(reference_weights(**arguments), formula.weights(**arguments), 1e-13)
-
-
-@each_call(SAMPLES, dtype=DTYPES)
-def test_averaged_weights_are_the_mean_over_heads(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = of_weights(sample.arguments(dtype))
-    found = weights(**arguments, average_heads=True)
-    assert found.shape == (sample.B, sample.L, sample.S)
-    assert_output_accurate(
-        found,
-        reference_weights(**arguments, average_heads=True),
-        in_float64(reference_weights, arguments).mean(1),
-    )
-
-
-@each_call(SOME, dtype=DTYPES, average={"per head": False, "averaged": True})
-def test_gradients_of_the_weights_are_as_accurate_as_the_references(sample, dtype, average):
-    assert_weights_accurate(sample, dtype, average)
-
-
 # The backward goes through 125 queries at a time where pairs are so many.
 MANY_PAIRS = (
     Sample("many pairs, causal", L=130, S=2100, is_causal=True, key_bias="BHS"),
@@ -118,41 +93,6 @@ MANY_PAIRS = (
 )
 def test_gradients_of_many_weights_are_as_accurate_as_the_references(sample, dtype, average):
     assert_weights_accurate(sample, dtype, average)
-
-
-@each_call(FEW)
-def test_each_gradient_of_the_weights_alone_is_what_it_is_among_all(sample: Sample) -> None:
-    arguments = of_weights(sample.arguments())
-    everything = gradients(weights, arguments)
-    for name, gradient in everything.items():
-        alone = gradients(weights, arguments, [name])
-        assert_close(alone[name], gradient, 1e-13, name, scale=1.0)
-
-
-@each_call(SAMPLES)
-def test_weights_times_values_are_the_output(sample: Sample) -> None:
-    """Dropout included: the same seed drops the same weights."""
-    arguments = sample.arguments()
-    values = arguments["value"].repeat_interleave(sample.H // arguments["value"].shape[1], 1)
-    expected = ikattn.implicit_kernel_attention(**arguments)
-    assert_close(weights(**of_weights(arguments)) @ values, expected, 1e-13, scale=1.0)
-
-
-@each_call(few_of(SAMPLES), dtype=DTYPES)
-def test_rows_of_the_weights_sum_to_one_or_to_nothing(sample: Sample, dtype: torch.dtype) -> None:
-    arguments = of_weights(sample.arguments(dtype)) | {"dropout_p": 0.0}
-    found = weights(**arguments).double()
-    sees_a_key = in_float64(reference_weights, arguments).sum(-1) > 0.5
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 1e-2
-    assert_close(found.sum(-1), sees_a_key.double(), tolerance, scale=1.0)
-    assert (found >= 0).all()
-
-
-@each_call(SAMPLES)
-def test_hidden_pairs_weigh_exactly_nothing(sample: Sample) -> None:
-    arguments = of_weights(sample.arguments())
-    hidden = formula.unnormalised(**arguments)[0] == 0
-    assert (weights(**arguments)[hidden] == 0).all()
 
 
 # --- Features -------------------------------------------------------------------------------------

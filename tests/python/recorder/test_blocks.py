@@ -795,16 +795,6 @@ def test_a_norm_reads_the_sum_as_it_was(kind: str) -> None:
     assert (recording["attn"].encoder is not None) == (kind == "as it is")
 
 
-def test_maps_around_torchs_attention_have_gradients() -> None:
-    for kind in (Clip, Detr, Sandwich):
-        layer = kind().eval()
-        with record(nn.Sequential(layer), maps="encoder", detach=False) as recording:
-            layer(torch.randn(B, L, D))
-        map_ = recording["0.attn"].encoder
-        map_.sum().backward()
-        assert layer.attn.out_proj.weight.grad is not None
-
-
 @torch.no_grad()
 def test_norms_that_are_not_known_leave_the_block_out() -> None:
     class OddNorm(nn.Module):
