@@ -8,12 +8,14 @@ NotImplementedError with the reason why such a module cannot be recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.integrations.transformers.interface import calls_interface
+from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.calls.sdpa import calls_sdpa
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.torch_parts import torch_attention
@@ -113,6 +115,8 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
         )
     if calls_interface(module) or calls_sdpa(module):
         return found_by_running(module)
+    if calls_delta_rule(module):  # each token sees those before it
+        return replace(found_by_running(module), kind="self", side="decoder")
     return None
 
 
