@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ikattn
+from ikattn.explain.attribution._rollouts import _Writings
+from ikattn.explain.bertviz import to_bertviz
+from ikattn.explain.comparison._distances import row_sums
+from ikattn.maps import TopK, rollout, token_importance
+from ikattn.maps.page import _shown_maps
 from ikattn.ops.delta_rule import DeltaRule
+from ikattn.recorder.entry import recorded
 from tiny_transformers import build_tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -263,3 +271,50 @@ def test_similarity_of_a_delta_rule_is_refused() -> None:
         ikattn.record(model, "similarity"),
     ):
         model(**text(5))
+
+
+@torch.no_grad()
+def test_readers_of_weights_take_signs_for_what_they_are(tmp_path: Path) -> None:
+    model, call = tiny("qwen3_next"), text(9, padded=3)
+    with ikattn.record(model, "all") as recording:
+        model(**call)
+    weights = recording[0].weights
+    for refused in (rollout, partial(token_importance, position=-1)):
+        with pytest.raises(ValueError, match="'weights' of layer .* has numbers below 0"):
+            refused(recording, map="weights", residual=0.5)
+    assert rollout(recording, map="encoder").isfinite().all()
+    with pytest.raises(ValueError, match="numbers below 0"):
+        to_bertviz(recording, "weights")
+    assert to_bertviz(recording, "per_head")["attention"][0].min() >= 0
+    with ikattn.record(model, "weights", reduce=TopK(2)) as largest:
+        model(**call)
+    top = largest[0].reduced["weights"]
+    torch.testing.assert_close(top.values.abs(), weights.abs().topk(2).values)
+    found = weights.gather(-1, top.sources.clamp_min(0)).where(top.sources >= 0, 0)
+    torch.testing.assert_close(top.values, found)
+    sums = row_sums(weights[0], weights[0].roll(1, -1))
+    shares = weights[0].double().abs()
+    shares = shares / shares.sum(-1, keepdim=True)
+    torch.testing.assert_close(sums["entropy_a"], -(shares * shares.log2()).nansum((-1, -2)))
+    maps = _shown_maps(recording[0])
+    assert "per_head" in maps  # heads have a gate: it is no product of weights and value norms
+    recording.save(tmp_path / "maps.npz")
+    assert torch.equal(ikattn.maps.load(tmp_path / "maps.npz")[0].weights, weights)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@torch.no_grad()
+def test_what_gated_heads_write_into_a_logit_adds_up(layer: int) -> None:
+    model, call = tiny("qwen3_next"), text(9)
+    own = model.layers[layer]
+    outputs: list[Tensor] = []
+    out_proj = own.self_attn.o_proj if layer else own.linear_attn.out_proj
+    out_proj.register_forward_hook(lambda m, x, y: outputs.append(y))
+    gradient = torch.zeros(2, 9, 16)
+    gradient[:, -1] = torch.randn(2, 16)
+    writings = _Writings(gradient)
+    selected = f"layers.{layer}.*"
+    with recorded(model, ("alti",), layers=selected, to_cpu=False, on_run=writings.note):
+        model(**call)
+    (written, _), *_ = writings._layers
+    torch.testing.assert_close(written.sum(-1), (outputs[0] * gradient).sum((1, 2)))
