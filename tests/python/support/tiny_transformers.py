@@ -36,8 +36,8 @@ LEFT_OUT = ((), ("head_dim",), ("num_key_value_heads",), ("head_dim", "num_key_v
 TEXT = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]])
 
 
-def build_tiny(kind: str) -> Any:
-    """A model of the type in float64, whose parameters are far from zero."""
+def build_tiny(kind: str, **chosen: Any) -> Any:
+    """A model of the type in float64, whose parameters are far from zero, with sizes of its own."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -53,6 +53,7 @@ def build_tiny(kind: str) -> Any:
         sizes = {
             name: size for name, size in SIZES.items() if name in known and name not in left_out
         }
+        sizes |= chosen
         try:
             torch.manual_seed(0)
             model = model_class(config_class(**sizes)).double().eval()

@@ -72,8 +72,8 @@ def _of_map(recording: Recording, name: str) -> tuple[float | None, str | None]:
 
 
 def _shares(x: Tensor) -> Tensor:
-    """A map ``[L, S]`` or ``[H, L, S]`` as ``[H or 1, L, S]`` of rows over their sums."""
-    return row_shares(full_precision(x if x.dim() == 3 else x[None]))
+    """A map ``[L, S]`` or ``[H, L, S]`` as ``[H or 1, L, S]``, magnitudes over their rows' sums."""
+    return row_shares(full_precision(x if x.dim() == 3 else x[None]).abs())
 
 
 def _thumbnail(x: Tensor) -> str | None:

@@ -135,5 +135,11 @@ def _attention(
                 f"to_bertviz: the map {map!r} of {layer.name!r} must hold finite numbers, "
                 f"got {'others' if values.numel() else 'none'}"
             )
+        if bool((values < 0).any()):
+            raise ValueError(
+                f"to_bertviz: the map {map!r} of {layer.name!r} has numbers below 0, which weights "
+                "of a delta rule may be, and BertViz draws numbers between 0 and 1: take another "
+                "map, such as 'per_head', or record with layers="
+            )
         found.append(row_shares(values)[None] if shares else values[None])
     return found

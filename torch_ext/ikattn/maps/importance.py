@@ -181,7 +181,7 @@ def _single_step(
             names = list(layer_contributions(maps, layers, caller))
             layer = names[_checked_number(layer, len(names))]
         one, layers = maps, [layer]
-        check_rows(maps, layers, caller)
+        check_rows(maps, layers, map, caller)
         if query_padding is None:
             query_padding = layer_contributions(maps, layers, caller)[layer].query_padding
     else:

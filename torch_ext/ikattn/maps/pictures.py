@@ -281,7 +281,7 @@ def _heat_map(
     names_queries: bool,
     names_keys: bool,
 ) -> None:
-    name, values = panel.name, panel.values
+    name, values = panel.name, panel.values.abs()  # a delta rule's weights have signs
     colours = _WEIGHT_COLOURS if name in ("weights", "similarity") else _NORM_COLOURS
     # NaN must not look like a small number.
     scale = _matplotlib("colors").LinearSegmentedColormap.from_list(name, colours)

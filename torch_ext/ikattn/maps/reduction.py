@@ -180,7 +180,8 @@ class _LargestOfRows:
         self._sources: list[Tensor] = []
 
     def add(self, rows: Tensor, queries: range) -> None:
-        values, sources = rows.topk(self._k, -1)
+        sources = rows.abs().topk(self._k, -1).indices  # a delta rule's weights have signs
+        values = rows.gather(-1, sources)
         self._values.append(values)
         self._sources.append(sources.masked_fill(values == 0, -1))
 

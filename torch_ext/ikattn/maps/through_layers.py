@@ -87,8 +87,8 @@ def rollout(
         the only token of a sequence under mixing ratios. float32 for half-precision maps.
 
     Raises:
-        ValueError: Maps are not square or differ in shape, a map was not recorded, residual or
-            padding does not fit.
+        ValueError: Maps are not square or differ in shape, a map was not recorded or has numbers
+            below 0, residual or padding does not fit.
         KeyError: A layer that is not there.
         LookupError: The recording has no or several batches.
 
@@ -120,7 +120,7 @@ def steps_of(
     """The factors of the product, first layer first: [B, L, L] each."""
     layers = None if layers is None else list(layers)
     _warn_of_with_norm(maps, map)
-    check_rows(maps, layers, caller)
+    check_rows(maps, layers, map, caller)
     padding = padding_of(maps, layers, padding, caller)
     B, L, S = layer_maps(maps, map=map, layers=layers, caller=caller)[0].shape
     if L != S:
@@ -156,11 +156,20 @@ def _warn_of_with_norm(maps: Maps, map: str) -> None:
         )
 
 
-def check_rows(maps: Maps, layers: Iterable[str] | None, caller: str) -> None:
-    """Raises ValueError where a layer's maps are of some queries alone."""
-    if isinstance(maps, (RecordedMaps, Batch)):
-        for name, own in layer_contributions(maps, layers, caller).items():
-            check_whole(own, name, caller)
+def check_rows(maps: Maps, layers: Iterable[str] | None, map: str, caller: str) -> None:
+    """Raises ValueError where a layer's maps are of some queries alone, or have signs."""
+    if not isinstance(maps, (RecordedMaps, Batch)):
+        return
+    for name, own in layer_contributions(maps, layers, caller).items():
+        check_whole(own, name, caller)
+        rows = getattr(own, map, None)
+        if isinstance(rows, Tensor) and bool((rows < 0).any()):
+            raise ValueError(
+                f"{caller}: the map {map!r} of layer {name!r} has numbers below 0, which weights of "
+                "a delta rule may be: rows are no shares, whose products say where a token comes "
+                "from; take a map of norms, such as 'encoder' or 'with_residual', or choose with "
+                "layers="
+            )
 
 
 def padding_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ikattn.maps.layer_writer import LayerWriter
 from ikattn.maps.recording import Recording
 from ikattn.maps.reduction import Reduction
 from ikattn.nn.selection import Selection
+from ikattn.recorder.calls.delta_rules import hearing_delta_rules
 from ikattn.recorder.calls.modes import without_compiled_code
 from ikattn.recorder.calls.sdpa import hearing_sdpa
 from ikattn.recorder.calls.transformers_attention import listening
@@ -189,8 +191,10 @@ def recorded(
                 recorder.interface_called(on_interface[module], given, output)
 
             stack.enter_context(listening(model, on_interface, listener))
-        if any(plan.seen_by == "sdpa" for plan in plans):
-            stack.enter_context(hearing_sdpa(model, recorder.sdpa_called))
+        sources = {plan.seen_by for plan in plans}
+        for kind, hearing in (("sdpa", hearing_sdpa), ("delta rule", hearing_delta_rules)):
+            if kind in sources:
+                stack.enter_context(hearing(model, partial(recorder.function_called, kind)))
         stack.callback(recorder.remove_hooks)
         recorder.add_hooks(model, plans)
         recording.await_batches_by(lambda: recorder.keep_ended(waits=True))

@@ -130,6 +130,7 @@ class Recorder:
         if self._call is not None:
             self._abandon(self._call)
         self._follower.forget()
+        self._opener.given_rules.forget()
         if self._silent:
             is_told_not_to = any(
                 getattr(module, "fused_attn", True) is False for module in self._silent.values()
@@ -140,8 +141,8 @@ class Recorder:
             )
             warnings.warn(
                 f"record: {', '.join(sorted(self._silent))} ran without calling "
-                "F.scaled_dot_product_attention or transformers' AttentionInterface, and is not "
-                f"recorded{hint if is_told_not_to else ''}",
+                "F.scaled_dot_product_attention, transformers' AttentionInterface or a gated "
+                f"delta rule, and is not recorded{hint if is_told_not_to else ''}",
                 stacklevel=2,
             )
 
@@ -346,15 +347,19 @@ class Recorder:
             self._opener.interface_called(call, plan, given, output)
 
     @in_own_modes
-    def sdpa_called(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        """Takes up a call of ``F.scaled_dot_product_attention``."""
+    def function_called(
+        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Takes up a call of ``F.scaled_dot_product_attention`` or of a gated delta rule."""
         call = self._call
         if call is None or not call.running or is_probing() or _is_in_backward():
             return
         plan = self._plans.get(call.running[-1].module)
-        if plan is not None and plan.seen_by == "sdpa":
+        if plan is not None and plan.seen_by == kind:
             check_is_plain_call(plan.name)
-            self._opener.sdpa_called(call, plan, args, kwargs, output)
+            opener = self._opener
+            opened = opener.sdpa_called if kind == "sdpa" else opener.delta_rule_called
+            opened(call, plan, args, kwargs, output)
 
 
 def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> None:

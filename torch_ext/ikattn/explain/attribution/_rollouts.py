@@ -89,6 +89,7 @@ class _Writings:
             u = u - u.mean(-1, keepdim=True) if stats.centered else u
         heads = (u @ run.projection.weight.to(u.dtype)).unflatten(-1, (call.query.size(1), -1))
         heads = heads.transpose(1, 2)  # [B, H, n, d_v]
+        heads = heads if call.gate is None else heads * call.gate[:, :, rows].to(heads)
         value = value.repeat_interleave(call.query.size(1) // value.size(1), 1)
         weights = call.weights[:, :, rows]
         pairs = weights * (heads @ value.nan_to_num(0.0).mT)  # [B, H, n, S]

@@ -1,6 +1,7 @@
 """How far apart two maps of the same tokens are, row by row.
 
-A row is a distribution over keys: what a query takes from each, divided by the row's sum.
+A row is a distribution over keys: what a query takes from each, divided by the row's sum. Weights
+of a delta rule have signs, which distributions leave out and ranks do not.
 Sizes: H heads (or none), L queries, S keys; padding is cut off already. Logarithms are to base 2.
 """
 
@@ -23,8 +24,8 @@ _PAIRS_AT_ONCE = 1 << 22  # rows are gone through in pieces of 32 MiB
 
 
 def shares(x: Tensor) -> Tensor:
-    """Divides rows by their sums, in float64; a row of zeros stays one."""
-    return row_shares(x.double())
+    """Divides rows of magnitudes by their sums, in float64; a row of zeros stays one."""
+    return row_shares(x.double().abs())
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def rank_correlation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     both agree on, do not count. A row whose ranks are all the same has none; that of a row with
     numbers that are not finite is NaN.
     """
-    seen = (a > 0) | (b > 0)
+    seen = (a != 0) | (b != 0)
     x, y = _centred_ranks(a, seen), _centred_ranks(b, seen)
     norms = x.square().sum(-1) * y.square().sum(-1)
     correlation = (x * y).sum(-1) / norms.masked_fill(norms == 0, 1).sqrt()

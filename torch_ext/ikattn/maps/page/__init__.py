@@ -167,9 +167,15 @@ def sequence_contents(
 
 
 def _shown_maps(maps: Contributions) -> dict[str, Tensor]:
-    """Returns the arrays the page needs; what a head contributes is weights x value norms."""
+    """Returns the arrays the page needs.
+
+    What a head contributes is weights x value norms, which the page makes itself, unless the heads
+    had a gate.
+    """
     shown = {name: getattr(maps, name) for name in AXES if getattr(maps, name) is not None}
-    if "weights" in shown and "value_norms" in shown:
-        shown.pop("per_head", None)
+    if {"weights", "value_norms", "per_head"} <= shown.keys():
+        product = shown["weights"].double() * shown["value_norms"].double().unsqueeze(-2)
+        if torch.allclose(product, shown["per_head"].double(), rtol=0.01, equal_nan=True):
+            del shown["per_head"]
     shown |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
     return {name: tensor for name, tensor in shown.items() if tensor.numel()}

@@ -47,8 +47,11 @@ def as_base64(tensor: Tensor) -> str:
 
 
 def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float]:
-    """Returns uint16 codes, whose numbers are exp(lowest + step (code - 1)), lowest and step."""
-    x = tensor.detach().cpu().double()
+    """Returns uint16 codes, whose numbers are exp(lowest + step (code - 1)), lowest and step.
+
+    Signs are left out: of a delta rule's weights a page shows the magnitudes.
+    """
+    x = tensor.detach().cpu().double().abs()
     finite = x.isfinite()
     positive = finite & (x > 0)
     logs = x.where(positive, x.new_ones(())).log()

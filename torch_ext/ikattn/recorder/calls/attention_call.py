@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ikattn.maps.contribution_maps import Contributions, contributions, streamed_contributions
 from ikattn.ops.attention import implicit_kernel_weights
+from ikattn.ops.delta_rule import DeltaRule
 
 # Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.
 MOST_WEIGHTS = 1 << 26
@@ -46,6 +47,8 @@ class AttentionCall:
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
         streams: Whether weights are never held where no map needs them, however few they are.
+        delta: The gated delta rule that makes the weights, which have signs, in place of a kernel
+            and its masks; row ``causal`` is the first query's. None: a kernel does.
         gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what the model multiplies heads with before
             the out-projection; None: nothing. Maps of contributions count it, weights do not.
         given_dtype: The type that query and key were given in, where they are still the same
@@ -71,6 +74,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     softmax_heads: Tensor | None = None
     streams: bool = False
+    delta: DeltaRule | None = None
     gate: Tensor | None = None
     given_dtype: torch.dtype | None = None
 
@@ -86,8 +90,18 @@ class AttentionCall:
 
         Maps are then made of weights that are held.
         """
-        changes = (self.softcap, self.sinks, self.softmax_heads, self.gate)
+        changes = (self.softcap, self.sinks, self.softmax_heads, self.gate, self.delta)
         return any(change is not None for change in changes)
+
+    @property
+    def why_no_product(self) -> str:
+        """Why its weights are no product of similarity and magnitude; "": they are."""
+        product = "no product of similarity and magnitude"
+        if self.delta is not None:
+            return f"its weights are those of a gated delta rule, which are {product}"
+        extra = (("a soft cap", self.softcap), ("sinks", self.sinks))
+        found = " and ".join(words for words, x in extra if x is not None)
+        return found and f"its logits have {found}, so that weights are {product}"
 
     @property
     def has_weights(self) -> bool:
@@ -96,7 +110,13 @@ class AttentionCall:
 
     @cached_property
     def weights(self) -> Tensor:
-        """The normalised weights, before dropout, ``[B, H, L, S]``; 0 for who sees no key."""
+        """The normalised weights, before dropout, ``[B, H, L, S]``; 0 for who sees no key.
+
+        Those of a delta rule are as they are: a row does not add up to 1.
+        """
+        if self.delta is not None:
+            first, L = self.causal or 0, self.query.size(2)
+            return self.delta.rows(first, first + L, self.key.size(2))
         if self.frequencies is None:
             return self._softmax_weights()
         weights = implicit_kernel_weights(
@@ -185,6 +205,7 @@ class AttentionCall:
             query_padding=of_item(self.query_padding),
             key_padding=of_item(self.key_padding),
             gate=of_item(self.gate),
+            delta=None if self.delta is None else self.delta.item(b),
         )
 
     def row(self, b: int, place: slice | Tensor) -> AttentionCall:
@@ -252,7 +273,8 @@ class AttentionCall:
         are_few = math.prod(self.sizes) <= MOST_WEIGHTS and not self.streams
         if holds_weights or are_few:
             found = contributions(self.applied_weights, self.value, out_proj_weight, **block)
-            if self.gate is not None and found.per_head is not None:
+            has_signs = self.gate is not None or self.delta is not None
+            if has_signs and found.per_head is not None:
                 found.per_head = found.per_head.abs()
             return found
         w1, w2 = self.frequencies or (None, None)

@@ -1,18 +1,13 @@
 """Calls of ``F.scaled_dot_product_attention``, by whatever module makes them.
 
-While models are recorded the function is replaced by one that calls it, so that outputs stay what
-they are, and then tells the recordings.
-
 Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,11 +16,9 @@ from torch.nn import functional as F
 
 from ikattn._precision import widened
 from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.hearing import Heard, hearing, methods_of
 
 _NAME = "scaled_dot_product_attention"
-_lock = threading.Lock()
-_heard: list[Callable[[tuple[Any, ...], dict[str, Any], Tensor], None]] = []
-_replaced: list[tuple[dict[str, Any], Any]] = []  # namespaces, and what stood there
 
 
 def calls_sdpa(module: nn.Module) -> bool:
@@ -43,14 +36,7 @@ def calls_sdpa(module: nn.Module) -> bool:
 
 @functools.cache
 def _names_sdpa(own: Any) -> bool:
-    kinds = [kind for kind in own.__mro__ if kind not in (nn.Module, object)]
-    functions = [
-        inspect.unwrap(method)
-        for kind in kinds
-        for method in vars(kind).values()
-        if inspect.isfunction(method)
-    ]
-    for function in functions:
+    for function in methods_of(own):
         names = function.__code__.co_names
         helpers = [function.__globals__.get(name) for name in names]
         if _NAME in names or any(
@@ -60,45 +46,14 @@ def _names_sdpa(own: Any) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def hearing_sdpa(
-    model: nn.Module, heard: Callable[[tuple[Any, ...], dict[str, Any], Tensor], None]
-) -> Iterator[None]:
+def hearing_sdpa(model: nn.Module, heard: Heard) -> AbstractContextManager[None]:
     """For the time of the block, tells ``heard`` of each call: arguments and output."""
     namespaces = [vars(F)]
     for kind in {type(module) for module in model.modules()}:
         own = getattr(inspect.unwrap(kind.forward), "__globals__", {})
         if callable(own.get(_NAME)):  # from torch.nn.functional import ...
             namespaces.append(own)
-    with _lock:
-        _heard.append(heard)
-        known = [id(names) for names, _ in _replaced]
-        for names in namespaces:
-            if id(names) not in known:
-                known.append(id(names))
-                _replaced.append((names, names[_NAME]))
-                names[_NAME] = _telling(names[_NAME])
-    try:
-        yield
-    finally:
-        with _lock:
-            _heard.remove(heard)
-            if not _heard:
-                for names, before in _replaced:
-                    if getattr(names.get(_NAME), "ikattn_tells", False):
-                        names[_NAME] = before
-                _replaced.clear()
-
-
-def _telling(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def tell(*args: Any, **kwargs: Any) -> Tensor:
-        output = attend(*args, **kwargs)
-        for heard in tuple(_heard):
-            heard(args, kwargs, output)
-        return output
-
-    tell.ikattn_tells = True  # type: ignore[attr-defined]
-    return tell
+    return hearing("sdpa", [(names, _NAME) for names in namespaces], heard)
 
 
 def _bound(

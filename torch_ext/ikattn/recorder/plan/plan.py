@@ -12,6 +12,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 
 from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
+from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.calls.torch_attention import out_projection_of
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import Site, described_by, find_attention
@@ -61,16 +62,18 @@ class Plan:
         return "; it is in training mode, where dropout may change the summands: try model.eval()"
 
     @property
-    def seen_by(self) -> Literal["torch", "interface", "sdpa"]:
+    def seen_by(self) -> Literal["torch", "interface", "sdpa", "delta rule"]:
         """The source that tells of its runs."""
         if isinstance(self.module, StockMultiheadAttention):
             return "torch"
-        return "interface" if calls_interface(self.module) else "sdpa"
+        if calls_interface(self.module):
+            return "interface"
+        return "delta rule" if calls_delta_rule(self.module) else "sdpa"
 
     @property
     def may_be_silent(self) -> bool:
         """Whether it may compute its attention without what tells of its runs."""
-        return self.seen_by == "sdpa"
+        return self.seen_by in ("sdpa", "delta rule")
 
     def limit(self) -> nn.Module | None:
         """Returns the module around the layer at whose end its sum must have been formed."""
@@ -137,14 +140,15 @@ def plan_layers(
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
             "record: model must hold attention that can be recorded, nn.MultiheadAttention, what "
-            "calls transformers' AttentionInterface or F.scaled_dot_product_attention, or GATConv, "
-            f"GATv2Conv and TransformerConv; there is none in {', '.join(kinds)}"
+            "calls transformers' AttentionInterface, F.scaled_dot_product_attention or a gated "
+            "delta rule, or GATConv, GATv2Conv and TransformerConv; there is none in "
+            f"{', '.join(kinds)}"
         )
     if unseen:
         warnings.warn(
             f"record: {describe_unseen(unseen)} look like attention, and are not recorded: they "
             "are no nn.MultiheadAttention and call neither transformers' AttentionInterface nor "
-            "F.scaled_dot_product_attention",
+            "F.scaled_dot_product_attention nor a gated delta rule",
             stacklevel=5,
         )
     plans = []

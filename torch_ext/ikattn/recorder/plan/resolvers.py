@@ -8,12 +8,14 @@ NotImplementedError with the reason why such a module cannot be recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.integrations.transformers.interface import calls_interface
+from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.calls.sdpa import calls_sdpa
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.torch_parts import torch_attention
@@ -112,7 +114,9 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
             f"{type(module).__name__} is an nn.MultiheadAttention with a forward of its own"
         )
     if calls_interface(module) or calls_sdpa(module):
-        return found_by_running(module)
+        return found_by_running(module, ancestors)
+    if calls_delta_rule(module):  # each token sees those before it
+        return replace(found_by_running(module, ancestors), kind="self", side="decoder")
     return None
 
 
@@ -124,9 +128,9 @@ def described_by(module: nn.Module, ancestors: Sequence[nn.Module]) -> str:
     return f"ikattn's own list of parts of {type(module).__name__}"
 
 
-def found_by_running(module: nn.Module) -> AttentionParts:
+def found_by_running(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts:
     """The parts of attention that no resolver knows: its runs will tell."""
-    config = getattr(module, "config", None)
-    family = getattr(config, "model_type", None) or type(module).__module__.split(".")[0]
+    kinds = (getattr(getattr(x, "config", None), "model_type", None) for x in (module, *ancestors))
+    family = next(filter(None, kinds), type(module).__module__.split(".")[0])
     is_decoder = bool(getattr(module, "is_decoder", getattr(module, "is_causal", False)))
     return AttentionParts(family, None, "found", side="decoder" if is_decoder else "encoder")

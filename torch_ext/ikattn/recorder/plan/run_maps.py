@@ -19,7 +19,7 @@ from ikattn.maps.contribution_maps import MAPS, Contributions, NormStats
 from ikattn.maps.mixing import alti
 from ikattn.maps.sequences import AXES
 from ikattn.ops.attention import similarity_and_magnitude
-from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.attention_call import MOST_WEIGHTS, AttentionCall
 from ikattn.recorder.plan.parts import AttentionParts
 
 LEDGER = ("weights", "similarity", "magnitude")
@@ -194,10 +194,13 @@ def _of_gated_heads(
     of_rows = [name for name in wanted if name not in of_heads]
     value = call.value.repeat_interleave(gate.size(1) // call.value.size(1), 1)
     parts = []
+    holds_weights = bool(of_rows) and math.prod(call.sizes) <= MOST_WEIGHTS
     for i in range(call.sizes[2]):
         row = dataclasses.replace(
             plain.narrow(i, i + 1), value=value * gate[:, :, i : i + 1].to(value), streams=False
         )
+        if holds_weights:  # made at once, not row by row
+            vars(row)["weights"] = plain.weights[:, :, i : i + 1]
         parts.append(make_maps(row, projection, around.narrow(i, i + 1), of_rows))
     return stacked(found, parts) if of_rows and parts else found
 

@@ -109,19 +109,10 @@ class Maker:
 
     def make(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
         plan, attention = run.plan, run.attention
-        extra = [
-            words
-            for words, x in (("a soft cap", attention.softcap), ("sinks", attention.sinks))
-            if x is not None
-        ]
-        if extra:
+        if why := attention.why_no_product:
             for name in ("similarity", "magnitude"):
                 if name in plan.asked.required:
-                    raise ValueError(
-                        f"record: {plan.title} has no map {name!r}: its logits have "
-                        f"{' and '.join(extra)}, so that weights are no product of similarity and "
-                        "magnitude"
-                    )
+                    raise ValueError(f"record: {plan.title} has no map {name!r}: {why}")
             wanted = tuple(name for name in wanted if name not in ("similarity", "magnitude"))
         around = run.around
         if "alti" in plan.asked.required and (around.residual is None or around.output is None):

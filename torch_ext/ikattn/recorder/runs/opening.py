@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ikattn.integrations.transformers.interface import Given
 from ikattn.recorder.calls.attention_call import AttentionCall
+from ikattn.recorder.calls.delta_rules import GivenRules, given_rule
 from ikattn.recorder.calls.sdpa import sdpa_call
 from ikattn.recorder.calls.torch_attention import inputs_of, out_projection_of, torch_call
 from ikattn.recorder.calls.transformers_attention import interface_call
@@ -35,6 +37,7 @@ class Opener:
 
     def __init__(self, maker: Maker, follower: Follower, *, checks_all: bool) -> None:
         self._maker, self._follower, self._checks_all = maker, follower, checks_all
+        self.given_rules = GivenRules()
 
     def torch_ran(
         self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -115,6 +118,19 @@ class Opener:
         merged = output.transpose(1, 2)
         run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
         self._follow(call, run, output, turned=True)
+
+    def delta_rule_called(
+        self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Takes up a call of a gated delta rule, which returns heads and a state."""
+        heads, after = output
+        caller = threading.get_ident(), plan.module
+        with self._maker.grad_mode():
+            given, before = given_rule(plan.title, call.running[-1].mask, args, kwargs)
+            given = self.given_rules.take(caller, plan.title, given, before, after)
+            attention = given.call(heads.size(1))
+        run = self._begin(call, plan, attention, heads.flatten(2), drops=False)
+        self._follow(call, run, heads, turned=False)
 
     @staticmethod
     def _follow(call: Call, run: Run, heads: Tensor, *, turned: bool) -> None:

@@ -1,0 +1,65 @@
+"""Functions that modules call by their names, heard while models are recorded.
+
+Such a function is replaced by one that calls it, so that outputs stay what they are, and then tells
+the recordings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+from torch import nn
+
+Heard: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
+Place: TypeAlias = tuple[dict[str, Any], str]  # a namespace, and a name in it
+
+_lock = threading.Lock()
+_heard: dict[str, list[Heard]] = {}  # by kind of function
+_replaced: dict[str, list[tuple[Place, Any]]] = {}  # with the functions that stood there
+
+
+def methods_of(kind: type) -> list[Any]:
+    """Returns the functions of a class of modules that are its own, without decorators."""
+    kinds = [each for each in kind.__mro__ if each not in (nn.Module, object)]
+    methods = (method for each in kinds for method in vars(each).values())
+    return [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
+
+
+@contextlib.contextmanager
+def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
+    """For the time of the block, tells ``heard`` of each call: arguments and output."""
+    with _lock:
+        listeners = _heard.setdefault(kind, [])
+        listeners.append(heard)
+        replaced = _replaced.setdefault(kind, [])
+        known = [(id(names), name) for (names, name), _ in replaced]
+        for names, name in places:
+            if (id(names), name) not in known:
+                known.append((id(names), name))
+                replaced.append(((names, name), names[name]))
+                names[name] = _telling(names[name], listeners)
+    try:
+        yield
+    finally:
+        with _lock:
+            listeners.remove(heard)
+            if not listeners:
+                for (names, name), before in replaced:
+                    if getattr(names.get(name), "ikattn_tells", False):
+                        names[name] = before
+                replaced.clear()
+
+
+def _telling(function: Callable[..., Any], listeners: list[Heard]) -> Callable[..., Any]:
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        for heard in tuple(listeners):
+            heard(args, kwargs, output)
+        return output
+
+    tell.ikattn_tells = True  # type: ignore[attr-defined]
+    return tell
