@@ -98,10 +98,10 @@ class CorpusMeans:
 
         rows, count, number = sums.get("rows"), sums.get("count"), sums.get("sequences")
         return CorpusMeans(
-            values=over("values", count),
-            shares=over("shares", None if rows is None else rows[..., None]),
-            entropy=over("entropy", rows),
-            map=over("map", number),
+            values=over("sum_of_values", count),
+            shares=over("sum_of_shares", None if rows is None else rows[..., None]),
+            entropy=over("sum_of_entropies", rows),
+            map=over("sum_of_maps", number),
             rows=None if rows is None else rows.long(),
             count=None if count is None else count.long(),
             sequences=0 if number is None else int(number),
@@ -323,7 +323,7 @@ class CorpusSums:
         return found
 
     def _rows_of_table(self, sums: Sums) -> Iterator[tuple[int | None, dict[str, Any]]]:
-        rows, taken, bits = sums["rows"], sums["shares"], sums["entropy"]
+        rows, taken, bits = sums["rows"], sums["sum_of_shares"], sums["sum_of_entropies"]
         has_heads = rows.dim() == 2
         for head in range(rows.shape[0] if has_heads else 1):
             where = (head,) if has_heads else ()
@@ -334,8 +334,8 @@ class CorpusSums:
 
 
 # The last axes of what is added up: A types of tokens, or 16 cells.
-_AXES = {"values": "A", "shares": "AA", "rows": "A", "entropy": "A", "map": "CC", "count": "A"}
-_AXES |= {"sequences": "", "left_out": ""}
+_AXES = {"sum_of_values": "A", "sum_of_shares": "AA", "sum_of_entropies": "A", "sum_of_maps": "CC"}
+_AXES |= {"rows": "A", "count": "A", "sequences": "", "left_out": ""}
 
 
 def _check_statistic(key: str, statistic: str, x: Tensor, types: int) -> None:
