@@ -22,7 +22,10 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "direct": {"spectral": "direct"},
     "ikan": {"spectral": "ikan"},
     "mikan": {"spectral": "mikan"},
+    # direct frequencies, a number of them
+    **{f"M = {m}": {"spectral": "direct", "num_frequencies": m} for m in (8, 16, 32, 64)},
 }
+COMPARED = ("softmax", "rbf", "direct", "ikan", "mikan")  # where --attention is not given
 GENERATED = ("ikan", "mikan")
 
 Row = TypeVar("Row", bound=NamedTuple)

@@ -15,11 +15,13 @@ them.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -148,22 +150,26 @@ def attempt(run: Run, data: Path, out: Path) -> bool:
         return False
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of all data")
-    parser.add_argument("--out", type=Path, required=True, help="folder of tables, plots and logs")
-    parser.add_argument("--jobs", type=int, default=2, help="at a time, of a core each; default: 2")
-    parser.add_argument("--quick", action="store_true", help="a few steps of each experiment")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these experiments alone")
+def parse_plan(
+    description: str | None, whole: Sequence[Run], quick: Sequence[Run]
+) -> tuple[list[Run], argparse.Namespace]:
+    """Returns the runs that the command line asks for, and its options."""
+    parser = parser_of(description)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder of all data")
+    add("--out", type=Path, required=True, help="folder of tables, plots and logs")
+    add("--jobs", type=int, default=2, help="at a time, of a core each; default: 2")
+    add("--quick", action="store_true", help="a few steps of each experiment")
+    add("--only", nargs="+", metavar="NAME", help="these experiments alone")
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
-    whole = QUICK if options.quick else PLAN
-    names = [run.name for run in whole]
+    runs = quick if options.quick else whole
+    names = [run.name for run in runs]
     for name in options.only or ():
         if name not in names:
             parser.error(f"--only: expected some of {', '.join(names)}; got {name}")
-    plan = [run for run in whole if run.name in (options.only or names)]
+    plan = [run for run in runs if run.name in (options.only or names)]
     try:  # before anything is computed
         for run in plan:
             command_of(run, options.data, options.out)
@@ -171,11 +177,20 @@ def main() -> None:
         tempfile.TemporaryFile(dir=options.out).close()
     except OSError as problem:
         parser.error(str(problem))
+    return plan, options
+
+
+def execute_all(plan: Sequence[Run], options: argparse.Namespace) -> bool:
+    """Runs experiments, some at a time; returns whether all have ended well."""
     start = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         done = list(pool.map(lambda run: attempt(run, options.data, options.out), plan))
-    print(f"{sum(done)} of {len(plan)} in {(time.monotonic() - start) / 60:.1f} min")
-    sys.exit(0 if all(done) else 1)
+    print(f"{sum(done)} of {len(plan)} in {(time.monotonic() - start) / 60:.1f} min", flush=True)
+    return all(done)
+
+
+def main() -> None:
+    sys.exit(0 if execute_all(*parse_plan(__doc__, PLAN, QUICK)) else 1)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ PLANS = {
 }
 FILE = "subj.all"
 IMPLICIT_RATE = {"lists": 2.0}  # times the plan's, by --tune; softmax gains nothing by it
-ATTENTIONS = ("softmax", "M = 16", "M = 32", "M = 64")
+ATTENTIONS = ("softmax", "M = 8", "M = 16", "M = 32", "M = 64")
 TUNED = Kernel("implicit", p="none")  # --tune: orders differ by less than a point; the fastest
 TUNING = Plan((500,), 2000, 250, 4e-3, 200)  # of lists, for every setting
 COST_LENGTHS = (2000, 4000, 8000)
@@ -190,6 +190,7 @@ def parse_options() -> argparse.Namespace:
     add("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     add("--heads", nargs="+", type=int, default=[2], help=f"divisors of {SIZE}; default: 2")
     add("--seeds", type=int, default=1, help="default: 1")
+    add("--steps", type=int, help="of training; default: of each task its own")
     add("--tune", action="store_true", help="compare settings on lists of their own, instead")
     add("--settings", nargs="+", choices=candidates(), help="of --tune; default: all")
     add("--cost", action="store_true", help="measure time and memory of a step instead")
@@ -198,7 +199,7 @@ def parse_options() -> argparse.Namespace:
     add("--peak-of", nargs=3, help=argparse.SUPPRESS)
     add_options(parser, plotted="accuracy over training time")
     options = parser.parse_args()
-    check_options(parser, options, ["seeds", "threads"])
+    check_options(parser, options, ["seeds", "steps", "threads"])
     if any(heads < 1 or SIZE % heads for heads in options.heads):
         parser.error(f"--heads must be divisors of {SIZE}, got {options.heads}")
     if min(options.lengths) < SHORTEST_LIST:
@@ -244,7 +245,9 @@ def compare(options: argparse.Namespace) -> None:
         sys.exit(f"long_sequences.py: {error}")
     table, divergences = Table[Run](options.csv), Divergences()
     for name, parts in tasks.items():
-        plan = shortened(PLANS[name]) if options.quick else PLANS[name]
+        plan = PLANS[name]._replace(steps=options.steps or PLANS[name].steps)
+        if options.quick:
+            plan = shortened(plan)
         for heads in options.heads:
             for attention in options.attention:
                 for seed in range(options.seeds):

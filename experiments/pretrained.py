@@ -21,6 +21,7 @@ import argparse
 import logging
 import os
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Run(NamedTuple):
     """One model after one step; what is not measured of it is NaN."""
 
     model: str
+    seed: int
     frequencies: int  # M; 0: softmax
     sentences: int  # of the calibration
     step: str
@@ -62,13 +64,15 @@ def parse_options() -> argparse.Namespace:
     add("--folder", type=Path, help="of the pretrained model; default: the package's")
     add("--frequencies", nargs="+", type=int, default=[64, 32, 16], help="M; default: 64 32 16")
     add("--sentences", type=int, default=2000, help="to calibrate with, up to 2000; default: 2000")
+    add("--seeds", type=int, default=1, help="default: 1")
     add("--few", type=int, default=200, help="sentences of one more run; default: 200")
+    add("--calibrated", action="store_true", help="the calibrated models alone, no other step")
     add("--quick", action="store_true", help="a few steps of each")
     add_options(parser, plotted="cosines")
     options = parser.parse_args()
     if options.quick:
         options.frequencies, options.sentences, options.few = [4], 10, 5
-    check_options(parser, options, ["sentences", "few", "threads"])
+    check_options(parser, options, ["sentences", "few", "seeds", "threads"])
     if min(options.frequencies) < 1:
         parser.error("--frequencies must be at least 1")
     return options
@@ -79,10 +83,13 @@ def run_sentences(options: argparse.Namespace, table: Table[Run]) -> None:
     minilm = pretrained_sentences.MiniLm(options.folder)
     texts = pretrained_sentences.texts_of(options.data, options.captions, options.quick)
 
-    def note(frequencies: int, count: int, step: str, model: Any, seconds: float) -> None:
+    def note(
+        seed: int, frequencies: int, count: int, step: str, model: Any, seconds: float
+    ) -> None:
         found = pretrained_sentences.quality(minilm, model, texts)
         run = Run(
             "minilm",
+            seed,
             frequencies,
             count,
             step,
@@ -105,27 +112,32 @@ def run_sentences(options: argparse.Namespace, table: Table[Run]) -> None:
         f"{'M':>4} {'sent.':>6} {'MiniLM':34} {'cosine':>8} {'captions%':>9} {'SST-2%':>7} "
         f"{'ms':>7} {'att. %':>7} {'CPU s':>7}"
     )
-    note(0, 0, "softmax, the original", minilm.original, 0.0)
-    plans = [(m, options.sentences, i == 0) for i, m in enumerate(options.frequencies)]
-    plans.append((options.frequencies[0], options.few, False))
-    for frequencies, count, whole in plans:
+    note(0, 0, 0, "softmax, the original", minilm.original, 0.0)
+    first = options.frequencies[0]
+    whole_of = None if options.calibrated else first
+    plans = [(m, options.sentences, m == whole_of) for m in options.frequencies]
+    if not options.calibrated:
+        plans.append((first, options.few, False))
+    for (frequencies, count, whole), seed in product(plans, range(options.seeds)):
+        given = minilm, texts.unlabelled[:count], frequencies, seed
         steps = pretrained_sentences.steps_of(
-            minilm, texts.unlabelled[:count], frequencies, quick=options.quick, whole=whole
+            *given, quick=options.quick, whole=whole and seed == 0
         )
         for step, model, seconds in steps:
-            note(frequencies, count, step, model, seconds)
+            note(seed, frequencies, count, step, model, seconds)
 
 
 def run_language(options: argparse.Namespace, table: Table[Run]) -> None:
-    """The causal model, with the first number of frequencies."""
+    """The causal model: conversions with every number of frequencies."""
     text = pretrained_language.text_of(options.data, options.captions)
-    frequencies = options.frequencies[0]
     print(f"{'M':>4} {'causal model':34} {'perplexity':>11} {'CPU s':>8}")
-    steps = pretrained_language.steps_of(text, frequencies, quick=options.quick)
-    for step, perplexity, seconds in steps:
-        own = 0 if step == "softmax" else frequencies
-        table.add(Run("causal", own, 0, step, perplexity=perplexity, seconds=seconds))
-        print(f"{own:4d} {step:34} {perplexity:11.1f} {seconds:8.0f}", flush=True)
+    for seed in range(options.seeds):
+        steps = pretrained_language.steps_of(
+            text, options.frequencies, seed, quick=options.quick, calibrated=options.calibrated
+        )
+        for step, m, perplexity, seconds in steps:
+            table.add(Run("causal", seed, m, 0, step, perplexity=perplexity, seconds=seconds))
+            print(f"{m:4d} {step:34} {perplexity:11.1f} {seconds:8.0f}", flush=True)
 
 
 def draw(path: Path, runs: list[Run]) -> None:
@@ -133,7 +145,7 @@ def draw(path: Path, runs: list[Run]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    runs = [run for run in runs if run.model == "minilm"]
+    runs = [run for run in runs if run.model == "minilm" and run.seed == 0]
     settings = list(dict.fromkeys((run.frequencies, run.sentences) for run in runs))
     steps = list(dict.fromkeys(run.step for run in runs))
     for setting in settings:

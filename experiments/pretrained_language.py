@@ -60,9 +60,9 @@ def _numbers(line: list[str], numbers: dict[str, int]) -> list[int]:
     return [numbers.get(word, UNKNOWN) for word in line]
 
 
-def new_model(words: int, *, frequencies: int | None, quick: bool) -> Any:
+def new_model(words: int, *, frequencies: int | None, seed: int, quick: bool) -> Any:
     """A GPT-2 of 2.9 million parameters; with frequencies, of the implicit kernel."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.GPT2Config(
         vocab_size=words,
         n_positions=LENGTH,
@@ -77,13 +77,13 @@ def new_model(words: int, *, frequencies: int | None, quick: bool) -> Any:
     )
     model = transformers.GPT2LMHeadModel(config)
     if frequencies is not None:
-        ikattn.convert(model, p=None, num_frequencies=frequencies, seed=0)
+        ikattn.convert(model, p=None, num_frequencies=frequencies, seed=seed)
     return model
 
 
-def train(model: Any, blocks: Tensor, steps: int, rate: float = 1e-3) -> None:
+def train(model: Any, blocks: Tensor, steps: int, seed: int, rate: float = 1e-3) -> None:
     """Adam on blocks drawn anew each epoch; the rate rises for a tenth of the steps, then falls."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + seed)
     optimizer = torch.optim.AdamW(ikattn.parameter_groups(model, lr=rate, weight_decay=0.01))
     warm = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -118,29 +118,50 @@ def perplexity(model: Any, blocks: Tensor) -> float:
     return math.exp(sum(losses) / len(blocks))
 
 
-def steps_of(text: Text, frequencies: int, *, quick: bool) -> Iterator[tuple[str, float, float]]:
-    """Yields each step's name, the perplexity on the test text, and CPU seconds in all."""
+def steps_of(
+    text: Text, frequencies: list[int], seed: int, *, quick: bool, calibrated: bool
+) -> Iterator[tuple[str, int, float, float]]:
+    """Yields each step's name, M, the perplexity on the test text, and CPU seconds in all.
+
+    Args:
+        text: Blocks of words.
+        frequencies: M, of each conversion of the trained model; the model that has the implicit
+            kernel from the start has the first.
+        seed: Of the first weights and frequencies, and of the order of blocks.
+        quick: A few steps alone.
+        calibrated: The calibrated models alone, no training after it or with the kernel.
+    """
     steps, tenth = (4, 2) if quick else (STEPS, STEPS // 10)
     test = text.test[:8] if quick else text.test
-    model = new_model(text.words, frequencies=None, quick=quick)
+    original = new_model(text.words, frequencies=None, seed=seed, quick=quick)
     begin = time.process_time()
-    train(model, text.training, steps)
-    yield "softmax", perplexity(model, test), time.process_time() - begin
-    more = copy.deepcopy(model)
-    train(more, text.training, tenth, rate=RATE_AFTER)
-    yield "softmax, a tenth of training more", perplexity(more, test), time.process_time() - begin
-    begin = time.process_time()
-    ikattn.convert(model, p=None, num_frequencies=frequencies, seed=0)
-    yield "converted, as drawn", perplexity(model, test), 0.0
+    train(original, text.training, steps, seed)
+    yield "softmax", 0, perplexity(original, test), time.process_time() - begin
+    if not calibrated:
+        more = copy.deepcopy(original)
+        train(more, text.training, tenth, seed, rate=RATE_AFTER)
+        seconds = time.process_time() - begin
+        yield "softmax, a tenth of training more", 0, perplexity(more, test), seconds
     blocks = text.training[: 2 if quick else 500]
     batches = [{"input_ids": part[:, :-1]} for part in blocks.split(25)]
     options = {"steps": 3, "output_steps": 3} if quick else {}
-    ikattn.calibrate(model, batches, train="attention", **options)
-    calibrated = copy.deepcopy(model)
-    yield "converted, calibrated", perplexity(model, test), time.process_time() - begin
-    train(calibrated, text.training, tenth, rate=RATE_AFTER)
-    yield "the same, a tenth of training", perplexity(calibrated, test), time.process_time() - begin
+    for m in frequencies:
+        model = copy.deepcopy(original)
+        begin = time.process_time()
+        ikattn.convert(model, p=None, num_frequencies=m, seed=seed)
+        yield "converted, as drawn", m, perplexity(model, test), 0.0
+        ikattn.calibrate(model, batches, train="attention", **options)
+        seconds = time.process_time() - begin
+        yield "converted, calibrated", m, perplexity(model, test), seconds
+        if calibrated:
+            continue
+        train(model, text.training, tenth, seed, rate=RATE_AFTER)
+        seconds = time.process_time() - begin
+        yield "the same, a tenth of training", m, perplexity(model, test), seconds
+    if calibrated:
+        return
     begin = time.process_time()
-    model = new_model(text.words, frequencies=frequencies, quick=quick)
-    train(model, text.training, steps)
-    yield "implicit from the start", perplexity(model, test), time.process_time() - begin
+    model = new_model(text.words, frequencies=frequencies[0], seed=seed, quick=quick)
+    train(model, text.training, steps, seed)
+    seconds = time.process_time() - begin
+    yield "implicit from the start", frequencies[0], perplexity(model, test), seconds

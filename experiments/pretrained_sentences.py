@@ -102,8 +102,8 @@ def texts_of(sentences: Path, captions: Path, quick: bool) -> Texts:
     )
 
 
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def _seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 class MiniLm:
@@ -223,7 +223,13 @@ def attention_share(model: Any, length: int = 512, rounds: int = 3) -> tuple[flo
 
 
 def steps_of(
-    minilm: MiniLm, unlabelled: list[str], frequencies: int, *, quick: bool, whole: bool
+    minilm: MiniLm,
+    unlabelled: list[str],
+    frequencies: int,
+    seed: int,
+    *,
+    quick: bool,
+    whole: bool,
 ) -> Iterator[tuple[str, Any, float]]:
     """The converted model after each step, with the CPU seconds that the step took.
 
@@ -231,15 +237,17 @@ def steps_of(
         minilm: The original.
         unlabelled: Sentences.
         frequencies: M.
+        seed: Of the first frequencies and the order of sentences.
         quick: A few steps alone.
         whole: With steps on frequencies alone, and fine-tuning.
     """
     model = copy.deepcopy(minilm.original)
     # without a magnitude: exp(|k|^2 / 2 sqrt d) is far from 1 in trained models
-    ikattn.convert(model, p=None, num_frequencies=frequencies, seed=0)
+    ikattn.convert(model, p=None, num_frequencies=frequencies, seed=seed)
     yield "as drawn", model, 0.0
     by_length = [batch for _, batch in minilm.batches(unlabelled)]
-    batches = [by_length[i] for i in torch.randperm(len(by_length), generator=_seeded()).tolist()]
+    order = torch.randperm(len(by_length), generator=_seeded(seed))
+    batches = [by_length[i] for i in order.tolist()]
     steps, output_steps = (3, 3) if quick else (300, 200)
 
     def calibrated(given: Any, **options: Any) -> tuple[Any, float]:

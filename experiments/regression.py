@@ -121,7 +121,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the data sets' folders")
     add("--datasets", nargs="+", choices=DATA_SETS, default=AT_HAND)
-    add("--attention", nargs="+", choices=ATTENTIONS, default=list(comparison.ATTENTIONS))
+    add("--attention", nargs="+", choices=ATTENTIONS, default=comparison.COMPARED)
     add("--p", nargs="+", help="orders: numbers, 'none', 'learned'; default: the authors' choice")
     add("--repeats", type=int, default=3, help="default: 3; the authors': 10")
     add("--epochs", type=int, help="default: 1000, for co2 300, for parkinsons 100")
@@ -135,7 +135,7 @@ def parse_options() -> argparse.Namespace:
         options.repeats, options.epochs = 1, 5
         if options.datasets == AT_HAND:
             options.datasets = ["airline", "co2"]
-    if options.cost and options.attention == list(comparison.ATTENTIONS):
+    if options.cost and options.attention == comparison.COMPARED:
         options.attention = ["direct", "mikan", "eager"]
     check_options(parser, options, ["repeats", "epochs", "threads"])
     if not 0 <= options.seed < 1 << 32:

@@ -114,9 +114,8 @@ class Regressor(nn.Module):
         self.attention = kind(
             SIZE,
             HEADS,
-            num_frequencies=FREQUENCIES,
             p=parse_order(setting.p),
-            **ATTENTIONS[setting.attention],
+            **({"num_frequencies": FREQUENCIES} | ATTENTIONS[setting.attention]),
         )
         self.attention_norm = nn.LayerNorm(SIZE)
         self.hidden = nn.Linear(SIZE, SIZE)
@@ -227,7 +226,7 @@ def fit(
     model = Regressor(x.size(1), setting)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     test_rmse = []
-    start = time.perf_counter()
+    start = time.process_time()
     label = label_of(setting, repeat)
     progress = tqdm(range(epochs), desc=label, unit="epoch", leave=False, disable=None)
     for epoch in progress:
@@ -235,7 +234,7 @@ def fit(
         test_rmse.append(measure(model, x, y, test))
         if epoch % 20 == 0:
             progress.set_postfix_str(f"test RMSE {test_rmse[-1]:.4f}", refresh=False)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     best = int(np.argmin(test_rmse))
     others = [test_rmse[-1]] * 2
     if setting.attention in GENERATED:

@@ -57,7 +57,7 @@ struct MultiheadAttentionOptions {
   // Order of the norm in a key's magnitude, any real >= 1; nullopt: no magnitude.
   TORCH_ARG(std::optional<double>, p) = 2.0;
   // M, per head; this and the next for kImplicit.
-  TORCH_ARG(int64_t, num_frequencies) = 64;
+  TORCH_ARG(int64_t, num_frequencies) = 32;
   // One set of frequencies per head in place of two.
   TORCH_ARG(bool, stationary) = false;
 };

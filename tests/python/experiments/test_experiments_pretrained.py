@@ -38,6 +38,7 @@ def test_a_causal_model_is_converted(source_tree: Path, tmp_path: Path, folder: 
     rows = rows_of(tmp_path / "a.csv")
     assert [row["step"] for row in rows] == [
         "softmax",
+        "softmax, a tenth of training more",
         "converted, as drawn",
         "converted, calibrated",
         "the same, a tenth of training",

@@ -253,7 +253,7 @@ def test_files_that_hold_no_sums_are_refused(tmp_path: Path) -> None:
     for broken in (
         whole[:-50],
         whole.replace('"piece"', '"piece", "other"'),
-        whole.replace("/entropy", "/other"),
+        whole.replace("/sum_of_entropies", "/other"),
     ):
         (tmp_path / "sums.json").write_text(broken)
         with pytest.raises(MapFileError):

@@ -88,7 +88,7 @@ def test_options_belong_to_the_class() -> None:
         p = 0.5
 
     layer = Stationary(C, num_heads=H)
-    assert (layer.p, layer.spectral.w2, layer.spectral.num_frequencies) == (None, None, 64)
+    assert (layer.p, layer.spectral.w2, layer.spectral.num_frequencies) == (None, None, 32)
     assert Cubic(C, num_heads=H).spectral.num_frequencies == M
     with pytest.raises(ValueError, match="p must be"):
         Wrong(C, num_heads=H)

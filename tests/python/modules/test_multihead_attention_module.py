@@ -63,12 +63,12 @@ def assert_uniform(frequencies, bound):
 def test_frequencies_are_uniform_and_reset():
     module = ikattn.MultiheadAttention(64, 4)
     first = [w.clone() for w in module.spectral.frequencies()]
-    assert first[0].shape == (4, 16, 64)
+    assert first[0].shape == (4, 16, 32)
     for w in first:
-        assert_uniform(w, 1 / math.sqrt(4 * 64))
+        assert_uniform(w, 1 / math.sqrt(4 * 32))
     module.reset_parameters()
     for w, before in zip(module.spectral.frequencies(), first, strict=True):
-        assert_uniform(w, 1 / math.sqrt(4 * 64))
+        assert_uniform(w, 1 / math.sqrt(4 * 32))
         assert not torch.equal(w, before)
 
 
@@ -114,7 +114,7 @@ def test_frequencies_of_another_number_of_heads_are_an_error(tmp_path):
     before = other.spectral.w1.clone()
     torch.save(nn.Sequential(module).state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")
-    message = rf"spectral\.w1.*\[H, d, M\] = \[{H}, {E // H}, 64\].*\[{H // 2}, {2 * E // H}, 64\]"
+    message = rf"spectral\.w1.*\[H, d, M\] = \[{H}, {E // H}, 32\].*\[{H // 2}, {2 * E // H}, 32\]"
     with pytest.raises(RuntimeError, match=message):
         nn.Sequential(other).load_state_dict(state)
     assert torch.equal(other.spectral.w1, before)

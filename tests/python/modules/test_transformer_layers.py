@@ -173,7 +173,7 @@ def test_frequencies_survive_the_initialisation_of_nn_transformer():
         for w, original in zip(clone.self_attn.spectral.parameters(), before, strict=True):
             assert torch.equal(w, original)
             assert w is not original
-    whole = ikattn.convert(nn.Transformer(64, 4, 1, 1, 32))
+    whole = ikattn.convert(nn.Transformer(64, 4, 1, 1, 32), num_frequencies=64)
     for module in whole.modules():
         if isinstance(module, ikattn.MultiheadAttention):
             assert 0.98 / 16 < largest(module) <= 1 / 16

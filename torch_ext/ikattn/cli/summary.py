@@ -92,9 +92,10 @@ def _mixing_ratios(sums: CorpusSums, shares: _Shares) -> Iterator[str]:
     for layer, maps in sums.sums.items():
         there = [maps.get(name, {}) for name in names]
         ratios = [
-            x["values"].sum() / x["count"].sum() if "values" in x else math.nan for x in there
+            x["sum_of_values"].sum() / x["count"].sum() if "sum_of_values" in x else math.nan
+            for x in there
         ]
-        if any("values" in x for x in there):
+        if any("sum_of_values" in x for x in there):
             rows.append([layer, *(_percent(float(ratio)) for ratio in ratios)])
     about = "How much comes from other tokens, through more and more of the block."
     yield from _table("Mixing ratios", about, ["", *SUMMED_MAPS], rows)

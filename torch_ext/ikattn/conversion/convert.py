@@ -78,7 +78,7 @@ def convert(
             implementation: all of its modules are selected, or none.
         p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude;
             "learned", but for transformers: one for each head.
-        num_frequencies: M, of each query head. None: 64, in layers of PyG 16.
+        num_frequencies: M, of each query head. None: 32, in layers of PyG 16.
         spectral: Where frequencies come from, as for ``MultiheadAttention``; transformers take
             names alone. Of a module, each attention module gets a copy, with the same first values.
             Of "mikan" the cross-attention of nn.TransformerDecoderLayer and the modules of

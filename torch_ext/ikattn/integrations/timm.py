@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.nn.functional import check_kernel
+from ikattn.nn.with_kernel import WithKernel
 from ikattn.ops.attention import implicit_kernel_attention
 from ikattn.spectral import Direct
 from ikattn.spectral.regularized import Regularized
@@ -65,7 +66,7 @@ class ImplicitAttention(Regularized):
     """
 
     p: float | None = 2.0
-    num_frequencies = 64
+    num_frequencies = WithKernel.default_frequencies
     stationary = False
 
     def __init__(

@@ -73,6 +73,4 @@ class Kind:
         """Returns the settings as arguments of a module's ``set_kernel``."""
         options = settings._asdict()
         del options["sizes"]
-        if settings.num_frequencies is None:
-            del options["num_frequencies"]
         return options

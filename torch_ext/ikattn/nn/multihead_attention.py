@@ -59,7 +59,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             learned through its spectral density.
         p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude;
             "learned": one for each head, a parameter, 2 at first.
-        num_frequencies: M, per head; this and the options below are for "implicit".
+        num_frequencies: M, per head; this and the options below are for "implicit". None: 32.
         spectral: Where frequencies come from. "direct": they are parameters; "stationary": so, one
             set per head; "ikan": from a network of noise; "mikan": so, of noise inferred from
             queries and keys (both: num_frequencies even). Or a module with the interface described
@@ -100,7 +100,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         *,
         kernel: Kernel = "implicit",
         p: float | Literal["learned"] | None = 2.0,
-        num_frequencies: int = 64,
+        num_frequencies: int | None = None,
         spectral: Spectral = "direct",
         stationary: bool = False,
         seed: int | None = None,

@@ -24,6 +24,12 @@ class Edges(NamedTuple):
         col: ``[E]``, the source of each edge.
         order: int64 ``[E]``: which of the edges that were given each of these is; None: that of the
             same number.
+
+    Example:
+        >>> import torch, ikattn
+        >>> source, target = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1])
+        >>> ikattn.ops.Edges.from_coo(source, target, num_targets=2).rowptr
+        tensor([0, 1, 3])
     """
 
     rowptr: Tensor

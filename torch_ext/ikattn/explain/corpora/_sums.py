@@ -42,12 +42,12 @@ def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterato
             sums |= {"count": queries.sum(0)[:, None] * keys.sum(0)}
         else:
             types = keys if axes.endswith("S") else queries
-            sums = {"values": x.double() @ types.to(x.device), "count": types.sum(0)}
+            sums = {"sum_of_values": x.double() @ types.to(x.device), "count": types.sum(0)}
         yield name, {key: value.cpu() for key, value in sums.items()} | {"sequences": one}
     if all(found[name] is not None for name in LEDGER):
         split = shares_of_factors({"": batch_of_one(maps)})[""]
         counts = {"split_rows": split.rows.double(), "split_left_out": split.left_out.double()}
-        yield "ledger", {"covariance": split.sums, **counts}
+        yield "ledger", {"sum_of_covariances": split.sums, **counts}
 
 
 def _sums_of_pairs(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
@@ -64,11 +64,11 @@ def _sums_of_heads(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
     p = shares(x)
     counted = (p != 0).any(-1).double()
     return {
-        "values": queries.mT @ x @ keys,
-        "shares": queries.mT @ p @ keys,
+        "sum_of_values": queries.mT @ x @ keys,
+        "sum_of_shares": queries.mT @ p @ keys,
         "rows": counted @ queries,
-        "entropy": entropy(p) @ queries,
-        "map": _cells_of_rows(x) @ p @ _cells_of(x.shape[-1], x),
+        "sum_of_entropies": entropy(p) @ queries,
+        "sum_of_maps": _cells_of_rows(x) @ p @ _cells_of(x.shape[-1], x),
     }
 
 

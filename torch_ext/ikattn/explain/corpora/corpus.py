@@ -99,10 +99,10 @@ class CorpusMeans:
 
         rows, count, number = sums.get("rows"), sums.get("count"), sums.get("sequences")
         return CorpusMeans(
-            values=over("values", count),
-            shares=over("shares", None if rows is None else rows[..., None]),
-            entropy=over("entropy", rows),
-            map=over("map", number),
+            values=over("sum_of_values", count),
+            shares=over("sum_of_shares", None if rows is None else rows[..., None]),
+            entropy=over("sum_of_entropies", rows),
+            map=over("sum_of_maps", number),
             rows=None if rows is None else rows.long(),
             count=None if count is None else count.long(),
             sequences=0 if number is None else int(number),
@@ -211,7 +211,7 @@ class CorpusSums:
         return Shares(
             {
                 layer: Split(
-                    maps["ledger"]["covariance"],
+                    maps["ledger"]["sum_of_covariances"],
                     maps["ledger"]["split_rows"].long(),
                     maps["ledger"]["split_left_out"].long(),
                 )
@@ -340,7 +340,7 @@ class CorpusSums:
         return found
 
     def _rows_of_table(self, sums: Sums) -> Iterator[tuple[int | None, dict[str, Any]]]:
-        rows, taken, bits = sums["rows"], sums["shares"], sums["entropy"]
+        rows, taken, bits = sums["rows"], sums["sum_of_shares"], sums["sum_of_entropies"]
         has_heads = rows.dim() == 2
         for head in range(rows.shape[0] if has_heads else 1):
             where = (head,) if has_heads else ()
@@ -351,8 +351,8 @@ class CorpusSums:
 
 
 # The last axes of what is added up: A types of tokens, 16 cells, or F factors of the ledger.
-_AXES = {"values": "A", "shares": "AA", "rows": "A", "entropy": "A", "map": "CC", "count": "A"}
-_AXES |= {"sequences": "", "left_out": "", "covariance": "FF"}
+_AXES = {"sum_of_values": "A", "sum_of_shares": "AA", "sum_of_entropies": "A", "sum_of_maps": "CC"}
+_AXES |= {"rows": "A", "count": "A", "sequences": "", "left_out": "", "sum_of_covariances": "FF"}
 _AXES |= {"split_rows": "", "split_left_out": ""}
 
 

@@ -151,7 +151,8 @@ def _models_in(model: nn.Module) -> list[Any]:
 
 def _options_of(settings: KernelSettings) -> dict[str, Any]:
     """Returns the settings as configs keep them, in types that JSON knows."""
-    count = 64 if settings.num_frequencies is None else settings.num_frequencies
+    count = settings.num_frequencies
+    count = MultiheadAttention.default_frequencies if count is None else count
     is_stationary = settings.spectral == "stationary"
     return {
         "p": None if settings.p is None else float(settings.p),
