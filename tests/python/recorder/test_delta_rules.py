@@ -17,6 +17,7 @@ from ikattn.explain.attribution._rollouts import _Writings
 from ikattn.explain.bertviz import to_bertviz
 from ikattn.explain.comparison._distances import row_sums
 from ikattn.maps import TopK, rollout, token_importance
+from ikattn.maps.files import load
 from ikattn.maps.page import _shown_maps
 from ikattn.ops.delta_rule import DeltaRule
 from ikattn.recorder.entry import recorded
@@ -299,7 +300,7 @@ def test_readers_of_weights_take_signs_for_what_they_are(tmp_path: Path) -> None
     maps = _shown_maps(recording[0])
     assert "per_head" in maps  # heads have a gate: it is no product of weights and value norms
     recording.save(tmp_path / "maps.npz")
-    assert torch.equal(ikattn.maps.load(tmp_path / "maps.npz")[0].weights, weights)
+    assert torch.equal(load(tmp_path / "maps.npz")[0].weights, weights)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
