@@ -29,7 +29,7 @@ def calls_delta_rule(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _rules_of(kind: type) -> tuple[Place, ...]:
+def _rules_of(kind: Any) -> tuple[Place, ...]:
     """Returns the functions that a class's methods call, as namespaces and names."""
     return tuple(_rules(kind))
 
@@ -48,7 +48,7 @@ def hearing_delta_rules(model: nn.Module, heard: Heard) -> AbstractContextManage
 
 
 class GivenRule(NamedTuple):
-    """What a gated delta rule was given, in float32 at least.
+    """The arguments of a gated delta rule, in float32 at least.
 
     Attributes:
         query, key: ``[B, H, S, d]``, normalised and scaled as the rule does it.
@@ -87,12 +87,13 @@ class GivenRule(NamedTuple):
 
 
 class GivenRules:
-    """What the delta rules of a recording were given in calls that later ones may go on from."""
+    """The arguments of a recording's delta rules in calls that later ones may go on from."""
 
     def __init__(self) -> None:
         self._last: dict[Any, tuple[Tensor, GivenRule]] = {}
 
     def forget(self) -> None:
+        """Lets go of all calls."""
         self._last.clear()
 
     def take(
