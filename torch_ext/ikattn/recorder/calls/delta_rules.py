@@ -25,7 +25,8 @@ _RULES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "kimi_delta_at
 
 def calls_delta_rule(module: nn.Module) -> bool:
     """Whether the module's own code names a gated delta rule."""
-    return bool(_rules_of(type(module)))
+    kind: Any = type(module)
+    return bool(_rules_of(kind))
 
 
 @functools.cache
@@ -43,7 +44,7 @@ def _rules(kind: type) -> Iterator[Place]:
 
 def hearing_delta_rules(model: nn.Module, heard: Heard) -> AbstractContextManager[None]:
     """For the time of the block, tells ``heard`` of each call: arguments and output."""
-    kinds = {type(module) for module in model.modules()}
+    kinds: set[Any] = {type(module) for module in model.modules()}
     return hearing("delta rule", [place for kind in kinds for place in _rules_of(kind)], heard)
 
 
