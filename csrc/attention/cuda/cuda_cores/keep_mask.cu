@@ -1,5 +1,6 @@
 // Writes the mask of dropout as a tensor; the other kernels form it where they need it.
 #include "attention/cuda/cuda_cores/tile_product.h"
+#include "attention/cuda/kernels.h"
 
 namespace ikattn::cuda {
 namespace {
