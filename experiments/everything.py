@@ -1,4 +1,4 @@
-"""All experiments, a few at a time: by their parts, some 3.7 hours on two cores.
+"""All experiments, a few at a time: by their parts, some 4 hours on two cores.
 
 What that budget leaves: every attention and order, of two epochs in translation (one seed) and of
 three on SUBJ, MR and SST-2; order 2 of translation longer, for its models; three orders and seeds
@@ -44,6 +44,7 @@ MARKERS: dict[str, str | None] = {
     "recall": None,
     "pretrained": "subj.all",
     "long_sequences": "subj.all",
+    "norms": "subj.all",
 }
 
 
@@ -70,6 +71,7 @@ PLAN = (
     Run("sst2", "sentences", ("--datasets", "sst2", *ALL, *ORDERS, *THREE_EPOCHS)),
     Run("recall-wide", "recall", ("--sizes", "128", *WIDE)),
     Run("nodes", "nodes", ("--p", "1", "2", "none", "--seeds", "3")),
+    Run("norms", "norms", ("--calibrate", "500")),
     Run("rbf-orders", "translation", ("--attention", "rbf", *NOT_2, *TWO_EPOCHS)),
     Run("housing", "regression", ("--datasets", "housing", "--epochs", "300", *ALL, *ORDERS)),
     Run("co2", "regression", ("--datasets", "co2", "--repeats", "2", *ALL, *ORDERS)),
@@ -99,6 +101,8 @@ def command_of(run: Run, data: Path, out: Path) -> list[str]:
         options += ["--plot", str(out / f"{run.name}.png")]
     if run.program == "pretrained":
         given += ["--captions", str(folder_of(data, MARKERS["translation"] or ""))]
+    if run.program == "norms":
+        given += ["--translations", str(folder_of(data, MARKERS["translation"] or ""))]
     if run.name == "translation":
         options += ["--models", str(out / "models")]
         aligned = folder_of(data, "alignment.talp")

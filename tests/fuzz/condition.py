@@ -174,6 +174,7 @@ class Attention:
         off_logit = 4 * u * (1 + below + top.abs() + added.abs() + highest)
         # Rows whose logits are so large that they have no digits left.
         self.unsure = (off_logit * self.visible).amax(-1) > 0.2 if S else top.squeeze(-1) > 0
+        self.logits = logits
         squared = s.square() + self.eps
         e = (logits - top).exp()
         w = squared * e
@@ -213,6 +214,16 @@ class Attention:
             truth = truth.masked_fill(bad, math.nan)
         return truth, off
 
+    def _center(self) -> Tensor | float:
+        """Returns what linear time may subtract from values: means over the keys up to one."""
+        assert self.v is not None
+        if not self.arithmetic.linear or not self.logits.numel():
+            return 0.0
+        of_key = self.logits.amax(-2)
+        e = (of_key - of_key.amax(-1, keepdim=True)).exp().nan_to_num().unsqueeze(-1)
+        means = (e * self.v.abs()).cumsum(-2) / e.cumsum(-2)
+        return means.nan_to_num(0.0).amax(-2, keepdim=True)
+
     @property
     def weights(self) -> Bounded:
         """The weights after dropout, [B, H, L, S]; NaN in rows that see what is not finite."""
@@ -223,7 +234,7 @@ class Attention:
     def output(self) -> Bounded:
         """The output; NaN where the result must not be finite."""
         assert self.v is not None
-        size = (self.off_P * self.kept) @ self.v.abs()
+        size = (self.off_P * self.kept) @ (self.v.abs() + self._center())
         self.o = self.Pd @ self.v
         size = (size + self.floor).masked_fill(self.unsure.unsqueeze(-1), math.inf)
         return self._stored(self.o, size, self.bad_outputs & self.seen.unsqueeze(-1))

@@ -287,16 +287,24 @@ class EdgeCall:
                 )
                 for y, x in ((output, leaves), (truth[0], wide))
             )
-            self.compare_roughly("gradient", found, expected)
+            # A gradient is a difference of products with values, which may cancel.
+            products = incoming.abs()[target] * given["value"].detach().double().abs()[source]
+            self.compare_roughly("gradient", found, expected, products.sum(-1))
 
     def compare_roughly(
-        self, what: str, found: tuple[Tensor, ...], truth: tuple[Tensor, ...]
+        self,
+        what: str,
+        found: tuple[Tensor, ...],
+        truth: tuple[Tensor, ...],
+        terms: Tensor | None = None,
     ) -> None:
         """Holds the largest error to the type, where conditions are not counted."""
         eps = torch.finfo(getattr(torch, self.dtype)).eps
         for i, (one, other) in enumerate(zip(found, truth, strict=True)):
             if other.numel() and bool(other.isfinite().all()):
-                size = float(other.abs().max()) + (1.0 if "gradient" in what else 0.0)
+                size = float(other.detach().abs().max())
+                if terms is not None:
+                    size += 1.0 + (float(terms.max()) if terms.numel() else 0.0)
                 bound = torch.full_like(other, 2000 * eps * size)
                 assert_bounded(f"{what} {i} of {self.form} edges", one, (other.detach(), bound))
 

@@ -110,7 +110,7 @@ def test_shards_make_together_what_one_process_makes(
             assert mine.batches[0].tokens == theirs.batches[0].tokens
     else:
         assert {path.name for path in tmp_path.iterdir() if path.name[0] != "."} == {
-            *("manifest.json", "lines.jsonl", "sums.npz")
+            *("manifest.json", "lines.jsonl", "sums.npz", "summary.html")
         }
     if "sums" in formats:
         assert_same_sums(tmp_path, alone)

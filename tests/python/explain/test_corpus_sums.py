@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ikattn.explain import CorpusSums, token_types
-from ikattn.maps import MapFileError, Recording
+from ikattn.maps import MapFileError, Recording, shares
 from recordings import LENGTHS, encoder_recording, translation_recording
 
 TOKENS = [["[CLS]", "wa", "##ter", ".", "[SEP]"], ["[CLS]", "it", "[SEP]"]]
@@ -167,6 +167,19 @@ def test_table_has_a_row_for_each_layer_map_and_head() -> None:
     for row in rows:
         assert row["rows"] == 8
         assert sum(row[kind] for kind in sums.types) == pytest.approx(1)
+
+
+def test_shares_of_a_corpus_are_those_of_its_recordings(tmp_path: Path) -> None:
+    recordings, sums, expected = [recording_with_tokens(seed) for seed in (0, 1)], CorpusSums(), []
+    for recording in recordings:
+        sums.add(recording)
+        expected.append(shares(recording))
+    sums.save(tmp_path / "sums.npz")
+    found = CorpusSums.load(tmp_path / "sums.npz").shares
+    for one, other in zip(found.table(), (expected[0] + expected[1]).table(), strict=True):
+        assert one == pytest.approx(other, nan_ok=True)
+    assert "ledger" not in sums[LAYER]
+    assert not CorpusSums().shares.layers
 
 
 def test_a_map_that_is_not_finite_is_left_out_and_counted() -> None:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.maps import Batch, head_mean, layer_mean, ledger_shares, token_mean
+from ikattn.maps import Batch, head_mean, layer_mean, shares, token_mean
 from ikattn.maps.contribution_maps import Contributions
-from ikattn.maps.ledger import LedgerFactors, LedgerShares
+from ikattn.maps.ledger import FACTORS, Shares, Split
 from ikattn.maps.summary import layer_maps
 
-NAMES = ("similarity", "magnitude", "value_norm", "bias")
 PADDING = torch.tensor([[False] * 4, [False, False, True, True]])
 
 
@@ -62,14 +61,23 @@ def test_token_mean_counts_what_is_not_padding() -> None:
         (lambda: token_mean(torch.zeros(4)), "values"),
         (lambda: token_mean(torch.zeros(2, 4), PADDING.int()), "padding must be bool.*int32"),
         (lambda: layer_mean([]), "layer_mean: maps must hold"),
-        (lambda: ledger_shares(Contributions()), "weights must have shape.*got None"),
+        (lambda: split(Contributions()), "weights of layer 'a' must have shape.*got None: record"),
         (
-            lambda: ledger_shares(replace(ledger(), magnitude=None)),
-            r"magnitude must have shape \[2, 3, 6\].*got None: record with the ledger",
+            lambda: split(replace(ledger(), magnitude=None)),
+            r"magnitude of layer 'a' must have shape \[2, 3, 6\].*got None: record with the ledger",
         ),
         (
-            lambda: ledger_shares(replace(ledger(), value_norms=torch.ones(2, 1, 6))),
-            r"value_norms must have shape \[2, 3, 6\].*got \[2, 1, 6\]",
+            lambda: split(replace(ledger(), value_norms=torch.ones(2, 1, 6))),
+            r"value_norms of layer 'a' must have shape \[2, 3, 6\].*got \[2, 1, 6\]",
+        ),
+        (lambda: shares({}), "shares: maps must hold layers with queries and keys, got none"),
+        (
+            lambda: split(Contributions(reduced={"weights": torch.ones(2, 3)})),
+            "shares: maps of layer 'a' were reduced",
+        ),
+        (
+            lambda: shares({"a": ledger()}) + shares({"a": of_heads(ledger(), slice(2))}),
+            "layer 'a' must have 3 heads in both, got 2",
         ),
     ],
 )
@@ -113,62 +121,68 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float64)
 
 
-def every_share(shares: LedgerShares) -> list[LedgerFactors]:
-    return [shares.per_head, shares.per_token, shares.per_head_and_token]
+def split(layer: Contributions) -> Split:
+    return shares({"a": layer})["a"]
+
+
+def of_heads(layer: Contributions, heads: slice) -> Contributions:
+    names = ("weights", "similarity", "magnitude", "value_norms")
+    return replace(layer, **{name: getattr(layer, name)[:, heads] for name in names})
 
 
 VISIBLE = torch.ones(5, 6, dtype=torch.bool).tril(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("visible", [None, VISIBLE])
-def test_shares_add_up_to_one_and_deviations_to_the_influence(visible, dtype):
-    shares = ledger_shares(ledger(visible=visible, dtype=dtype))
-    for share in every_share(shares):
-        torch.testing.assert_close(share.total(), torch.ones_like(share.bias))
-    torch.testing.assert_close(shares.deviation.total(), shares.influence, rtol=0, atol=1e-12)
-    assert shares.pairs.eq(30 if visible is None else int(visible.sum())).all()
-    # Nothing but the three factors: what is left for a bias is rounding.
-    bound = 1e-12 if dtype == torch.float64 else 1e-5
-    assert all(share.bias.abs().max() < bound for share in every_share(shares))
-
-
-def test_shares_and_deviations_are_those_of_a_plain_loop() -> None:
+def test_covariances_are_those_of_a_plain_loop() -> None:
     layer = ledger(visible=VISIBLE, bias=torch.rand(2, 3, 5, 6, dtype=torch.float64))
-    shares = ledger_shares(layer)
     weights, similarity, magnitude, norms = (
         x.tolist() for x in (layer.weights, layer.similarity, layer.magnitude, layer.value_norms)
     )
-    b, h = 1, 2
-    names = (*NAMES, "contribution")
-    deviation: dict[str, dict[tuple[int, int], float]] = {name: {} for name in names}
-    for i in range(5):
-        keys = [j for j in range(6) if j <= i + 1]
-        logs = {
-            "similarity": [math.log(similarity[b][h][i][j]) for j in keys],
-            "magnitude": [math.log(magnitude[b][h][j]) for j in keys],
-            "value_norm": [math.log(norms[b][h][j]) for j in keys],
-            "contribution": [math.log(weights[b][h][i][j] * norms[b][h][j]) for j in keys],
-        }
-        logs["bias"] = [
-            c - s - m - n for s, m, n, c in zip(*(logs[name] for name in logs), strict=True)
-        ]
-        for name, values in logs.items():
-            for j, value in zip(keys, values, strict=True):
-                deviation[name][i, j] = value - sum(values) / len(values)
-    total = deviation["contribution"]
-    for name in NAMES:
-        parts = {pair: x * total[pair] for pair, x in deviation[name].items()}
-        share = sum(parts.values()) / sum(x * x for x in total.values())
-        assert getattr(shares.per_head, name)[b, h] == pytest.approx(share, rel=1e-9)
-        for j in range(6):
-            column = [pair for pair in total if pair[1] == j]
-            share = sum(parts[pair] for pair in column) / sum(total[pair] ** 2 for pair in column)
-            found = getattr(shares.per_head_and_token, name)[b, h, j]
-            assert found == pytest.approx(share, rel=1e-9)
-            mean = sum(deviation[name][pair] for pair in column) / len(column)
-            assert getattr(shares.deviation, name)[b, h, j] == pytest.approx(mean, abs=1e-12)
-    assert shares.variance[b, h] == pytest.approx(sum(x * x for x in total.values()) / len(total))
+    h, sums, variance = 2, torch.zeros(4, 4, dtype=torch.float64), 0.0
+    for b in range(2):
+        for i in range(5):
+            keys = range(min(6, i + 2))
+            rows = [
+                [math.log(similarity[b][h][i][j]) for j in keys],
+                [math.log(magnitude[b][h][j]) for j in keys],
+                [math.log(norms[b][h][j]) for j in keys],
+            ]
+            rows.append([math.log(weights[b][h][i][j]) - rows[0][j] - rows[1][j] for j in keys])
+            sums += torch.tensor(rows, dtype=torch.float64).cov(correction=0)
+            of_row = [math.log(weights[b][h][i][j] * norms[b][h][j]) for j in keys]
+            variance += float(torch.tensor(of_row, dtype=torch.float64).var(correction=0))
+    found = split(layer)
+    assert found.rows.tolist() == [10, 10, 10]
+    torch.testing.assert_close(found.covariance[h], sums / 10, rtol=1e-12, atol=1e-12)
+    assert float(found.variance[h]) == pytest.approx(variance / 10, rel=1e-10)
+    torch.testing.assert_close(found.shares.sum(-1), ones(3), rtol=0, atol=1e-12)
+    expected = sums[1, 2] / (sums[1, 1] * sums[2, 2]).sqrt()
+    assert float(found.correlation[h, 1, 2]) == pytest.approx(float(expected))
+
+
+def test_parts_of_a_corpus_add_up_in_blocks_of_rows_of_any_size(monkeypatch) -> None:
+    layer = ledger(visible=VISIBLE)
+    whole = shares({"a": layer, "b": of_heads(layer, slice(2))})
+    names = ("weights", "similarity", "magnitude", "value_norms")
+    parts = [
+        replace(layer, **{name: getattr(layer, name)[b : b + 1] for name in names})
+        for b in range(2)
+    ]
+    monkeypatch.setattr("ikattn.maps.ledger._PAIRS_AT_ONCE", 20)
+    added = sum((shares({"a": one, "b": of_heads(one, slice(2))}) for one in parts), Shares())
+    for name in ("a", "b"):
+        for one, other in zip(vars(added[name]).values(), vars(whole[name]).values(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert whole.model.rows == 50
+    expected = whole["a"].sums.sum(0) + whole["b"].sums.sum(0)
+    torch.testing.assert_close(whole.model.covariance, expected / 50)
+    rows = whole.table()
+    assert [(row["layer"], row["head"]) for row in rows[:3]] == [
+        (None, None),
+        ("a", None),
+        ("a", 0),
+    ]
+    assert sum(rows[0][name] for name in FACTORS) == pytest.approx(1)
 
 
 CONSTANT = {
@@ -179,49 +193,30 @@ CONSTANT = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("varying", CONSTANT)
+@pytest.mark.parametrize("varying", FACTORS)
 def test_the_only_factor_that_varies_has_the_whole_share(varying: str, dtype: torch.dtype) -> None:
-    constant = {name: x for name, x in CONSTANT.items() if name != varying}
-    shares = ledger_shares(ledger(**constant, dtype=dtype))
+    given = {name: x for name, x in CONSTANT.items() if name.removesuffix("s") != varying}
+    if varying == "bias":
+        given["bias"] = torch.linspace(-1, 1, 6, dtype=torch.float64).expand(2, 3, 5, 6)
+    expected = torch.zeros(3, 4, dtype=torch.float64)
+    expected[:, FACTORS.index(varying)] = 1
     tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 1e-5}
-    name = varying.removesuffix("s")
-    for share in (shares.per_head, shares.per_token):
-        torch.testing.assert_close(getattr(share, name), torch.ones_like(share.bias), **tolerance)
-        for other in set(NAMES) - {name}:
-            torch.testing.assert_close(
-                getattr(share, other), torch.zeros_like(share.bias), **tolerance
-            )
-    torch.testing.assert_close(getattr(shares.deviation, name), shares.influence, **tolerance)
-
-
-def test_a_bias_has_a_share_of_its_own() -> None:
-    bias = torch.linspace(-1, 1, 6, dtype=torch.float64).expand(2, 3, 5, 6)
-    shares = ledger_shares(ledger(**CONSTANT, bias=bias))
-    torch.testing.assert_close(shares.per_head.bias, ones(2, 3))
-    torch.testing.assert_close(shares.influence, (bias - bias.mean(-1, keepdim=True)).mean(-2))
+    torch.testing.assert_close(split(ledger(**given, dtype=dtype)).shares, expected, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_nothing_that_varies_leaves_nothing_to_share(dtype: torch.dtype) -> None:
-    shares = ledger_shares(ledger(**CONSTANT, dtype=dtype))
-    lone = ledger_shares(ledger(visible=torch.eye(5, 6, dtype=torch.bool), dtype=dtype))
-    for found in (shares, lone):
-        for share in every_share(found):
-            assert all(not getattr(share, name).any() for name in NAMES)
-        assert found.variance.max() < 1e-10
-    assert lone.pairs.eq(5).all()
+    found = split(ledger(**CONSTANT, dtype=dtype))
+    assert not found.variance.any()
+    assert found.shares.isnan().all()
+    lone = split(ledger(visible=torch.eye(5, 6, dtype=torch.bool), dtype=dtype))
+    assert not lone.rows.any()
+    assert lone.variance.isnan().all()
 
 
 def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
     short = ledger()
     # Sequence 1 has 4 tokens; keys 4, 5 and query 4 are padding, full of NaN.
-    cut = ledger_shares(
-        ledger(
-            short.similarity[1:, :, :4, :4],
-            short.magnitude[1:, :, :4],
-            short.value_norms[1:, :, :4],
-        )
-    )
     keys = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     queries = torch.tensor([[False] * 5, [False] * 4 + [True]])
     hidden = keys[:, None, None, :] | queries[:, None, :, None]
@@ -235,15 +230,15 @@ def test_masked_and_padded_pairs_do_not_count_whatever_they_hold() -> None:
         query_padding=queries,
         key_padding=keys,
     )
-    shares = ledger_shares(padded)
-    assert shares.pairs.tolist() == [[30] * 3, [16] * 3]
-    assert not shares.left_out.any()
-    for name in NAMES:
-        torch.testing.assert_close(getattr(shares.per_head, name)[1:], getattr(cut.per_head, name))
-        found = getattr(shares.per_head_and_token, name)[1:]
-        torch.testing.assert_close(found[..., :4], getattr(cut.per_head_and_token, name))
-        assert not found[..., 4:].any()
-    assert not shares.influence[1, :, 4:].any()
+    cut = ledger(
+        short.similarity[1:, :, :4, :4], short.magnitude[1:, :, :4], short.value_norms[1:, :, :4]
+    )
+    names = ("weights", "similarity", "magnitude", "value_norms")
+    first = Contributions(**{name: getattr(layer, name)[:1] for name in names})
+    expected, found = split(first) + split(cut), split(padded)
+    assert found.rows.tolist() == [9, 9, 9]
+    assert not found.left_out.any()
+    torch.testing.assert_close(found.sums, expected.sums)
 
 
 def test_pairs_whose_factors_left_their_range_are_counted_apart() -> None:
@@ -251,32 +246,26 @@ def test_pairs_whose_factors_left_their_range_are_counted_apart() -> None:
     layer.similarity[0, 1, 2, 3] = 0
     layer.similarity[0, 1, 4, 3] = 1e-310  # subnormal: few digits are left
     layer.magnitude[1, 0, 5] = math.inf
-    shares = ledger_shares(layer)
-    assert shares.left_out.tolist() == [[0, 2, 0], [5, 0, 0]]
-    assert (shares.pairs + shares.left_out).eq(30).all()
-    for share in every_share(shares):
-        assert share.total().isfinite().all()
-    torch.testing.assert_close(shares.per_head.total(), ones(2, 3))
+    found = split(layer)
+    assert found.left_out.tolist() == [5, 2, 0]
+    torch.testing.assert_close(found.shares.sum(-1), ones(3))
 
 
 @pytest.mark.parametrize("kernel", ["dot", "implicit"])
-def test_ledger_of_real_attention_has_no_bias(kernel: str) -> None:
+def test_the_ledger_of_a_recorded_layer_adds_up(kernel: str) -> None:
     torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 7, 8, dtype=torch.float64)
-    w1, w2 = torch.randn(2, 2, 8, 4, dtype=torch.float64) * 0.1
-    if kernel == "dot":
-        similarity, magnitude = ikattn.ops.similarity_and_magnitude(q, k)
-        weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
-    else:
-        similarity, magnitude = ikattn.ops.similarity_and_magnitude(
-            q, k, kernel="implicit", w1=w1, w2=w2
-        )
-        weights = ikattn.implicit_kernel_weights(q, k, w1, w2)
-    norms = torch.rand(1, 2, 7, dtype=torch.float64) + 0.1
-    layer = Contributions(
-        weights=weights, similarity=similarity, magnitude=magnitude, value_norms=norms
-    )
-    shares = ledger_shares(layer)
-    assert shares.per_head.bias.abs().max() < 1e-9
-    assert shares.left_out.sum() == 0
-    torch.testing.assert_close(shares.per_head.total(), ones(1, 2))
+    layer = ikattn.MultiheadAttention(16, 2, kernel=kernel, batch_first=True).double().eval()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    padding = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
+    with torch.no_grad(), ikattn.record(layer, maps=("ledger",)) as recording:
+        layer(x, x, x, key_padding_mask=padding)
+    maps = recording[0]
+    expected = 0.0
+    for b, size in enumerate((7, 5)):
+        of_pairs = (maps.weights * maps.value_norms[:, :, None])[b, :, :size, :size]
+        expected = expected + of_pairs.log().var(-1, correction=0).sum(-1)
+    found = shares(recording)[0]
+    rows = found.rows[0]
+    torch.testing.assert_close(found.variance, expected / rows, rtol=0, atol=1e-10)
+    assert found.shares[:, 3].abs().max() < 1e-9  # nothing is left for a bias
+    assert not found.left_out.any()

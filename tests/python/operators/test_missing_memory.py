@@ -10,7 +10,7 @@ import torch
 
 import ikattn
 from ikattn._memory import memory_for, takes_memory_for
-from ikattn.maps import ledger_shares, rollout
+from ikattn.maps import rollout, shares
 from ikattn.nn import functional
 
 LONG = 1 << 44
@@ -70,15 +70,17 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         r"rollout: no memory for the products of maps, \[B, L, L\]",
     ),
     "ledger": (
-        lambda: ledger_shares(
-            ikattn.Contributions(
-                weights=of_length(1, 1, LONG, 4),
-                similarity=of_length(1, 1, LONG, 4),
-                magnitude=of_length(1, 1, 4),
-                value_norms=of_length(1, 1, 4),
-            )
+        lambda: shares(
+            {
+                "layer": ikattn.Contributions(
+                    weights=of_length(1, 1, LONG, 4),
+                    similarity=of_length(1, 1, LONG, 4),
+                    magnitude=of_length(1, 1, 4),
+                    value_norms=of_length(1, 1, 4),
+                )
+            }
         ),
-        "ledger_shares: no memory for the factors",
+        "shares: no memory for the factors",
     ),
 }
 

@@ -182,7 +182,7 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="html",
         metavar="FORMATS",
         help=f"any of {', '.join(FORMATS)}, with commas (default: %(default)s); sums: means over "
-        "all lines, by layer, head and type of token",
+        "all lines, by layer, head and type of token, with a page, summary.html",
     )
     add(
         "--out",

@@ -26,6 +26,7 @@ from ikattn._optional import optional
 from ikattn._whole_files import whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.job import Job, Line, single_maps
+from ikattn.cli.summary import write_summary
 from ikattn.explain.corpora.corpus import CorpusSums
 from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
 from ikattn.maps.files import DEFINITIONS
@@ -33,7 +34,7 @@ from ikattn.maps.recording import Recording
 from ikattn.maps.sequences import AXES
 from ikattn.maps.summary import full_precision
 
-SUMS = "sums.npz"
+SUMS, SUMMARY = "sums.npz", "summary.html"
 _NUMBERS_AT_ONCE = 1 << 24  # that are held before they are written
 
 
@@ -102,6 +103,7 @@ def merge_sums(out: Path, parts: int) -> None:
             with doing(f"remove {path}, and the same command does its lines again"):
                 found += CorpusSums.load(path)
         found.save(total)
+    write_summary(out / SUMMARY, CorpusSums.load(total))
     for path in out.glob("sums-*.npz"):
         path.unlink(missing_ok=True)
 

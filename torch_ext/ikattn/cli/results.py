@@ -16,7 +16,7 @@ from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.job import LINE_FORMATS, Job, Source
-from ikattn.cli.parts import SUMS
+from ikattn.cli.parts import SUMMARY, SUMS
 from ikattn.cli.progress import Ledger, lines_of, read_entry
 
 
@@ -58,7 +58,7 @@ def one_at_a_time(job: Job) -> Iterator[None]:
 
 _MANIFEST, _LOCK = "manifest.json", ".lock"
 _ENTRANCE = ".lock-entrance"  # of processes that share the directory, one at a time
-_ALONE = (_MANIFEST, _LOCK, "lines.jsonl", "index.html", SUMS)
+_ALONE = (_MANIFEST, _LOCK, "lines.jsonl", "index.html", SUMS, SUMMARY)
 
 
 def _take(lock: IO[str], mode: int, refusal: str) -> None:
@@ -129,7 +129,7 @@ def _refuse_what_others_wrote(out: Path) -> None:
         if not isinstance(written, dict) or "ikattn" not in written:
             raise AnalyzeError(f"{manifest} was not written by this program; take another --out")
         return
-    for name in ("lines.jsonl", "index.html", SUMS):
+    for name in ("lines.jsonl", "index.html", SUMS, SUMMARY):
         if (out / name).exists():
             raise AnalyzeError(
                 f"{out / name} was not written by this program, which finds no manifest.json "

@@ -22,6 +22,7 @@ from ikattn.explain.comparison.compare import compare
 from ikattn.explain.comparison.probe import MapProbe
 from ikattn.explain.corpora.corpus import CorpusSums, token_types
 from ikattn.explain.patches import patch_maps, plot_patches
+from ikattn.explain.sinks import sinks
 
 __all__ = [
     "Alignments",
@@ -40,6 +41,7 @@ __all__ = [
     "patch_maps",
     "plot_patches",
     "read_alignments",
+    "sinks",
     "token_types",
     "value_zeroing",
     "word_alignment",

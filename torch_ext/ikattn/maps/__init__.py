@@ -11,7 +11,7 @@ from ikattn.maps.files import MapFileError, MapWriter
 from ikattn.maps.importance import rank_tokens, token_importance
 from ikattn.maps.layer_writer import LayerWriter
 from ikattn.maps.layers import Batch, Layer
-from ikattn.maps.ledger import ledger_shares
+from ikattn.maps.ledger import shares
 from ikattn.maps.mixing import alti
 from ikattn.maps.recording import Recording, load_maps
 from ikattn.maps.reduction import (
@@ -43,10 +43,10 @@ __all__ = [
     "edge_contributions",
     "head_mean",
     "layer_mean",
-    "ledger_shares",
     "load_maps",
     "rank_tokens",
     "rollout",
+    "shares",
     "streamed_contributions",
     "token_importance",
     "token_mean",

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from ikattn.explain.comparison._distances import Sums, entropy, shares
 from ikattn.maps.contribution_maps import Contributions
-from ikattn.maps.sequences import AXES
+from ikattn.maps.ledger import LEDGER
+from ikattn.maps.ledger import shares as shares_of_factors
+from ikattn.maps.sequences import AXES, batch_of_one
 
 CELLS = 16  # rows and columns of a mean map
 _PAIRS_AT_ONCE = 1 << 22  # heads are gone through in pieces of 32 MiB
 
 
 def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterator[tuple[str, Sums]]:
-    """Adds up each map of one sequence.
+    """Adds up each map of one sequence, and of the ledger the covariances of its factors.
 
     Args:
         maps: Without the batch axis and padding.
@@ -42,6 +44,10 @@ def sums_of_layer(maps: Contributions, queries: Tensor, keys: Tensor) -> Iterato
             types = keys if axes.endswith("S") else queries
             sums = {"values": x.double() @ types.to(x.device), "count": types.sum(0)}
         yield name, {key: value.cpu() for key, value in sums.items()} | {"sequences": one}
+    if all(found[name] is not None for name in LEDGER):
+        split = shares_of_factors({"": batch_of_one(maps)})[""]
+        counts = {"split_rows": split.rows.double(), "split_left_out": split.left_out.double()}
+        yield "ledger", {"covariance": split.sums, **counts}
 
 
 def _sums_of_pairs(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:

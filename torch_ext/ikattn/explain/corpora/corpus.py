@@ -19,6 +19,7 @@ from ikattn.explain.comparison._distances import Sums, add_to
 from ikattn.explain.corpora._sums import CELLS, sums_of_layer
 from ikattn.maps.files import MapFileError, read_arrays, write_arrays
 from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.ledger import FACTORS, Shares, Split
 from ikattn.maps.sequences import SequenceMaps, sequences
 from ikattn.maps.tokens import Tokens, is_special
 from ikattn.maps.words import texts_of, words_of_text
@@ -201,7 +202,23 @@ class CorpusSums:
         """
         if layer not in self.sums:
             raise KeyError(f"no layer {layer!r} was added; there are {', '.join(self.sums)}")
-        return {name: CorpusMeans.of(sums) for name, sums in self.sums[layer].items()}
+        maps = self.sums[layer].items()
+        return {name: CorpusMeans.of(sums) for name, sums in maps if name != "ledger"}
+
+    @property
+    def shares(self) -> Shares:
+        """Who makes contributions large, of layers with the ledger; see ``ikattn.maps.shares``."""
+        return Shares(
+            {
+                layer: Split(
+                    maps["ledger"]["covariance"],
+                    maps["ledger"]["split_rows"].long(),
+                    maps["ledger"]["split_left_out"].long(),
+                )
+                for layer, maps in self.sums.items()
+                if "ledger" in maps
+            }
+        )
 
     def table(self) -> list[dict[str, Any]]:
         """Returns plain rows, one for each layer, map of queries and keys, and head.
@@ -333,14 +350,15 @@ class CorpusSums:
             yield head if has_heads else None, row | dict(zip(self.types, to, strict=True))
 
 
-# The last axes of what is added up: A types of tokens, or 16 cells.
+# The last axes of what is added up: A types of tokens, 16 cells, or F factors of the ledger.
 _AXES = {"values": "A", "shares": "AA", "rows": "A", "entropy": "A", "map": "CC", "count": "A"}
-_AXES |= {"sequences": "", "left_out": ""}
+_AXES |= {"sequences": "", "left_out": "", "covariance": "FF"}
+_AXES |= {"split_rows": "", "split_left_out": ""}
 
 
 def _check_statistic(key: str, statistic: str, x: Tensor, types: int) -> None:
     """Raises unless an array of a file has the shape of what it stands for."""
-    sizes = [{"A": types, "C": CELLS}[axis] for axis in _AXES[statistic]]
+    sizes = [{"A": types, "C": CELLS, "F": len(FACTORS)}[axis] for axis in _AXES[statistic]]
     if x.dtype != torch.float64 or list(x.shape)[x.dim() - len(sizes) :] != sizes:
         raise ValueError(f"{key} must end in {sizes} float64, got {list(x.shape)} {x.dtype}")
 

@@ -1,8 +1,9 @@
 """The files of a page made one: markup with its styles and scripts, besides which nothing runs.
 
-page.html is one page of three modes, and index.html the command's overview. All share base.css and
-base.js; scripts by subject are those of ``_SCRIPTS``. In page.html a comment such as
-``<!-- maps comparison -->`` says which modes have what follows, until the next such comment.
+page.html is one page of three modes, index.html the command's overview of lines, and summary.html
+that of a corpus. All share base.css, and the first two base.js; scripts by subject are those of
+``_SCRIPTS``. In page.html a comment such as ``<!-- maps comparison -->`` says which modes have what
+follows, until the next such comment.
 """
 
 from __future__ import annotations
