@@ -29,6 +29,7 @@ class Fault(NamedTuple):
 
 KEYS, QUERIES, BACKWARD = (f"attention/cpu/{x}/" for x in ("keys", "queries", "backward"))
 FEATURES, OPERATOR = "attention/cpu/features/", "attention/operator/"
+PARTS = "support/cpu/"
 FORWARD, LINEAR = "attention/cpu/forward/block.h", "attention/cpu/linear/"
 DECODING = "attention/cpu/decoding/from_features.h"
 STATE, EDGES, MAPS = "StateCall", "EdgeCall", "MapCall"
@@ -50,6 +51,12 @@ FAULTS = (
     Fault("gradients of w1 and w2 swapped", FEATURES + "features.h", "if (grad_w2) grad_w2[at] = (u[m] - u[half + m])", "if (grad_w2) grad_w2[at] = (u[m] - (FAULT ? -u[half + m] : u[half + m]))"),
     Fault("stationary gradient halved", FEATURES + "features.h", "grad_w1[at] = u[m];", "grad_w1[at] = FAULT ? u[m] * T(0.5) : u[m];"),
     Fault("last frequency of a panel lost", FEATURES + "features.h", "column_scale[m] = m < layout.frequencies(panel) ?", "column_scale[m] = m < layout.frequencies(panel) - (FAULT && layout.M > 32 && panel > 0) ?"),
+    Fault("steps of the norm alone", FEATURES + "score_features.h", "max_of_lanes<float>(largest) / kLargest;", "FAULT ? 0.0f : max_of_lanes<float>(largest) / kLargest;"),
+    Fault("products of features count once", FEATURES + "feature_products.h", "const T factor = layout.multiplicity<T>(run);", "const T factor = FAULT ? T(1) : layout.multiplicity<T>(run);"),
+    Fault("an odd last row twice", PARTS + "sixteen_bits.h", "r + 1 < rows ? numbers(r + 1, c) : Vec<float>{};", "r + 1 < rows ? numbers(r + 1, c) : FAULT ? numbers(r, c) : Vec<float>{};"),
+    Fault("sums of rows lose the last lanes", PARTS + "sixteen_bits.h", "if (lanes > whole) {", "if (lanes > whole && !FAULT) {"),
+    Fault("row pairs lose the last pair", PARTS + "row_pairs.h", "(rows, pairs, a, b, c,", "(rows, pairs - (FAULT && pairs > 1), a, b, c,"),
+    Fault("panels lose the last number", PARTS + "elements.h", "copy_part_of_row(source + r * row_stride, width, panel + r * kPanel);", "copy_part_of_row(source + r * row_stride, width - (FAULT && width > 1), panel + r * kPanel);"),
     Fault("a key after whole tiles lost", FORWARD, "visible_key_blocks(params, layout, block), scratch);", "visible_key_blocks(params, layout, block) - (FAULT && params.S > 64 && params.S % 64 == 1), scratch);"),
     Fault("odd last key lost", FORWARD, "multiply_row_pairs(band.rows, ceil_div(count, 2), w", "multiply_row_pairs(band.rows, FAULT ? max_of(1, count / 2) : ceil_div(count, 2), w"),
     Fault("values above 64 lost", FORWARD, "  for (int64_t first = 0; first < layout.d_v; first += kPanel) {\n    panel_gemm<T, Left::kRows>", "  for (int64_t first = 0; first < (FAULT ? min_of(kPanel, layout.d_v) : layout.d_v); first += kPanel) {\n    panel_gemm<T, Left::kRows>"),

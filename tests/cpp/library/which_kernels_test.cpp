@@ -120,21 +120,6 @@ TEST(LinearTime, IsTakenEarlierWhereHeadsShareKeys) {
   }
 }
 
-// Whatever the length: padding may change it.
-TEST(LinearTime, IsForAllBatchInvariantCallsOrForNone) {
-  for (const int64_t length : {1, 7, 130, 65536}) {
-    AttentionParams params = call_of(length, length, 8, 8);
-    params.batch_invariant = true;
-    for (const bool is_causal : {false, true}) {
-      params.is_causal = is_causal;
-      params.linear_time = LinearTime::kAuto;
-      EXPECT_FALSE(takes_linear_time(params, false));
-      params.linear_time = LinearTime::kAlways;
-      EXPECT_TRUE(takes_linear_time(params, false));
-    }
-  }
-}
-
 TEST(LinearTime, IsTakenBySomewhatLongerCausalCalls) {
   const auto taken = [](int64_t L, int64_t S, int64_t M, int64_t d_v, bool backward) {
     AttentionParams params = call_of(L, S, M, d_v);

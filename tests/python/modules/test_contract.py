@@ -52,24 +52,6 @@ def test_dot_is_as_precise_as_upstream(mask, wanted, dtype):
     assert_as_precise_as_upstream(mask, wanted, dtype)
 
 
-@each_weights
-@each_kernel
-def test_heads_of_size_one(kernel, wanted):
-    torch.manual_seed(0)
-    x = torch.randn(L, N, E)
-    ours = ikattn.MultiheadAttention(E, E, kernel=kernel, p=2.0)
-    output, weights = ours(x, x, x, **wanted)
-    assert output.shape == x.shape
-    if weights is not None:
-        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
-    if kernel == "implicit":
-        return
-    stock = nn.MultiheadAttention(E, E)
-    stock.load_state_dict(ours.state_dict())
-    for got, want in zip((output, weights), stock(x, x, x, **wanted), strict=True):
-        torch.testing.assert_close(got, want)
-
-
 @pytest.mark.parametrize("sizes", [(0, L, S), (N, 0, S), (0, 0, S)])
 @each_weights
 @pytest.mark.parametrize("mask", MASKS)

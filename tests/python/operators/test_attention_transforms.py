@@ -258,15 +258,6 @@ def test_results_on_the_meta_device_differ_from_real_ones_in_having_no_numbers(s
 # --- torch.func -----------------------------------------------------------------------------------
 
 
-@each_function
-@pytest.mark.parametrize("sample", [PLAIN, SIDES, GROUPED, DROPOUT], ids=name_of)
-def test_vmap_is_a_loop(function: Callable[..., Tensor], sample: Sample) -> None:
-    call, tensors = positional(function, sample.arguments())
-    stacks = tuple(torch.stack([x, -x, 0.5 * x]) for x in tensors)
-    expected = [call(*(stack[i] for stack in stacks)) for i in range(3)]
-    assert_close(torch.vmap(call)(*stacks), torch.stack(expected), 1e-13)
-
-
 @pytest.mark.parametrize("name", ["query", "key", "value", "w1", "key_bias", "attn_mask"])
 def test_vmap_over_one_argument_shares_the_others(name: str) -> None:
     call, (tensor,) = positional(attention, SIDES.arguments(), [name])

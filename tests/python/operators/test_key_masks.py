@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ikattn
 from agreement import (
@@ -106,30 +105,6 @@ def test_the_lowest_numbers_hide_beside_a_large_bias(dtype: torch.dtype) -> None
     tolerance = 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-6
     assert_close(attention(**call), attention(**gone), tolerance)
     assert_close(attention(**far), in_float64(reference, far), tolerance)
-
-
-@pytest.mark.parametrize("mask_kind", ["bool", "float"])
-def test_transformed_calls_and_second_derivatives_take_them(mask_kind: str) -> None:
-    sample = Sample("small", B=2, H=2, L=5, S=7, mask="B11S", mask_kind=mask_kind)
-    call = sample.arguments()
-    function = ikattn.implicit_kernel_attention  # on the CPU: it takes hundreds of calls
-    names = [name for name in ("query", "attn_mask") if call[name].is_floating_point()]
-    leaves = [call[name].requires_grad_() for name in names]
-
-    def of(*tensors: Tensor) -> Tensor:
-        return function(**(call | dict(zip(names, tensors, strict=True))))
-
-    assert torch.autograd.gradcheck(of, leaves)
-    assert torch.autograd.gradgradcheck(of, leaves)
-
-    def one(query: Tensor, mask: Tensor) -> Tensor:
-        return function(**(call | {"query": query[None], "attn_mask": mask[None]}))[0]
-
-    rest = {name: call[name][:1] for name in ("key", "value")}
-    call |= rest
-    mapped = torch.func.vmap(one)(call["query"].detach(), call["attn_mask"].detach())
-    alone = torch.stack([one(q, m) for q, m in zip(call["query"], call["attn_mask"], strict=True)])
-    assert_close(mapped, alone, 1e-13)
 
 
 def test_batch_invariant_calls_know_no_masks_of_keys() -> None:
