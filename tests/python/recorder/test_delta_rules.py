@@ -20,10 +20,15 @@ from ikattn.maps import TopK, rollout, token_importance
 from ikattn.maps.files import load
 from ikattn.maps.page import _shown_maps
 from ikattn.ops.delta_rule import DeltaRule
+from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.entry import recorded
 from tiny_transformers import build_tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.integrations, "use_kernel_func_from_hub_with_fallback"),
+    reason="this transformers calls its delta rules by attributes of layers",
+)
 
 LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
 GATED = {
@@ -47,7 +52,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": KIMI,
     "glm5_next_text": KIMI | {"qk_rope_head_dim": 0},
 }
-WITHOUT_BLOCK = ("qwen4_exp_text", "glm5_next_text")  # whose residual is several streams
+SCAN = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2}
+SCANS: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 6, "n_groups": 2, "expand": 2},
+    "bamba": SCAN | {"attn_layer_indices": [1]},
+    "granitemoehybrid": SCAN | {"layer_types": ["mamba", "attention"]},
+    "falcon_h1": SCAN | {"mamba_d_ssm": 32},
+    "nemotron_h": {
+        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2},
+        "layer_types": ["mamba", "attention"],
+    },
+}
+FAMILIES |= SCANS
+# Their residual is several streams, or their block adds two branches.
+WITHOUT_BLOCK = ("qwen4_exp_text", "glm5_next_text", "falcon_h1")
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -72,7 +90,7 @@ def test_weights_of_a_delta_rule_are_those_of_its_recurrence(T: int, decays: int
     g, beta = -3 * torch.rand(2, 3, T, decays).double(), 2 * torch.rand(2, 3, T).double()
     g = g.squeeze(-1)
     expected = recurrence(q, k, torch.eye(T).double().expand(2, 3, T, T), g, beta)
-    rule = DeltaRule.of(q, k, g, beta)
+    rule = DeltaRule.of(q, k, g, beta, beta, torch.zeros_like(beta))
     for start, end, S in ((0, T, T), (T // 3, T // 2, T), (T - 1, T, T), (0, T // 2, T // 2)):
         found = rule.rows(start, end, S)
         torch.testing.assert_close(found, expected[:, :, start:end, :S], rtol=0, atol=1e-12)
@@ -80,7 +98,8 @@ def test_weights_of_a_delta_rule_are_those_of_its_recurrence(T: int, decays: int
 
 def test_weights_of_a_delta_rule_have_gradients() -> None:
     torch.manual_seed(0)
-    given = [torch.randn(1, 2, 5, 3).double() for _ in range(3)] + [torch.rand(1, 2, 5).double()]
+    given = [torch.randn(1, 2, 5, 3).double() for _ in range(3)]
+    given += [torch.rand(1, 2, 5).double() for _ in range(3)]
     given[2] = -given[2].square()
     leaves = [x.requires_grad_() for x in given]
     assert torch.autograd.gradcheck(lambda *x: DeltaRule.of(*x).rows(1, 5, 5), leaves)
@@ -98,50 +117,49 @@ def text(L: int, padded: int = 0) -> dict[str, Tensor]:
 
 
 class Noted:
-    """The inputs of the first layer's rule and gated norm."""
+    """The arguments and heads of the first layer's rule, and what its out-projection got."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = next(m for m in model.modules() if "Delta" in type(m).__name__ or _is_glm(m))
-        self.space = vars(sys.modules[type(module).__module__])
-        ends = ("chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-        name = next(name for name in self.space if name.endswith(ends))
-        self.rule = self.space[name]
+        rules = ((module, calls_delta_rule(module)) for module in model.modules())
+        module = next(module for module, calls in rules if calls)
+        space = vars(sys.modules[type(module).__module__])
+        ends = ("chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
+        name = next(name for name in space if name.endswith(ends))
+        self.rule, self.heads = space[name], []
+        self.value = 0 if name.endswith("scan") else 2  # its place among the arguments
 
         def noting(*args: Any, **kwargs: Any) -> Any:
-            self.args, self.kwargs = args, kwargs
-            return self.rule(*args, **kwargs)
+            if not self.heads:
+                self.args, self.kwargs = args, kwargs
+            found = self.rule(*args, **kwargs)
+            self.heads.append(found[0] if isinstance(found, tuple) else found)
+            return found
 
-        monkeypatch.setitem(self.space, name, noting)
-        self.norm = next(m for n, m in module.named_children() if "Norm" in type(m).__name__)
+        monkeypatch.setitem(space, name, noting)
         self.out = next(m for n, m in module.named_children() if n in ("out_proj", "o_proj"))
-        self.norm.register_forward_pre_hook(lambda m, x: setattr(self, "normed", x))
+        self.inputs: list[Tensor] = []
+        self.out.register_forward_pre_hook(lambda m, x: self.inputs.append(x[0]))
+
+    def _outputs(self, value: Tensor) -> Tensor:
+        args = [*self.args]
+        args[self.value] = value
+        found = self.rule(*args, **self.kwargs)
+        return (found[0] if isinstance(found, tuple) else found).double()
 
     def vectors(self) -> tuple[Tensor, Tensor]:
         """Weights ``[B, H, L, S]``, and vectors ``[B, L, S, H, D]`` in the out-projection."""
-        query, key, value = self.args
-        S = value.size(1)
-        heads, gate = self.normed
-        rows = heads.double().reshape(value.shape)
-        gate = gate.double().reshape(value.shape)
-        act = F.sigmoid if getattr(self.norm, "activation", "silu") == "sigmoid" else F.silu
-        eps = getattr(self.norm, "variance_epsilon", None) or self.norm.eps
-        factor = (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * act(gate)
-        factor = factor * self.norm.weight.double()
+        value = self.args[self.value]
+        heads = self.heads[0].double()
+        factor = (self.inputs[0].double().reshape(value.shape) / heads).nan_to_num(0, 0, 0)
         weight = self.out.weight.double().unflatten(-1, value.shape[2:])
-        ones = torch.zeros_like(value)
         weights, found = [], []
-        for j in range(S):
+        for j in range(value.size(1)):
             own = torch.zeros_like(value)
+            own[:, j] = 1
+            weights.append(self._outputs(own)[..., 0])
             own[:, j] = value[:, j]
-            ones.zero_()[:, j] = 1
-            weights.append(self.rule(query, key, ones, **self.kwargs)[0][..., 0])
-            taken = self.rule(query, key, own, **self.kwargs)[0].double() * factor
-            found.append(torch.einsum("blhd,ehd->blhe", taken, weight))
+            found.append(torch.einsum("blhd,ehd->blhe", self._outputs(own) * factor, weight))
         return torch.stack(weights, -1).transpose(1, 2), torch.stack(found, 2)
-
-
-def _is_glm(module: nn.Module) -> bool:
-    return type(module).__name__ == "Glm5NextTextLinearAttention"
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -155,7 +173,7 @@ def test_maps_of_delta_rules_are_those_of_explicit_vectors(
     inputs: dict[str, Tensor] = {}
     layer = model.layers[0]
     for name in ("input_layernorm", "post_attention_layernorm"):
-        if kind not in WITHOUT_BLOCK and kind != "olmo_hybrid":
+        if kind not in (*WITHOUT_BLOCK, *SCANS, "olmo_hybrid"):
             getattr(layer, name).register_forward_hook(
                 lambda m, x, y, name=name: inputs.update({name: (x[0].double(), y.double())})
             )
@@ -189,7 +207,7 @@ def test_maps_of_delta_rules_are_those_of_explicit_vectors(
     check(maps.encoder, after.norm(dim=-1), pairs)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "bamba"])
 @torch.no_grad()
 def test_steps_of_a_cache_have_the_rows_of_a_whole_call(kind: str) -> None:
     model, call = tiny(kind), text(70, padded=3)
@@ -268,7 +286,7 @@ def test_reduced_maps_and_rows_of_a_delta_rule_are_those_of_its_maps() -> None:
 def test_similarity_of_a_delta_rule_is_refused() -> None:
     model = tiny("qwen3_next")
     with (
-        pytest.raises(ValueError, match="its weights are those of a gated delta rule"),
+        pytest.raises(ValueError, match="its weights are those of a recurrent state"),
         ikattn.record(model, "similarity"),
     ):
         model(**text(5))

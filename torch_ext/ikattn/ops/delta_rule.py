@@ -1,4 +1,4 @@
-"""Gated delta rules as matrices: the weights with which a head takes its values.
+"""Gated delta rules and Mamba-2 as matrices: the weights with which a head takes its values.
 
 A head keeps a state S ``[d, d_v]``. A token decays it and corrects what its key reads there::
 
@@ -6,11 +6,14 @@ A head keeps a state S ``[d, d_v]``. A token decays it and corrects what its key
 
 with G_t = exp(g_t), a number or a diagonal ``[d]``. The outputs are linear in the values once all
 else is known: o = M v with ``M = tril(q k^T) (I + stril(diag(beta) k k^T))^-1 diag(beta)``, each
-product of a query or key i and a key j decayed from j to i. M is made by chunks of tokens, as the
-state is: of ``[T, T]`` nothing is held but the rows that are asked for.
+product of a query or key i and a key j decayed from j to i. Mamba-2 writes beta_t v_t as it is and
+corrects nothing, which leaves the first factor and the last, and adds a multiple of v_t to o_t. M
+is made by chunks of tokens, as the state is: of ``[T, T]`` nothing is held but the rows that are
+asked for.
 
 Sizes: B batch, H heads, T tokens in n chunks of C, d head size of query and key.
-Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", ICLR 2025.
+Sources: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", ICLR 2025; T. Dao, A. Gu,
+"Transformers are SSMs", ICML 2024.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ CHUNK = 64
 
 
 class DeltaRule(NamedTuple):
-    """The matrix M of a gated delta rule, chunk by chunk.
+    """The matrix M of a rule, chunk by chunk.
 
     Attributes:
         own: ``[B, H, n, C, C]``, weights of keys of the same chunk.
@@ -41,28 +44,32 @@ class DeltaRule(NamedTuple):
     passes: Tensor
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, decay: Tensor, beta: Tensor) -> DeltaRule:
+    def of(
+        cls, query: Tensor, key: Tensor, decay: Tensor, beta: Tensor, erased: Tensor, own: Tensor
+    ) -> DeltaRule:
         """Makes the chunks in float64, and returns them in the type of ``query``.
 
         Args:
             query: ``[B, H, T, d]``, normalised and scaled as the layer has it.
             key: ``[B, H, T, d]``, likewise.
             decay: g, ``[B, H, T]``, or ``[B, H, T, d]`` where each number of a key has its own.
-            beta: ``[B, H, T]``.
+            beta: ``[B, H, T]``, which part of a value is written.
+            erased: ``[B, H, T]``, which part of what the key reads is erased: beta, or 0.
+            own: ``[B, H, T]``, added to the weight of each token's own value.
         """
         T, C = query.size(2), max(1, min(CHUNK, query.size(2)))
         decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)
-        q, k, g, b = (
+        q, k, g, b, e, o = (
             pad(x.double(), (0, 0, 0, -T % C)).unflatten(2, (-1, C))
-            for x in (query, key, decay, beta.unsqueeze(-1))
+            for x in (query, key, decay, *(x.unsqueeze(-1) for x in (beta, erased, own)))
         )
         since = g.cumsum(-2)  # from the begin of the chunk
         identity = torch.eye(C, dtype=q.dtype, device=q.device)
         of_queries, of_keys = _decayed(q, k, since)
-        system = identity + b * of_keys.tril(-1)
+        system = identity + e * of_keys.tril(-1)
         solved = torch.linalg.solve_triangular(
             system,
-            torch.cat([b.squeeze(-1).diag_embed(), b * k * since.exp()], -1),
+            torch.cat([b * identity, e * k * since.exp()], -1),
             upper=False,
             unitriangular=True,
         )
@@ -72,7 +79,7 @@ class DeltaRule(NamedTuple):
         kept = (k * (last - since).exp()).mT
         whole = last.squeeze(-2).exp().expand(*last.shape[:3], k.size(-1)).diag_embed()
         found = (
-            of_queries @ inverse,
+            of_queries @ inverse + o * identity,
             q * since.exp() - of_queries @ corrections,
             kept @ inverse,
             whole - kept @ corrections,

@@ -141,8 +141,8 @@ class Recorder:
             )
             warnings.warn(
                 f"record: {', '.join(sorted(self._silent))} ran without calling "
-                "F.scaled_dot_product_attention, transformers' AttentionInterface or a gated "
-                f"delta rule, and is not recorded{hint if is_told_not_to else ''}",
+                "F.scaled_dot_product_attention, transformers' AttentionInterface, a gated delta "
+                f"rule or Mamba-2's scan, and is not recorded{hint if is_told_not_to else ''}",
                 stacklevel=2,
             )
 
@@ -348,18 +348,19 @@ class Recorder:
 
     @in_own_modes
     def function_called(
-        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Takes up a call of ``F.scaled_dot_product_attention`` or of a gated delta rule."""
+        """Takes up a call of ``F.scaled_dot_product_attention`` or of a recurrence."""
         call = self._call
         if call is None or not call.running or is_probing() or _is_in_backward():
             return
         plan = self._plans.get(call.running[-1].module)
         if plan is not None and plan.seen_by == kind:
             check_is_plain_call(plan.name)
-            opener = self._opener
-            opened = opener.sdpa_called if kind == "sdpa" else opener.delta_rule_called
-            opened(call, plan, args, kwargs, output)
+            if kind == "sdpa":
+                self._opener.sdpa_called(call, plan, args, kwargs, output)
+            else:
+                self._opener.recurrence_called(call, plan, name, args, kwargs, output)
 
 
 def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> None:

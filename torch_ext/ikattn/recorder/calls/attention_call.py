@@ -47,8 +47,8 @@ class AttentionCall:
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
         sinks: ``[H]``, a logit more in each row's sum, of no key.
         streams: Whether weights are never held where no map needs them, however few they are.
-        delta: The gated delta rule that makes the weights, which have signs, in place of a kernel
-            and its masks; row ``causal`` is the first query's. None: a kernel does.
+        delta: The gated delta rule, or Mamba-2, that makes the weights, which have signs, in place
+            of a kernel and its masks; row ``causal`` is the first query's. None: a kernel does.
         gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what the model multiplies heads with before
             the out-projection; None: nothing. Maps of contributions count it, weights do not.
         given_dtype: The type that query and key were given in, where they are still the same
@@ -98,7 +98,7 @@ class AttentionCall:
         """Why its weights are no product of similarity and magnitude; "": they are."""
         product = "no product of similarity and magnitude"
         if self.delta is not None:
-            return f"its weights are those of a gated delta rule, which are {product}"
+            return f"its weights are those of a recurrent state, which are {product}"
         extra = (("a soft cap", self.softcap), ("sinks", self.sinks))
         found = " and ".join(words for words, x in extra if x is not None)
         return found and f"its logits have {found}, so that weights are {product}"

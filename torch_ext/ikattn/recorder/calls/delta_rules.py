@@ -1,4 +1,4 @@
-"""Calls of gated delta rules, by the names that transformers' layers call them by.
+"""Calls of gated delta rules and of Mamba-2, by the names that transformers' layers call them by.
 
 Sizes: B batch, L tokens of a call, S tokens with those of the calls that it goes on from, H heads,
 G heads of queries and keys, d head size of query and key, d_v head size of value.
@@ -19,12 +19,13 @@ from ikattn.ops.delta_rule import DeltaRule
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hearing import Heard, Place, hearing, methods_of
 
-# The ends of names: of gated delta rules, and of Kimi's, whose keys decay number by number.
-_RULES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "kimi_delta_attention")
+# The ends of names: of gated delta rules, of Kimi's, whose keys decay number by number, of Mamba-2.
+_SCANS = ("mamba2_chunk_scan", "mamba2_selective_state_update")
+_RULES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "kimi_delta_attention", *_SCANS)
 
 
 def calls_delta_rule(module: nn.Module) -> bool:
-    """Whether the module's own code names a gated delta rule."""
+    """Whether the module's own code names a gated delta rule or Mamba-2's scan."""
     kind: Any = type(module)
     return bool(_rules_of(kind))
 
@@ -43,7 +44,7 @@ def _rules(kind: type) -> Iterator[Place]:
 
 
 def hearing_delta_rules(model: nn.Module, heard: Heard) -> AbstractContextManager[None]:
-    """For the time of the block, tells ``heard`` of each call: arguments and output."""
+    """For the time of the block, tells ``heard`` of each call."""
     kinds: set[Any] = {type(module) for module in model.modules()}
     return hearing("delta rule", [place for kind in kinds for place in _rules_of(kind)], heard)
 
@@ -55,7 +56,7 @@ class GivenRule(NamedTuple):
         query, key: ``[B, H, S, d]``, normalised and scaled as the rule does it.
         value: ``[B, H, S, d_v]``.
         decay: ``[B, H, S]`` or ``[B, H, S, d]``, logarithms.
-        beta: ``[B, H, S]``.
+        beta, erased, own: ``[B, H, S]``, as ``DeltaRule.of`` has them.
         padding: bool ``[B, S]``, True = padding.
     """
 
@@ -64,6 +65,8 @@ class GivenRule(NamedTuple):
     value: Tensor
     decay: Tensor
     beta: Tensor
+    erased: Tensor
+    own: Tensor
     padding: Tensor
 
     def call(self, L: int) -> AttentionCall:
@@ -83,7 +86,7 @@ class GivenRule(NamedTuple):
             diagonal=S - L,
             query_padding=self.padding[:, S - L :] if is_padded else None,
             key_padding=is_before | is_after if is_padded else None,
-            delta=DeltaRule.of(self.query, self.key, self.decay, self.beta),
+            delta=DeltaRule.of(self.query, self.key, self.decay, self.beta, self.erased, self.own),
         )
 
 
@@ -126,7 +129,7 @@ class GivenRules:
             if None not in items:
                 earlier = (x[items] for x in last[1])
                 pairs = zip(earlier, given, strict=True)
-                axes = (2, 2, 2, 2, 2, 1)
+                axes = (2,) * 7 + (1,)
                 return GivenRule(*(torch.cat(x, axis) for x, axis in zip(pairs, axes, strict=True)))
         raise NotImplementedError(
             f"record: {layer} goes on from a state that its last recorded call has not returned, "
@@ -142,39 +145,93 @@ def _equal_item(state: Tensor, states: Tensor) -> int | None:
 
 
 def given_rule(
-    layer: str, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: str, name: str, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[GivenRule, Tensor | None]:
-    """Returns what a rule was called with, and the state that it goes on from.
+    """Returns the arguments of a rule, and the state that it goes on from.
 
     Args:
         layer: The layer's name, for errors.
+        name: The rule's.
         mask: What the layer was given as its attention_mask: ``[B, L]``, 0 = padding, or None.
         args, kwargs: Of the rule, whose tensors are ``[B, L, H, d]``.
 
     Raises:
         NotImplementedError: Sequences are packed, or an argument is missing.
     """
-    names = ("query", "key", "value", "g", "beta")
+    needed = ["query", "key", "value", "g", "beta"]
+    if name.endswith(_SCANS):
+        needed = ["hidden_states", "dt", "A", "B", "C"]
+    is_step = name.endswith("_state_update")
+    names = ["state", *needed, "D"] if is_step else needed
     named = dict(zip(names, args, strict=False)) | kwargs
-    if missing := [name for name in names if not isinstance(named.get(name), Tensor)]:
+    if missing := [each for each in needed if not isinstance(named.get(each), Tensor)]:
         raise NotImplementedError(
-            f"record: {layer} must call its delta rule with tensors {', '.join(names)}, and there "
-            f"is no {missing[0]}; layers=... leaves it out"
+            f"record: {layer} must call {name} with tensors {', '.join(needed)}, and there is no "
+            f"{missing[0]}; layers=... leaves it out"
         )
-    if named.get("cu_seqlens") is not None:
-        raise NotImplementedError(
-            f"record: {layer} calls its delta rule with cu_seqlens, sequences packed into one; "
-            "call the model with a batch of sequences"
-        )
-    query, key, value, decay, beta = (widened(named[name].transpose(1, 2)) for name in names)
+    for packed in ("cu_seqlens", "seq_idx"):
+        if named.get(packed) is not None:
+            raise NotImplementedError(
+                f"record: {layer} calls {name} with {packed}, sequences packed into one; call the "
+                "model with a batch of sequences"
+            )
+    if name.endswith(_SCANS):
+        given = _scan(_unfolded(named) if is_step else named)
+        state = named["state"] if is_step else named.get("initial_states")
+    else:
+        given, state = _delta_rule(named), named.get("initial_state")
+    padding = given.padding
+    if isinstance(mask, Tensor) and mask.shape == padding.shape:
+        given = given._replace(padding=mask.to(padding.device) == 0)
+    return given, state
+
+
+def _delta_rule(named: dict[str, Any]) -> GivenRule:
+    query, key, value, decay, beta = (
+        widened(named[name].transpose(1, 2)) for name in ("query", "key", "value", "g", "beta")
+    )
     if named.get("use_qk_l2norm_in_kernel"):
         query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
     scale = named.get("scale")
     query = query * (query.size(-1) ** -0.5 if scale is None else scale)
-    times = value.size(1) // key.size(1)
-    query, key = (x.repeat_interleave(times, 1) for x in (query, key))
-    sizes = (value.size(0), value.size(2))
-    padding = torch.zeros(sizes, dtype=torch.bool, device=value.device)
-    if isinstance(mask, Tensor) and mask.shape == sizes:
-        padding = mask.to(value.device) == 0
-    return GivenRule(query, key, value, decay, beta, padding), named.get("initial_state")
+    own = torch.zeros_like(beta)
+    return _with_all_heads(query, key, value, decay, beta, beta, own)
+
+
+def _scan(named: dict[str, Any]) -> GivenRule:
+    """Returns Mamba-2's arguments by the terms of a delta rule that erases nothing."""
+    dt, D = named["dt"], named.get("D")
+    if named.get("dt_bias") is not None:
+        dt = dt + named["dt_bias"].to(dt.dtype)
+    dt = torch.nn.functional.softplus(dt) if named.get("dt_softplus") else dt
+    dt = widened(dt).clamp(*named.get("dt_limit", (0.0, torch.inf))).transpose(1, 2)
+    value, key, query = (
+        widened(named[name].transpose(1, 2)) for name in ("hidden_states", "B", "C")
+    )
+    own = torch.zeros_like(dt) if D is None else widened(D)[:, None].expand_as(dt)
+    decay = dt * widened(named["A"])[:, None]
+    return _with_all_heads(query, key, value, decay, dt, torch.zeros_like(dt), own)
+
+
+def _unfolded(named: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of one step, without tokens, as those of a scan of one token."""
+    found = named | {name: named[name].unsqueeze(1) for name in ("hidden_states", "B", "C")}
+    found |= {"dt": named["dt"][..., 0].unsqueeze(1), "A": named["A"][:, 0, 0]}
+    of_heads = {name: named[name][:, 0] for name in ("D", "dt_bias") if named.get(name) is not None}
+    return found | of_heads
+
+
+def _with_all_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    erased: Tensor,
+    own: Tensor,
+) -> GivenRule:
+    """Repeats queries and keys for the heads of values; nothing is padding."""
+    B, H, L, _ = value.shape
+    query, key = (x.repeat_interleave(H // x.size(1), 1) for x in (query, key))
+    padding = torch.zeros(B, L, dtype=torch.bool, device=value.device)
+    return GivenRule(query, key, value, decay, beta, erased, own, padding)

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-Heard: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
+# Told of a function's name, arguments and output; a tensor that it writes into is as it was before.
+Heard: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
 Place: TypeAlias = tuple[dict[str, Any], str]  # a namespace, and a name in it
 
 _lock = threading.Lock()
@@ -31,7 +32,10 @@ def methods_of(kind: type) -> list[Any]:
 
 @contextlib.contextmanager
 def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
-    """For the time of the block, tells ``heard`` of each call: arguments and output."""
+    """For the time of the block, tells ``heard`` of each call.
+
+    Functions whose names end in "_state_update" write a state into their first argument.
+    """
     with _lock:
         listeners = _heard.setdefault(kind, [])
         listeners.append(heard)
@@ -41,7 +45,7 @@ def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
             if (id(names), name) not in known:
                 known.append((id(names), name))
                 replaced.append(((names, name), names[name]))
-                names[name] = _telling(names[name], listeners)
+                names[name] = _telling(name, names[name], listeners)
     try:
         yield
     finally:
@@ -54,11 +58,14 @@ def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
                 replaced.clear()
 
 
-def _telling(function: Callable[..., Any], listeners: list[Heard]) -> Callable[..., Any]:
+def _telling(name: str, function: Callable[..., Any], listeners: list[Heard]) -> Callable[..., Any]:
     def tell(*args: Any, **kwargs: Any) -> Any:
+        told, writes = args, name.endswith("_state_update")
+        if writes:
+            told = (args[0].clone(), *args[1:])
         output = function(*args, **kwargs)
         for heard in tuple(listeners):
-            heard(args, kwargs, output)
+            heard(name, told, kwargs, (output, args[0].clone()) if writes else output)
         return output
 
     tell.ikattn_tells = True  # type: ignore[attr-defined]

@@ -140,15 +140,15 @@ def plan_layers(
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
             "record: model must hold attention that can be recorded, nn.MultiheadAttention, what "
-            "calls transformers' AttentionInterface, F.scaled_dot_product_attention or a gated "
-            "delta rule, or GATConv, GATv2Conv and TransformerConv; there is none in "
-            f"{', '.join(kinds)}"
+            "calls transformers' AttentionInterface, F.scaled_dot_product_attention, a gated "
+            "delta rule or Mamba-2's scan, or GATConv, GATv2Conv and TransformerConv; there is "
+            f"none in {', '.join(kinds)}"
         )
     if unseen:
         warnings.warn(
             f"record: {describe_unseen(unseen)} look like attention, and are not recorded: they "
             "are no nn.MultiheadAttention and call neither transformers' AttentionInterface nor "
-            "F.scaled_dot_product_attention nor a gated delta rule",
+            "F.scaled_dot_product_attention nor a gated delta rule nor Mamba-2's scan",
             stacklevel=5,
         )
     plans = []

@@ -119,17 +119,24 @@ class Opener:
         run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
         self._follow(call, run, output, turned=True)
 
-    def delta_rule_called(
-        self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def recurrence_called(
+        self,
+        call: Call,
+        plan: Plan,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> None:
-        """Takes up a call of a gated delta rule, which returns heads and a state."""
-        heads, after = output
+        """Takes up a call of a gated delta rule or Mamba-2, which returns heads and a state."""
+        heads, after = output if isinstance(output, tuple) else (output, None)
         caller = threading.get_ident(), plan.module
         with self._maker.grad_mode():
-            given, before = given_rule(plan.title, call.running[-1].mask, args, kwargs)
+            given, before = given_rule(plan.title, name, call.running[-1].mask, args, kwargs)
+            L = given.key.size(2)
             given = self.given_rules.take(caller, plan.title, given, before, after)
-            attention = given.call(heads.size(1))
-        run = self._begin(call, plan, attention, heads.flatten(2), drops=False)
+            attention = given.call(L)
+        run = self._begin(call, plan, attention, heads.reshape(heads.size(0), L, -1), drops=False)
         self._follow(call, run, heads, turned=False)
 
     @staticmethod
@@ -138,10 +145,12 @@ class Opener:
         number, shape, device = len(run.calls) - 1, heads.shape, heads.device
 
         def places() -> Tensor:
-            B, one, two, d = shape
             first = number * shape.numel()
             own = torch.arange(first, first + shape.numel(), device=device)
-            return own.view(B, two, one, d).transpose(1, 2) if turned else own.view(shape)
+            if not turned:
+                return own.view(shape)
+            B, one, two, d = shape
+            return own.view(B, two, one, d).transpose(1, 2)
 
         for entered in reversed(call.running):
             if entered.module is run.plan.module and entered.following is not None:
