@@ -280,7 +280,7 @@ def test_readers_of_weights_take_signs_for_what_they_are(tmp_path: Path) -> None
         model(**call)
     weights = recording[0].weights
     for refused in (rollout, partial(token_importance, position=-1)):
-        with pytest.raises(ValueError, match="'weights' of layer .* has numbers below 0"):
+        with pytest.raises(ValueError, match=r"'weights' of layer .* has numbers below 0"):
             refused(recording, map="weights", residual=0.5)
     assert rollout(recording, map="encoder").isfinite().all()
     with pytest.raises(ValueError, match="numbers below 0"):
