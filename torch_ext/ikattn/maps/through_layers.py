@@ -167,8 +167,8 @@ def check_rows(maps: Maps, layers: Iterable[str] | None, map: str, caller: str) 
             raise ValueError(
                 f"{caller}: the map {map!r} of layer {name!r} has numbers below 0, as weights of a "
                 "delta rule and projections have: rows are no shares, whose products say where a "
-                "token comes from; take a map of norms, such as 'encoder' or 'with_residual', or choose "
-                "with layers="
+                "token comes from; take a map of norms, such as 'encoder' or "
+                "'with_residual', or choose with layers="
             )
 
 
