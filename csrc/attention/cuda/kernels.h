@@ -20,6 +20,7 @@ struct AttentionKernels {
 extern IKATTN_EXPORTED const AttentionKernels attention_kernels;
 
 // keep [B, H, L, S]: what dropout keeps, from B, H, L, S, dropout_threshold and dropout.
-const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep, Stream stream);
+IKATTN_EXPORTED const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep,
+                                              Stream stream);
 
 }  // namespace ikattn::cuda

@@ -58,7 +58,7 @@ inline bool takes_gram_matrices(int64_t H, bool in_float64) {
 }
 
 // Returns the words of the fragments of one variant.
-int64_t factor_fragment_words(int64_t B, int64_t H, int64_t S);
-int64_t pair_gradient_scratch(const PairGradientParams& params);
+IKATTN_EXPORTED int64_t factor_fragment_words(int64_t B, int64_t H, int64_t S);
+IKATTN_EXPORTED int64_t pair_gradient_scratch(const PairGradientParams& params);
 
 }  // namespace ikattn::cuda

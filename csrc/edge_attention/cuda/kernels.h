@@ -27,6 +27,6 @@ extern IKATTN_EXPORTED const EdgeKernelsOf<float> edge_kernels_of_float;
 extern IKATTN_EXPORTED const EdgeKernelsOf<double> edge_kernels_of_double;
 
 // Elements that `numbers` and `values` need for E edges, H heads and rows of `width` values.
-EdgeScratch edge_scratch(int64_t E, int64_t H, int64_t width);
+IKATTN_EXPORTED EdgeScratch edge_scratch(int64_t E, int64_t H, int64_t width);
 
 }  // namespace ikattn::cuda

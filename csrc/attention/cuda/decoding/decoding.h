@@ -3,12 +3,13 @@
 
 #include "attention/calls/params.h"
 #include "support/cuda/executor.h"
+#include "support/exported.h"
 
 namespace ikattn::cuda {
 
 // Queues its work and returns nullptr, or why it could not. T: the type of the features.
 template <typename T>
-const char* attention_from_features(const FromFeaturesParams& params,
-                                    const DeviceExecutor& executor);
+IKATTN_EXPORTED const char* attention_from_features(const FromFeaturesParams& params,
+                                                    const DeviceExecutor& executor);
 
 }  // namespace ikattn::cuda
