@@ -17,6 +17,7 @@ from ikattn.explain.attribution._rollouts import _Writings
 from ikattn.explain.bertviz import to_bertviz
 from ikattn.explain.comparison._distances import row_sums
 from ikattn.maps import TopK, rollout, token_importance
+from ikattn.maps.files import load
 from ikattn.maps.page import _shown_maps
 from ikattn.ops.delta_rule import DeltaRule
 from ikattn.recorder.entry import recorded
@@ -97,7 +98,7 @@ def text(L: int, padded: int = 0) -> dict[str, Tensor]:
 
 
 class Noted:
-    """What the first layer's rule, gated norm and out-projection were called with."""
+    """The inputs of the first layer's rule and gated norm."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         module = next(m for m in model.modules() if "Delta" in type(m).__name__ or _is_glm(m))
@@ -299,7 +300,7 @@ def test_readers_of_weights_take_signs_for_what_they_are(tmp_path: Path) -> None
     maps = _shown_maps(recording[0])
     assert "per_head" in maps  # heads have a gate: it is no product of weights and value norms
     recording.save(tmp_path / "maps.npz")
-    assert torch.equal(ikattn.maps.load(tmp_path / "maps.npz")[0].weights, weights)
+    assert torch.equal(load(tmp_path / "maps.npz")[0].weights, weights)
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -606,6 +606,8 @@ def test_maps_of_a_family_that_is_found_by_running(kind, monkeypatch):
     if kind in SECOND:
         assert all(maps.encoder is not None for maps in recording.batches[0].values())
     for call, projection, around, maps in seen:
+        if call.gate is not None:  # has its vectors in test_delta_rules.py
+            continue
         there = torch.ones(call.sizes[0], call.sizes[2], dtype=torch.bool)
         if call.query_padding is not None:
             there = ~call.query_padding

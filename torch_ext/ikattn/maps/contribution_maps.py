@@ -156,7 +156,7 @@ class Contributions:
 
     Attributes:
         value_norms: ``[B, H, S]``, ``|f_h(x_j)|``.
-        per_head: ``[B, H, L, S]``, ``a_ij^h |f_h(x_j)|``.
+        per_head: ``[B, H, L, S]``, ``|a_ij^h f_h(x_j)|``.
         summed: ``[B, L, S]``, ``|sum_h a_ij^h f_h(x_j)|`` (N).
         with_residual: ``[B, L, S]``, the same with x_i added on the diagonal (N_Res).
         with_norm: ``[B, L, S]``, with_residual through the normalisation after it (N_ResLN).

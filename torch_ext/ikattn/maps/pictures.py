@@ -160,11 +160,14 @@ def _panels(layer: Layer, maps: Contributions, map: str) -> list[tuple[str, Tens
     if not _given(maps, map):
         return []
     names = [map] if map == "weights" or not _given(maps, "weights") else ["weights", map]
-    return [(name, _over_heads(getattr(maps, name))) for name in names]
+    return [(name, _over_heads(name, getattr(maps, name))) for name in names]
 
 
-def _over_heads(values: Tensor) -> Tensor:
-    return values.double().mean(0) if values.dim() == 3 else values.double()
+def _over_heads(name: str, values: Tensor) -> Tensor:
+    """The mean over heads, or the sum of parts, which add."""
+    if values.dim() < 3:
+        return values.double()
+    return values.double().sum(0) if name == "projection" else values.double().mean(0)
 
 
 def _matplotlib(module: str) -> Any:
@@ -270,8 +273,9 @@ def text_width(token: str) -> int:
 
 
 def _heading(name: str, values: Tensor) -> str:
-    per_head = AXES[name].startswith("H")
-    return _TITLES[name] + (", mean over heads" if per_head else "")
+    if name == "projection":
+        return f"{_TITLES[name]}, all heads"
+    return _TITLES[name] + (", mean over heads" if AXES[name].startswith("H") else "")
 
 
 def _heat_map(

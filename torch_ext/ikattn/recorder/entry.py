@@ -41,8 +41,9 @@ def record(
 ) -> Iterator[Recording]:
     """Records what every token contributes, in every layer of attention, while the model runs.
 
-    Records ``nn.MultiheadAttention``, stock and ours, and every module that computes its weights
-    through Hugging Face's attention interface or ``F.scaled_dot_product_attention``. The block
+    Records ``nn.MultiheadAttention``, stock and ours, every module that computes its weights
+    through Hugging Face's attention interface or ``F.scaled_dot_product_attention``, and gated
+    delta rules of transformers, whose weights have signs and do not add up to 1. The block
     around it is found by what its tensors add up to. Each layer is held to what it computed: its
     heads, its out-projection, the sum with the residual, the norm after it. Inside the block the
     model is called as ever: arguments, return values and gradients stay what they are, but torch's
@@ -112,7 +113,8 @@ def record(
             that a sequence lacks.
         torch.OutOfMemoryError: In a forward call, at its first layer: maps of all layers need more
             memory than is free.
-        NotImplementedError: The model's attention cannot be recorded.
+        NotImplementedError: The model's attention cannot be recorded. In a forward call: a delta
+            rule goes on from a state of calls that were not recorded.
         RuntimeError: In a forward call: a layer does not add up to what it computed; a layer ran,
             and its attention was not seen; a norm that should follow it did not run. On a GPU the
             first of these comes later, in the next call, where ``batches`` is read, or at the end

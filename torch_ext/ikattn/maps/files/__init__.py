@@ -60,9 +60,9 @@ _IDS = ("input_ids", "input_mask", "target_ids", "target_mask")  # fields of Bat
 
 # Definitions that stand in every file of maps. f_h(x_j) = W_O^h v_j^h, a: the attention weights.
 DEFINITIONS = {
-    "weights": "[B, H, L, S] the attention weights a_ij^h",
+    "weights": "[B, H, L, S] the attention weights a_ij^h, or those of a delta rule, with signs",
     "value_norms": "[B, H, S] |f_h(x_j)|, f_h(x_j) = W_O^h v_j^h, value bias included",
-    "per_head": "[B, H, L, S] a_ij^h |f_h(x_j)|",
+    "per_head": "[B, H, L, S] |a_ij^h f_h(x_j)|",
     "summed": "[B, L, S] |sum_h a_ij^h f_h(x_j)| (N, Kobayashi et al. 2020)",
     "with_residual": "[B, L, S] summed, x_i added on the diagonal (N_Res, Kobayashi et al. 2021)",
     "with_norm": "[B, L, S] with_residual through the block's normalisation (N_ResLN, same)",

@@ -25,11 +25,12 @@ _RULES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "kimi_delta_at
 
 def calls_delta_rule(module: nn.Module) -> bool:
     """Whether the module's own code names a gated delta rule."""
-    return bool(_rules_of(type(module)))
+    kind: Any = type(module)
+    return bool(_rules_of(kind))
 
 
 @functools.cache
-def _rules_of(kind: type) -> tuple[Place, ...]:
+def _rules_of(kind: Any) -> tuple[Place, ...]:
     """Returns the functions that a class's methods call, as namespaces and names."""
     return tuple(_rules(kind))
 
@@ -43,12 +44,12 @@ def _rules(kind: type) -> Iterator[Place]:
 
 def hearing_delta_rules(model: nn.Module, heard: Heard) -> AbstractContextManager[None]:
     """For the time of the block, tells ``heard`` of each call: arguments and output."""
-    kinds = {type(module) for module in model.modules()}
+    kinds: set[Any] = {type(module) for module in model.modules()}
     return hearing("delta rule", [place for kind in kinds for place in _rules_of(kind)], heard)
 
 
 class GivenRule(NamedTuple):
-    """What a gated delta rule was given, in float32 at least.
+    """The arguments of a gated delta rule, in float32 at least.
 
     Attributes:
         query, key: ``[B, H, S, d]``, normalised and scaled as the rule does it.
@@ -87,12 +88,13 @@ class GivenRule(NamedTuple):
 
 
 class GivenRules:
-    """What the delta rules of a recording were given in calls that later ones may go on from."""
+    """The arguments of a recording's delta rules in calls that later ones may go on from."""
 
     def __init__(self) -> None:
         self._last: dict[Any, tuple[Tensor, GivenRule]] = {}
 
     def forget(self) -> None:
+        """Lets go of all calls."""
         self._last.clear()
 
     def take(
