@@ -46,7 +46,13 @@ def array_of(path: Path, entry: dict[str, Any]) -> list[float]:
     raw = base64.b64decode(found.group(1))
     codes = struct.unpack(f"<{len(raw) // 2}H", raw)
     special = {0: 0.0, 65535: math.nan}
-    return [special.get(c, math.exp(entry["lo"] + entry["step"] * (c - 1))) for c in codes]
+
+    def number(code: int) -> float:
+        if entry["signed"] and 32768 < code < 65535:
+            return -number(code - 32768)
+        return special.get(code, math.exp(entry["lo"] + entry["step"] * (code - 1)))
+
+    return list(map(number, codes))
 
 
 # --- What stands in it
@@ -261,6 +267,32 @@ def test_page_renders_and_a_click_on_a_layer_changes_the_map(tab: Tab, tmp_path:
     tab.evaluate("document.querySelector('#theme').click()")
     seen |= {picture(tab)}
     assert len(seen) == 8
+    assert tab.complaints == []
+
+
+def test_parts_below_zero_have_their_signs_and_colours_of_their_own(
+    tab: Tab, tmp_path: Path
+) -> None:
+    recording = encoder_recording()
+    for batch in recording.batches:
+        for maps in batch.layers.values():
+            maps.projection = (maps.per_head + 0.1).log() / 40
+    recording.to_html(tmp_path / "maps.html")
+    entry = contents_of(tmp_path / "maps.html")["sequences"][0]["layers"][0]["maps"]["projection"]
+    expected = next(iter(recording.batches[0].layers.values())).projection[0]
+    shown = torch.tensor(array_of(tmp_path / "maps.html", entry)).view(expected.shape[0], -1)
+    L = math.isqrt(shown.shape[1])
+    torch.testing.assert_close(
+        shown.view(-1, L, L).to(expected), expected[:, :L, :L], rtol=1e-3, atol=0
+    )
+    open_page(tab, tmp_path / "maps.html")
+    names = "[...document.querySelector('#map').children].map(x => x.innerText)"
+    click(tab, "map", tab.evaluate(names).index("signed part"))
+    assert "Part in the output, all heads" in text_of(tab, "#right figcaption")
+    assert text_of(tab, "#right .legend").startswith("\u2212")
+    tab.move(*centre_of_cell(tab, "right", 1, 2))
+    part = float(expected[:, 1, 2].sum())
+    assert f"here \u2212{-part:.3g}"[:9] in text_of(tab, "#right .legend")
     assert tab.complaints == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ikattn import Contributions
@@ -29,9 +31,8 @@ def random_maps(
         kept = torch.tensor([size, LENGTHS[1]])
         return torch.arange(size) >= kept[:, None] if padded else None
 
-    return Contributions(
+    maps = Contributions(
         value_norms=draw(HEADS, S),
-        per_head=draw(HEADS, L, S),
         summed=draw(L, S),
         with_residual=draw(L, S),
         with_norm=draw(L, S),
@@ -43,6 +44,9 @@ def random_maps(
         query_padding=padding(L),
         key_padding=padding(S),
     )
+    assert maps.weights is not None
+    assert maps.value_norms is not None
+    return replace(maps, per_head=maps.weights * maps.value_norms.unsqueeze(-2))
 
 
 def tokens_of(prefix: str) -> list[list[str]]:

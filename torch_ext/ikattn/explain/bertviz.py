@@ -138,8 +138,8 @@ def _attention(
         if bool((values < 0).any()):
             raise ValueError(
                 f"to_bertviz: the map {map!r} of {layer.name!r} has numbers below 0, as weights of "
-                "a delta rule or of Mamba-2 may be, and BertViz draws numbers between 0 and 1: take "
-                "another map, such as 'per_head', or record with layers="
+                "a delta rule and projections have, and BertViz draws numbers between 0 and 1: "
+                "take another map, such as 'per_head', or record with layers="
             )
         found.append(row_shares(values)[None] if shares else values[None])
     return found

@@ -12,7 +12,7 @@ from ikattn.maps.importance import rank_tokens, token_importance
 from ikattn.maps.layer_writer import LayerWriter
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.ledger import shares
-from ikattn.maps.mixing import alti
+from ikattn.maps.mixing import alti, projection
 from ikattn.maps.recording import Recording, load_maps
 from ikattn.maps.reduction import (
     Groups,
@@ -44,6 +44,7 @@ __all__ = [
     "head_mean",
     "layer_mean",
     "load_maps",
+    "projection",
     "rank_tokens",
     "rollout",
     "shares",

@@ -165,6 +165,8 @@ class Contributions:
             that reads the sum.
         alti: ``[B, L, S]``, how much nearer each token brings the output, over its row; filled by a
             recording (``ikattn.maps.alti``).
+        projection: ``[B, H, L, S]``, the part in the attention's output with its sign, rows over
+            heads and keys add up to 1; filled by a recording (``ikattn.maps.projection``).
         mixing_ratio: For each of the maps from summed on: ``[B, L]``, the norm of what comes from
             other tokens over that plus the norm of what comes from the token itself.
         weights: ``[B, H, L, S]``, the attention weights a; filled by a recording.
@@ -187,6 +189,7 @@ class Contributions:
     with_norm: Tensor | None = None
     encoder: Tensor | None = None
     alti: Tensor | None = None
+    projection: Tensor | None = None
     mixing_ratio: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     similarity: Tensor | None = None

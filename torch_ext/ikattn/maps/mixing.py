@@ -1,10 +1,11 @@
-"""ALTI: how near each token's vector comes to what the layer makes.
+"""ALTI and projections: what each token's vector has to do with what the layer makes.
 
 Symbols: B batch, H query heads, G key/value heads, L queries, S keys, d_v head size of value, D
 model size; y_i the layer's output for token i, y_ij what comes of it from token j: through heads
 and out-projection, with the residual on the diagonal, and through the norm after it.
 Source: J. Ferrando, G. I. Gállego, M. R. Costa-jussà, "Measuring the Mixing of Contextual
-Information in the Transformer", EMNLP 2022, equations 8 and 9.
+Information in the Transformer", EMNLP 2022, equations 8 and 9; "Contribution Weights", ICML 2026,
+arXiv 2606.07604, for projections.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def alti(
     """
     if distance not in ("l1", "l2"):
         raise ValueError(f'alti: distance must be "l1" or "l2", got {distance!r}')
-    _check_shapes(attn_weights, value, out_proj_weight, output, residual)
+    _check_shapes("alti", attn_weights, value, out_proj_weight, output=output, residual=residual)
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     weights = attn_weights.to(dtype)
     is_hidden = (weights == 0).all(1)  # [B, L, S]
@@ -119,28 +120,112 @@ def alti(
     return shares
 
 
+@takes_memory_for("the projections")
+def projection(
+    attn_weights: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    norm: NormStats | None = None,
+    query_padding: Tensor | None = None,
+    key_padding: Tensor | None = None,
+) -> Tensor:
+    r"""Returns the part that each token and head has in a layer's output, with its sign.
+
+    .. math::
+        c^h_{ij} = \frac{\langle y^h_{ij}, y_i \rangle}{|y_i|^2}, \qquad
+        y^h_{ij} = a^h_{ij} W_O^h v^h_j, \qquad y_i = \sum_{h, j} y^h_{ij}
+
+    It is the length of the token's vector along the output, over the length of the output. A part
+    below 0 points away from the output: it is taken off what the others make. Parts add, over
+    heads, over keys, and to 1 over both, which norms of vectors (``ikattn.contributions``) do not.
+
+    Biases belong to no token, and are no part of y. Time O(B H L S d_v + B L D H d_v): the vectors
+    of pairs are never made.
+
+    Args:
+        attn_weights: ``[B, H, L, S]``.
+        value: ``[B, G, S, d_v]``, the value projection's bias included.
+        out_proj_weight: ``[D, H d_v]``, as ``nn.Linear`` keeps it.
+        residual: ``[B, L, D]``, what is added to the attention's output. It is a part of y then,
+            and what rows lack to 1 is the residual's.
+        norm: The normalisation after the sum; its scale does not matter.
+        query_padding: bool ``[B, L]``, True = padding, whose rows are 0.
+        key_padding: bool ``[B, S]``, likewise for columns.
+
+    Returns:
+        ``[B, H, L, S]``; sum over H for the part of a token. A row whose y is 0 is 0. float64 where
+        an input is, otherwise float32. Differentiable.
+
+    Raises:
+        ValueError: Shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from ikattn.maps import projection
+        >>> weights, value = torch.rand(1, 4, 5, 5).softmax(-1), torch.randn(1, 4, 5, 4)
+        >>> parts = projection(weights, value, torch.eye(16))
+        >>> torch.allclose(parts.sum((1, 3)), torch.ones(1, 5), atol=1e-5)
+        True
+    """
+    _check_shapes("projection", attn_weights, value, out_proj_weight, residual=residual)
+    given = (attn_weights, value, out_proj_weight, residual)
+    is_wide = any(x is not None and x.dtype == torch.float64 for x in given)
+    dtype = torch.float64 if is_wide else torch.float32
+    weights = attn_weights.to(dtype)
+    if query_padding is not None:
+        weights = weights.masked_fill(query_padding[:, None, :, None], 0)
+    if key_padding is not None:
+        weights = weights.masked_fill(key_padding[:, None, None, :], 0)
+    counts = (weights != 0).any(-2)  # [B, H, S]; values of others may be NaN
+    value = value.to(dtype).repeat_interleave(weights.size(1) // value.size(1), 1)
+    value = value.masked_fill(~counts.unsqueeze(-1), 0)
+    by_head = out_proj_weight.to(dtype).unflatten(1, (-1, value.size(-1))).permute(1, 2, 0)
+    if norm is not None:
+        by_head = _through(by_head, norm)  # [H, d_v, D]
+    output = torch.einsum("bhld,hde->ble", weights @ value, by_head)
+    if residual is not None:
+        residual = residual.to(dtype)
+        output = output + (residual if norm is None else _through(residual, norm))
+    # Of the largest number 1, so that squares stay in the range.
+    largest = output.abs().amax(-1, keepdim=True)
+    unit = output / torch.where(largest == 0, 1, largest)
+    square = unit.square().sum(-1, keepdim=True)
+    along = unit / torch.where(square == 0, 1, square) / torch.where(largest == 0, 1, largest)
+    heads = torch.einsum("ble,hde->bhld", along, by_head)
+    parts: Tensor = weights * (heads @ value.mT)
+    return parts
+
+
 def _check_shapes(
-    attn_weights: Tensor, value: Tensor, out_proj_weight: Tensor, output: Tensor, residual: Tensor
+    caller: str,
+    attn_weights: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    **tokens: Tensor | None,
 ) -> None:
+    """Raises ValueError unless shapes fit; ``tokens`` must be [B, L, D]."""
     if attn_weights.dim() != 4 or value.dim() != 4:
         raise ValueError(
-            f"alti: attn_weights must be [B, H, L, S] and value [B, G, S, d_v], got "
+            f"{caller}: attn_weights must be [B, H, L, S] and value [B, G, S, d_v], got "
             f"{list(attn_weights.shape)} and {list(value.shape)}"
         )
     B, H, L, S = attn_weights.shape
     if value.shape[0] != B or value.shape[2] != S or H % max(value.shape[1], 1) != 0:
         raise ValueError(
-            f"alti: value must be [{B}, G, {S}, d_v] where G divides {H}, got {list(value.shape)}"
+            f"{caller}: value must be [{B}, G, {S}, d_v] where G divides {H}, got "
+            f"{list(value.shape)}"
         )
     if out_proj_weight.dim() != 2 or out_proj_weight.shape[1] != H * value.shape[3]:
         raise ValueError(
-            f"alti: out_proj_weight must be [D, {H * value.shape[3]}], got "
+            f"{caller}: out_proj_weight must be [D, {H * value.shape[3]}], got "
             f"{list(out_proj_weight.shape)}"
         )
     D = out_proj_weight.shape[0]
-    for name, x in (("output", output), ("residual", residual)):
-        if x.shape != (B, L, D):
-            raise ValueError(f"alti: {name} must be [{B}, {L}, {D}], got {list(x.shape)}")
+    for name, x in tokens.items():
+        if x is not None and x.shape != (B, L, D):
+            raise ValueError(f"{caller}: {name} must be [{B}, {L}, {D}], got {list(x.shape)}")
 
 
 def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ _FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 # Scales of the page, too. Lightness falls all the way, so they read without colours.
 _WEIGHT_COLOURS = ("#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563")
 _NORM_COLOURS = ("#f4f3ef", "#f3dfc4", "#ecc08b", "#de9a55", "#c2712f", "#934c1c", "#58290d")
+_SIGNED_COLOURS = ("#58290d", "#c2712f", "#ecc08b", "#f4f3ef", "#a5c6dd", "#3f80b2", "#0d3563")
 _INK, _QUIET = "#1d2126", "#656c75"
 _TITLES = {
     "weights": "attention weight",
@@ -32,6 +33,7 @@ _TITLES = {
     "with_norm": "N with residual and norm",
     "encoder": "N through the whole block",
     "alti": "ALTI",
+    "projection": "part in the output",
     "similarity": "similarity",
 }
 _LABELLED = 72  # with more tokens, labels would overlap: every second or third is named
@@ -158,11 +160,14 @@ def _panels(layer: Layer, maps: Contributions, map: str) -> list[tuple[str, Tens
     if not _given(maps, map):
         return []
     names = [map] if map == "weights" or not _given(maps, "weights") else ["weights", map]
-    return [(name, _over_heads(getattr(maps, name))) for name in names]
+    return [(name, _over_heads(name, getattr(maps, name))) for name in names]
 
 
-def _over_heads(values: Tensor) -> Tensor:
-    return values.double().mean(0) if values.dim() == 3 else values.double()
+def _over_heads(name: str, values: Tensor) -> Tensor:
+    """The mean over heads, or the sum of parts, which add."""
+    if values.dim() < 3:
+        return values.double()
+    return values.double().sum(0) if name == "projection" else values.double().mean(0)
 
 
 def _matplotlib(module: str) -> Any:
@@ -268,8 +273,9 @@ def text_width(token: str) -> int:
 
 
 def _heading(name: str, values: Tensor) -> str:
-    per_head = AXES[name].startswith("H")
-    return _TITLES[name] + (", mean over heads" if per_head else "")
+    if name == "projection":
+        return f"{_TITLES[name]}, all heads"
+    return _TITLES[name] + (", mean over heads" if AXES[name].startswith("H") else "")
 
 
 def _heat_map(
@@ -281,27 +287,30 @@ def _heat_map(
     names_queries: bool,
     names_keys: bool,
 ) -> None:
-    name, values = panel.name, panel.values.abs()  # a delta rule's weights have signs
+    name, values = panel.name, panel.values
+    is_signed = bool((values < 0).any())  # projections, and weights of a delta rule
     colours = _WEIGHT_COLOURS if name in ("weights", "similarity") else _NORM_COLOURS
+    colours = _SIGNED_COLOURS if is_signed else colours
     # NaN must not look like a small number.
     scale = _matplotlib("colors").LinearSegmentedColormap.from_list(name, colours)
     scale = scale.with_extremes(bad="#be2878")
     finite = values[values.isfinite()]
-    top = float(finite.max()) if finite.numel() else 1.0
+    top = (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
+    lowest = -top if is_signed else 0.0
     (left, above), (L, S) = place, values.shape
     height = panel.height(side)
     axes.imshow(
         values.tolist(),
         cmap=scale,
-        vmin=0,
-        vmax=top or 1.0,
+        vmin=lowest,
+        vmax=top,
         extent=(left, left + side, above + height, above),
         interpolation="nearest",
         aspect="auto",
     )
     text = {"color": _INK, "parse_math": False}
     axes.text(left, above - 0.2, panel.layer.name, fontsize=7.5, va="bottom", **text)
-    title = f"{_heading(name, values)}, 0 to {top:.3g}"
+    title = f"{_heading(name, values)}, {lowest:.3g} to {top:.3g}"
     axes.text(left, above - 0.05, title, fontsize=7.5, va="bottom", **text | {"color": _QUIET})
     if names_queries:
         for t in range(0, L, math.ceil(L / _LABELLED)):

@@ -22,6 +22,7 @@ AXES = {
     "with_norm": "LS",
     "encoder": "LS",
     "alti": "LS",
+    "projection": "HLS",
     "weights": "HLS",
     "similarity": "HLS",
     "magnitude": "HS",

@@ -72,12 +72,13 @@ def record(
         maps: Names of maps: "value_norms", "per_head", "summed" (N), "with_residual" (N_Res),
             "with_norm" (N_ResLN), "encoder" (N_Enc), "alti" (:func:`ikattn.maps.alti`, through
             the norm after the residual sum where there is one; of cross-attention the residual has
-            the rest of a row), "mixing_ratio" (of each map from
+            the rest of a row), "projection" (:func:`ikattn.maps.projection`, on the attention's own
+            output), "mixing_ratio" (of each map from
             "summed" to "encoder" that the layer has), "weights", "similarity", "magnitude";
             "ledger" stands for the last three with "value_norms" and "per_head", and "all" for all
             of these that a layer has. None: what a layer has, except those for every head, those of
-            the ledger, and "alti". In cross-attention "with_norm" and "encoder" hold what comes
-            from the keys alone: the residual has no column.
+            the ledger, "alti" and "projection". In cross-attention "with_norm" and "encoder" hold
+            what comes from the keys alone: the residual has no column.
         layers: Which layers, as in ``ikattn.convert``: a predicate of name and module; a pattern of
             names as in a shell ("encoder.*"); a type, of the layer or of what holds it; a list of
             patterns and types; None: all.

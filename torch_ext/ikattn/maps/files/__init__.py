@@ -69,6 +69,8 @@ DEFINITIONS = {
     "encoder": "[B, L, S] with_norm through the second normalisation (N_Enc, GlobEnc 2022)",
     "alti": "[B, L, S] how much nearer each token brings the output, over its row (Ferrando et al. "
     "2022)",
+    "projection": "[B, H, L, S] <a_ij^h f_h(x_j), y_i> / |y_i|^2, y_i = sum_h,j a_ij^h f_h(x_j); "
+    "rows over heads and keys add up to 1",
     "mixing_ratio": "[B, L] of each map: the norm of what comes from other tokens, over that plus "
     "the norm of what comes from the token itself",
     "similarity": "[B, H, L, S] the weight without its magnitude and before its row is normalised",

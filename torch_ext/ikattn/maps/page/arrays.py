@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ikattn.maps.files._common import raw_bytes
 
-_LAST_CODE = 65534  # 0 is zero, 65535 no finite number
 _NOT_FINITE = 65535
+_NEGATIVE = 32768  # added to the code of a magnitude, in arrays with numbers below 0
 
 
 class Arrays:
@@ -24,13 +24,13 @@ class Arrays:
         self._coarsest = 0.0
 
     def add(self, tensor: Tensor) -> dict[str, Any]:
-        codes, lowest, step = _log_codes(tensor)
+        codes, lowest, step, is_signed = _log_codes(tensor)
         name = f"array-{self._count}"
         self._count += 1
         self._coarsest = max(self._coarsest, step)
         self._file.write(f'<script type="text/plain" id="{name}">'.encode())
         self._file.write(f"{as_base64(codes)}</script>\n".encode())
-        return {"id": name, "lo": lowest, "step": step}
+        return {"id": name, "lo": lowest, "step": step, "signed": is_signed}
 
     def precision(self) -> str:
         """Returns a sentence on how exact numbers still are."""
@@ -46,19 +46,21 @@ def as_base64(tensor: Tensor) -> str:
     return base64.b64encode(raw_bytes(tensor)).decode()
 
 
-def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float]:
-    """Returns uint16 codes, whose numbers are exp(lowest + step (code - 1)), lowest and step.
+def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float, bool]:
+    """Returns uint16 codes, lowest, step, and whether there are numbers below 0.
 
-    Signs are left out: of a delta rule's weights a page shows the magnitudes.
+    A code c stands for exp(lowest + step (c - 1)), 0 for zero; _NEGATIVE more for the same number
+    below 0.
     """
-    x = tensor.detach().cpu().double().abs()
-    finite = x.isfinite()
+    x = tensor.detach().cpu().double()
+    below, finite, x = x < 0, x.isfinite(), x.abs()
+    is_signed = bool(below.any())
     positive = finite & (x > 0)
     logs = x.where(positive, x.new_ones(())).log()
     lowest = float(logs[positive].min()) if positive.any() else 0.0
     highest = float(logs[positive].max()) if positive.any() else 0.0
-    step = (highest - lowest) / (_LAST_CODE - 1)
+    step = (highest - lowest) / ((_NEGATIVE if is_signed else _NOT_FINITE) - 3)
     codes = ((logs - lowest) / step if step else torch.zeros_like(logs)).round() + 1
-    codes = codes.where(positive, codes.new_zeros(()))
+    codes = codes.where(positive, codes.new_zeros(())) + _NEGATIVE * below
     codes = codes.where(finite, codes.new_full((), _NOT_FINITE))
-    return codes.to(torch.int32).to(torch.uint16).contiguous(), lowest, step
+    return codes.to(torch.int32).to(torch.uint16).contiguous(), lowest, step, is_signed

@@ -26,12 +26,13 @@ const pair = () => state.hover || state.pinned;
 
 
 // Base64 of uint16 codes of logarithms: 0 is zero, 65535 no finite number, any other c is
-// exp(lo + step (c - 1)).
+// exp(lo + step (c - 1)). Arrays with signs have 32768 more for a number below 0.
 function decode(entry) {
   return once(`array/${entry.id}`, () => {
     const codes = new Uint16Array(bytesOf(byId(entry.id).textContent.trim()).buffer);
+    const magnitude = (code) => (code === 0 ? 0 : Math.exp(entry.lo + entry.step * (code - 1)));
     return Float32Array.from(codes, (code) =>
-      code === 0 ? 0 : code === 65535 ? NaN : Math.exp(entry.lo + entry.step * (code - 1)));
+      code === 65535 ? NaN : entry.signed && code > 32768 ? -magnitude(code - 32768) : magnitude(code));
   });
 }
 

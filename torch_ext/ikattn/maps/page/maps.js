@@ -6,12 +6,14 @@ const MAPS = [
   ["with_norm", "N + residual + norm", "N_ResLN"],
   ["encoder", "whole block", "N_Enc"],
   ["alti", "ALTI", "ALTI"],
+  ["projection", "signed part", "Part in the output"],
 ];
 const MEANINGS = {
   with_residual: "the same, with the token itself added on the diagonal",
   with_norm: "the same, through the normalisation that follows",
   encoder: "the same, through the block's second normalisation",
   alti: "how much nearer a token brings the output, as a share of its row",
+  projection: "the length along the attention's output, below 0 where it points away; rows over all heads add up to 1",
 };
 
 // --- Arrays ------------------------------------------------------------------------------------------
@@ -21,7 +23,7 @@ function array(name, layer = state.layer) {
   return shown && shown.maps[name] ? decode(shown.maps[name]) : null;
 }
 
-// Returns [L, S] of one head of a map, or the mean over heads.
+// Returns [L, S] of one head of a map, or the mean over heads; of signed parts the sum, for they add.
 function headOrMean(name, layer, head) {
   const shown = layerOf(layer);
   const size = shown.L * shown.S;
@@ -31,8 +33,9 @@ function headOrMean(name, layer, head) {
     if (!parts) return null;
     if (head !== null) return parts.subarray(head * size, (head + 1) * size);
     const mean = new Float32Array(size);
+    const divisor = name === "projection" ? 1 : heads;
     for (let h = 0; h < heads; h++) {
-      for (let i = 0; i < size; i++) mean[i] += parts[h * size + i] / heads;
+      for (let i = 0; i < size; i++) mean[i] += parts[h * size + i] / divisor;
     }
     return mean;
   });
@@ -58,7 +61,11 @@ const plateOf = (values, caption, meaning, norms) => ({
     const { L, S } = layerOf();
     const top = state.scale === "row" ? "row maximum" : number(maximum(values, 0, L, S, state.layer));
     const kind = state.scale === "root" ? " (square root)" : "";
-    return { lowest: "0", highest: `${top}${kind}`, colourAt: (share) => ramp(norms)[Math.round(255 * share)] };
+    if (!values.some((value) => value < 0)) {
+      return { lowest: "0", highest: `${top}${kind}`, colourAt: (share) => ramp(norms)[Math.round(255 * share)] };
+    }
+    const colourAt = (share) => ramp(share < 0.5 ? !norms : norms)[Math.round(255 * Math.abs(2 * share - 1))];
+    return { lowest: `\u2212${top}`, highest: `${top}${kind}`, colourAt };
   },
 });
 
@@ -73,6 +80,11 @@ function normsPlate(layer = state.layer, head = state.head) {
   if (!layerOf(layer)) return null;
   const title = (MAPS.find(([name]) => name === state.map) || MAPS[0])[2];
   if (state.map !== "norms") {
+    if (state.map === "projection") {
+      const parts = headOrMean("projection", layer, head);
+      const which = head === null ? "all heads" : `head ${head}`;
+      return parts && plateOf(parts, `${title}, ${which}`, MEANINGS.projection, false);
+    }
     const values = array(state.map, layer);
     const note = head === null ? "" : " (all heads together)";
     return values && plateOf(values, title + note, MEANINGS[state.map], true);
@@ -97,20 +109,20 @@ function isSelf(layer = state.layer) {
   return contents.layers[layer].kind === "self";
 }
 
-// Returns the largest value of the rows given, without what is left out.
+// Returns the largest magnitude of the rows given, without what is left out.
 function maximum(values, from, to, S, layer) {
   let largest = 0;
   for (let t = from; t < to; t++) {
     for (let s = 0; s < S; s++) {
       if (state.diagonal && isSelf(layer) && t === s) continue;
-      const value = values[t * S + s];
+      const value = Math.abs(values[t * S + s]);
       if (value > largest) largest = value;
     }
   }
   return largest;
 }
 
-// Returns levels 0..255 of a map's cells; -1: left out, -2: no finite number.
+// Returns levels 0..255 of a map's cells, 256 more below 0; -1: left out, -2: no finite number.
 function levelsOf(values, layer, scale = state.scale) {
   const { L, S } = layerOf(layer);
   const whole = maximum(values, 0, L, S, layer);
@@ -122,8 +134,9 @@ function levelsOf(values, layer, scale = state.scale) {
       if (Number.isNaN(value)) levels[t * S + s] = -2;
       else if (state.diagonal && isSelf(layer) && t === s) levels[t * S + s] = -1;
       else {
-        const share = top > 0 ? Math.min(value / top, 1) : 0;
-        levels[t * S + s] = Math.round(255 * (scale === "root" ? Math.sqrt(share) : share));
+        const share = top > 0 ? Math.min(Math.abs(value) / top, 1) : 0;
+        const level = Math.round(255 * (scale === "root" ? Math.sqrt(share) : share));
+        levels[t * S + s] = value < 0 ? 256 + level : level;
       }
     }
   }
@@ -133,13 +146,14 @@ function levelsOf(values, layer, scale = state.scale) {
 function levelColour(level, norms) {
   if (level === -1) return dark() ? [20, 23, 27] : [251, 250, 248];
   if (level === -2) return [190, 40, 120];
-  return ramp(norms)[level];
+  return level > 255 ? ramp(!norms)[level - 256] : ramp(norms)[level];
 }
 
 function number(value) {
   if (value === null || value === undefined) return "";
   if (Number.isNaN(value)) return "not finite";
   if (value === 0) return "0";
+  if (value < 0) return `\u2212${number(-value)}`;
   if (value >= 1e5 || value < 1e-4) return value.toExponential(1).replace("+", "");
   return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
 }
@@ -182,7 +196,7 @@ function showRest() {
   }), state.layer, (index) => set({ layer: index }));
 
   const heads = contents.layers[state.layer].heads;
-  const hasHeads = perHead("weights", state.layer) || perHead("per_head", state.layer);
+  const hasHeads = perHead("weights", state.layer) || perHead("per_head", state.layer) || array("projection");
   const all = { value: null, text: "all", children: [thumbnail(weightsPlate(state.layer, null) || normsPlate(state.layer, null), state.layer), "all"], label: "All heads" };
   const single = Array.from({ length: hasHeads ? heads : 0 }, (_, head) => ({
     value: head, label: `Head ${head}`,
@@ -289,6 +303,7 @@ function showLedger() {
     ["weight a", pairOf(array("weights")), false],
     ["norm |f(x)|", keyOf(array("value_norms"))],
     ["contribution", pairOf(perHead("per_head", state.layer)), true],
+    ["part", pairOf(array("projection")), false],
   ].filter(([, value]) => value);
   const table = element("table", {}, element("thead", {}, element("tr", {}, element("th", {}, "head"),
     ...columns.map(([title]) => element("th", {}, title)))));
@@ -308,10 +323,10 @@ function showLedger() {
 
 function barOf(value, head, heads, norms) {
   let top = 0;
-  for (let other = 0; other < heads; other++) top = Math.max(top, value(other) || 0);
+  for (let other = 0; other < heads; other++) top = Math.max(top, Math.abs(value(other)) || 0);
   const bar = element("span", { className: "bar" });
-  bar.style.width = `${top ? (100 * (value(head) || 0)) / top : 0}%`;
-  bar.style.background = css(ramp(norms)[170]);
+  bar.style.width = `${top ? (100 * Math.abs(value(head) || 0)) / top : 0}%`;
+  bar.style.background = css(ramp(value(head) < 0 ? !norms : norms)[170]);
   return bar;
 }
 

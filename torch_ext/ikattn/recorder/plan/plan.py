@@ -90,7 +90,7 @@ class Plan:
 
     def needs_block(self, kind: str | None) -> bool:
         """Whether any map to make of a run of this kind needs what is around the attention."""
-        plain = {"value_norms", "per_head", "summed", *LEDGER}
+        plain = {"value_norms", "per_head", "summed", "projection", *LEDGER}
         return not set(self.maps(kind)) <= plain
 
     def maps(

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from ikattn.maps.contribution_maps import MAPS, Contributions, NormStats
 from ikattn.maps.mixing import alti
+from ikattn.maps.mixing import projection as parts_of_output
 from ikattn.maps.sequences import AXES
 from ikattn.ops.attention import similarity_and_magnitude
 from ikattn.recorder.calls.attention_call import MOST_WEIGHTS, AttentionCall
 from ikattn.recorder.plan.parts import AttentionParts
 
 LEDGER = ("weights", "similarity", "magnitude")
-ALL_MAPS = (*LEDGER, *MAPS, "alti")
+ALL_MAPS = (*LEDGER, *MAPS, "alti", "projection")
 # Maps of maps=None: none for every head, and none of the ledger.
 USUAL_MAPS = tuple(name for name in MAPS if name != "per_head")
 _THROUGH_NORMS = ("with_norm", "encoder")
@@ -176,6 +177,14 @@ def make_maps(
             query_padding=call.query_padding,
             key_padding=call.key_padding,
             diagonal=None if call.kind == "cross" else call.diagonal,
+        )
+    if "projection" in wanted:
+        maps.projection = parts_of_output(
+            call.applied_weights,
+            call.value,
+            projection,
+            query_padding=call.query_padding,
+            key_padding=call.key_padding,
         )
     return dataclasses.replace(maps, **ledger)
 

@@ -344,7 +344,7 @@ def _kept(state: Reducing, name: str, layer: str) -> Reduced:
 def _rows_at_once(call: AttentionCall, wanted: Collection[str]) -> int:
     """How many rows of its maps are held at a time."""
     B, H, L, S = call.sizes
-    holds_weights = call.has_own_softmax or "alti" in wanted
+    holds_weights = call.has_own_softmax or {"alti", "projection"} & set(wanted)
     is_by_head = any("H" in AXES[name] for name in pair_maps(wanted))
     row = max(1, B * S * (H if holds_weights or is_by_head else 1))
     if row * L <= FEW:
