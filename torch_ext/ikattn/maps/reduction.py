@@ -144,7 +144,7 @@ class Diagonal:
 
 @dataclass(frozen=True)
 class TopK:
-    """The k keys that each query draws most from, by magnitude, as :class:`TopSources` ``[.., L, min(k, S)]``.
+    """The k largest magnitudes of each row, as :class:`TopSources` ``[.., L, min(k, S)]``.
 
     Args:
         k: How many, at least 1.

@@ -166,8 +166,8 @@ def check_rows(maps: Maps, layers: Iterable[str] | None, map: str, caller: str) 
         if isinstance(rows, Tensor) and bool((rows < 0).any()):
             raise ValueError(
                 f"{caller}: the map {map!r} of layer {name!r} has numbers below 0, as weights of a "
-                "delta rule, those of Mamba-2 and projections have: rows are no shares, whose products "
-                "say where a token comes from; take a map of norms, such as 'encoder' or "
+                "delta rule, those of Mamba-2 and projections have: rows are no shares, whose "
+                "products say where a token comes from; take a map of norms, such as 'encoder' or "
                 "'with_residual', or choose with layers="
             )
 
