@@ -188,7 +188,7 @@ def projection(
     if residual is not None:
         residual = residual.to(dtype)
         output = output + (residual if norm is None else _through(residual, norm))
-    # Of the largest number 1, so that squares stay in the range.
+    # The largest number is made 1, and squares stay in the range.
     largest = output.abs().amax(-1, keepdim=True)
     unit = output / torch.where(largest == 0, 1, largest)
     square = unit.square().sum(-1, keepdim=True)
