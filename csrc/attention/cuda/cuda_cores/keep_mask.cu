@@ -1,6 +1,6 @@
 // Writes the mask of dropout as a tensor; the other kernels form it where they need it.
 #include "attention/cuda/cuda_cores/tile_product.h"
-#include "attention/cuda/kernels.h"
+#include "support/exported.h"
 
 namespace ikattn::cuda {
 namespace {
@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep, Stream stream) {
+IKATTN_EXPORTED const char* dropout_keep_mask(const AttentionParams& params, uint8_t* keep,
+                                              Stream stream) {
   const int64_t tiles = params.B * params.H * ceil_div(params.L, kTile) * ceil_div(params.S, kTile);
   return launch(keep_mask_kernel, dim3(static_cast<unsigned>(tiles)), dim3(kThreads), 0, stream,
                 params, keep);
