@@ -92,7 +92,6 @@ class DeltaRule(NamedTuple):
 
     def rows(self, start: int, end: int, S: int) -> Tensor:
         """Returns rows from ``start`` to before ``end`` of M, and its first S columns."""
-        C = self.own.size(-1)
         C, R = self.own.size(-1), end - start
         columns = [pad(x, (0, 0, R - x.size(2), 0)) for x in self._columns(start, end)][::-1]
         found = torch.cat([*columns, self.own.new_zeros(*self.own.shape[:2], R, 0)], -1)
