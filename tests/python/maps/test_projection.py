@@ -74,6 +74,11 @@ def test_what_nobody_sees_does_not_show_and_nothing_is_divided_by_zero() -> None
     found = projection(weights, value, out, key_padding=key_padding, query_padding=query_padding)
     torch.testing.assert_close(found[:, :, 1:], expected[:, :, 1:])
     assert not found[:, :, 0].any()
+    weights[:, :, 1:, 6] = 0
+    found = projection(weights, value, out)
+    assert found[:, :, 0].isnan().any()
+    torch.testing.assert_close(found[:, :, 1:], expected[:, :, 1:])
+    weights = given()[0]
     assert not projection(weights, torch.zeros_like(value), out).any()
     tiny = projection(weights, 1e-200 * given()[1], out)
     torch.testing.assert_close(tiny, projection(*given()), rtol=1e-10, atol=1e-12)

@@ -178,9 +178,11 @@ def projection(
         weights = weights.masked_fill(query_padding[:, None, :, None], 0)
     if key_padding is not None:
         weights = weights.masked_fill(key_padding[:, None, None, :], 0)
-    counts = (weights != 0).any(-2)  # [B, H, S]; values of others may be NaN
     value = value.to(dtype).repeat_interleave(weights.size(1) // value.size(1), 1)
-    value = value.masked_fill(~counts.unsqueeze(-1), 0)
+    # A value that is not finite shows in the rows that see it, and in no others.
+    unknown = ~value.isfinite().all(-1)
+    value = value.masked_fill(unknown.unsqueeze(-1), 0)
+    weights = weights.masked_fill((weights != 0) & unknown.unsqueeze(-2), torch.nan)
     by_head = out_proj_weight.to(dtype).unflatten(1, (-1, value.size(-1))).permute(1, 2, 0)
     if norm is not None:
         by_head = _through(by_head, norm)  # [H, d_v, D]
