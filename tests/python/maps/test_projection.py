@@ -74,6 +74,9 @@ def test_what_nobody_sees_does_not_show_and_nothing_is_divided_by_zero() -> None
     found = projection(weights, value, out, key_padding=key_padding, query_padding=query_padding)
     torch.testing.assert_close(found[:, :, 1:], expected[:, :, 1:])
     assert not found[:, :, 0].any()
+    residual = torch.full((B, L, D), torch.nan, dtype=torch.float64)
+    everywhere = torch.ones(B, L, dtype=torch.bool)
+    assert not projection(*given(), residual=residual, query_padding=everywhere).any()
     weights[:, :, 1:, 6] = 0
     found = projection(weights, value, out)
     assert found[:, :, 0].isnan().any()

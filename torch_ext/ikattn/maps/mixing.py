@@ -189,6 +189,8 @@ def projection(
     output = torch.einsum("bhld,hde->ble", weights @ value, by_head)
     if residual is not None:
         residual = residual.to(dtype)
+        if query_padding is not None:
+            residual = residual.masked_fill(query_padding.unsqueeze(-1), 0)
         output = output + (residual if norm is None else _through(residual, norm))
     # The largest number is made 1, and squares stay in the range.
     largest = output.abs().amax(-1, keepdim=True)
