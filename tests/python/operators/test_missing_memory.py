@@ -73,10 +73,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: shares(
             {
                 "layer": ikattn.Contributions(
-                    weights=of_length(1, 1, LONG, 4),
-                    similarity=of_length(1, 1, LONG, 4),
-                    magnitude=of_length(1, 1, 4),
-                    value_norms=of_length(1, 1, 4),
+                    weights=of_length(1, 1, 1, LONG),
+                    similarity=of_length(1, 1, 1, LONG),
+                    magnitude=of_length(1, 1, LONG),
+                    value_norms=of_length(1, 1, LONG),
                 )
             }
         ),
