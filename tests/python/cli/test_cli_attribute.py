@@ -122,7 +122,7 @@ def test_a_translation(translator: Path, capsys: pytest.CaptureFixture[str]) -> 
         (("--method", "rollout:some"), "MAP of rollout:MAP must be one of per_head, summed"),
         (
             ("--method", "rollout:with_norm"),
-            "mixing_ratio, alti; take another map",
+            "mixing_ratio, alti, projection; take another map",
         ),
         (("--against", "good bad"), r"--against must be one token"),
         (("--target", ""), r"target must have a token"),

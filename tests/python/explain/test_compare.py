@@ -74,7 +74,7 @@ def test_the_same_model_is_no_distance_from_itself_or_its_copy() -> None:
     for other in (model, copy.deepcopy(model)):
         found = compare(model, other, torch.randn(3, 5, 16), maps="all")
         assert found.output_distance == 0
-        assert len(found.table()) == 2 * 8
+        assert len(found.table()) == 2 * 9
         for row in found.table(heads=True):
             assert row["total_variation"] == row["jensen_shannon"] == 0
             assert row["rank_correlation"] == 1

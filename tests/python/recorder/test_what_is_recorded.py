@@ -159,7 +159,7 @@ def test_all_maps_are_those_that_each_layer_has() -> None:
             assert made == {*one_by_one[:5], *of_block}
             assert set(found.mixing_ratio) == set(of_block)
             assert found.alti is not None
-        assert {*recording.maps} == {*made, "mixing_ratio", "alti"}
+        assert {*recording.maps} == {*made, "mixing_ratio", "alti", "projection"}
     message = r"no map 'with_norm': .* maps='all' takes of each layer"
     with pytest.raises(ValueError, match=message), record(model, maps=("all", "with_norm")):
         pass

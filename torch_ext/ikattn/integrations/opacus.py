@@ -57,7 +57,7 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
         >>> model = opacus.GradSampleModule(prepare(ikattn.convert(model)))
         >>> model(torch.randn(3, 5, 16)).sum().backward()
         >>> model.self_attn.spectral.w1.grad_sample.shape  # N, H * d * M
-        torch.Size([3, 1024])
+        torch.Size([3, 512])
     """
     _register_samplers()
     attention = [m for m in model.modules() if type(m) is MultiheadAttention]

@@ -65,7 +65,7 @@ class Split:
         return self.sums / (deviation[..., None] * deviation[..., None, :])
 
     def over_heads(self) -> Split:
-        """The split of a whole layer: the rows of all its heads."""
+        """Returns the split of a whole layer, of the rows of all its heads."""
         return Split(self.sums.sum(0), self.rows.sum(0), self.left_out.sum(0))
 
     def __add__(self, other: Split) -> Split:
@@ -97,7 +97,7 @@ class Shares:
 
     @property
     def model(self) -> Split:
-        """The split of the whole model: the rows of all heads of all layers."""
+        """Returns the split of the whole model, of the rows of all heads of all layers."""
         zero = torch.zeros((), dtype=torch.int64)
         none = Split(torch.zeros(4, 4, dtype=torch.float64), zero, zero)
         return sum((split.over_heads() for split in self.layers.values()), none)
