@@ -350,7 +350,7 @@ def main() -> None:
             unlabelled = [" ".join(x.words) for x in read(options.data, "stsa.binary.train")]
             (unlabelled,) = divide(unlabelled, options.calibrate, 1, options.seed)
             *_, (name, model, _) = steps_of(
-                minilm, unlabelled, FREQUENCIES, quick=options.quick, whole=False
+                minilm, unlabelled, FREQUENCIES, options.seed, quick=options.quick, whole=False
             )
             found, _ = measure_draws(minilm, model, draws, counts, options.masked)
             note(f"calibrated: {name}", found)

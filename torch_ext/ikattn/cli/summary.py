@@ -16,7 +16,7 @@ from ikattn.maps.contribution_maps import SUMMED_MAPS
 from ikattn.maps.ledger import FACTORS
 from ikattn.maps.page.template import template
 
-# For each layer and map, the shares of the types of tokens: of each head, or of all of them.
+# Shares of the types of tokens, of each head or of all of them, by layer and map.
 _Shares: TypeAlias = "defaultdict[tuple[str, str], list[list[float]]]"
 _PARTS = ("summed", "per_head", "with_residual", "with_norm", "encoder", "alti")
 
