@@ -187,8 +187,8 @@ docs: $(stamps)/docs $(stamps)/minilm $(stamps)/integrations $(stamps)/extra-dem
 	mkdir -p build/docs/source
 	$(python) -m sphinx -W --keep-going -n -c docs $(DOCS) build/docs/source build/docs/html
 
-wheel: $(stamps)/release
-	$(python) tools/wheel.py --torchs $(TORCHS) $(if $(filter 1,$(CUDA)),--cuda)
+wheel: $(stamps)/release $(if $(filter 1,$(CUDA)),$(filter $(packaged_nvcc),$(nvcc)))
+	CUDACXX=$(abspath $(nvcc)) $(python) tools/wheel.py --torchs $(TORCHS) $(if $(filter 1,$(CUDA)),--cuda)
 
 release-check:
 	$(PYTHON) tools/release_check.py --torchs $(TORCHS)
@@ -230,7 +230,7 @@ $(stamps)/lint $(stamps)/release $(stamps)/docs: $(stamps)/tools pyproject.toml
 	$(pip) --quiet --group $(@F)
 	touch $@
 
-# NVIDIA's packages of nvcc, for the check alone.
+# NVIDIA's packages of nvcc, where no other is found.
 $(packaged_nvcc): | $(stamps)/tools
 	$(python) -m pip install --quiet --upgrade --no-deps --target build/nvcc \
 	  nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \

@@ -1,4 +1,5 @@
 # Whether the CUDA kernels are built, and how.
+include("${CMAKE_CURRENT_LIST_DIR}/ikattnTorch.cmake")
 
 # Sets IKATTN_CUDA in the caller, IKATTN_NO_CUDA_REASON where it is off, and `decision` to the words that
 # say what was decided and why.
@@ -16,6 +17,8 @@ function(ikattn_decide_cuda decision)
   endif()
   ikattn_cuda_architectures()
   set(IKATTN_CUDA ON PARENT_SCOPE)
+  # of the library for another torch, beside the one with CUDA
+  set(IKATTN_NO_CUDA_REASON "torch was not of the CUDA that they need" PARENT_SCOPE)
   set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}" PARENT_SCOPE)
   string(JOIN ", " architectures ${CMAKE_CUDA_ARCHITECTURES})
   set(${decision} "CUDA for ${architectures} (${architectures_reason})" PARENT_SCOPE)
@@ -51,11 +54,9 @@ function(ikattn_why_no_cuda)
     return()
   endif()
   # Kernels register with the runtime that torch brings: a second one would know nothing of them.
-  file(STRINGS "${IKATTN_TORCH_PREFIX}/lib/libc10_cuda.so" runtime LIMIT_COUNT 1
-       REGEX "libcudart\\.so\\.[0-9]+")
-  if(runtime MATCHES "libcudart\\.so\\.([0-9]+)" AND NOT CMAKE_MATCH_1 EQUAL major)
-    set(reason "this torch is of CUDA ${CMAKE_MATCH_1}, but ${CMAKE_CUDA_COMPILER} of ${version}"
-        PARENT_SCOPE)
+  ikattn_cuda_of_torch(cuda "${IKATTN_TORCH_PREFIX}")
+  if(cuda AND NOT cuda EQUAL major)
+    set(reason "this torch is of CUDA ${cuda}, but ${CMAKE_CUDA_COMPILER} of ${version}" PARENT_SCOPE)
   endif()
 endfunction()
 
@@ -148,8 +149,12 @@ function(ikattn_add_cuda_objects target architectures)
   add_library(${target} OBJECT ${ARGN})
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc
                                                ${PROJECT_SOURCE_DIR}/csrc/include)
-  # Compressed, kernels with the lines of their sources take a fifth.
-  target_compile_options(${target} PRIVATE -O3 -lineinfo -Xfatbin=-compress-all)
+  set(compressed -Xfatbin=-compress-all)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    list(APPEND compressed -compress-mode=size)
+  endif()
+  target_compile_options(
+    ${target} PRIVATE -O3 ${compressed} $<$<CONFIG:Debug>:-lineinfo> -include support/portable.h)
   target_compile_definitions(${target} PRIVATE IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
   # Torch's own copy of the runtime is the one in the process; kernels register with that.
   set_target_properties(
@@ -158,11 +163,11 @@ function(ikattn_add_cuda_objects target architectures)
                CUDA_VISIBILITY_PRESET hidden
                CUDA_RUNTIME_LIBRARY Shared
                CUDA_ARCHITECTURES "${architectures}")
-  target_sources(ikattn_kernels PRIVATE $<TARGET_OBJECTS:${target}>)
+  target_sources(ikattn_cuda_kernels PRIVATE $<TARGET_OBJECTS:${target}>)
 endfunction()
 
-# ikattn_add_cuda(sources... WARPGROUPS sources...): adds kernels to the library; those of warpgroups for
-# Hopper alone (sm_90a), if it is one of CMAKE_CUDA_ARCHITECTURES.
+# ikattn_add_cuda(sources... WARPGROUPS sources...): the library ikattn_cuda_kernels; kernels of warpgroups
+# for Hopper alone (sm_90a), if it is one of CMAKE_CUDA_ARCHITECTURES.
 macro(ikattn_add_cuda)
   cmake_parse_arguments(arg "" "" "WARPGROUPS" ${ARGN})
   enable_language(CUDA)
@@ -170,6 +175,12 @@ macro(ikattn_add_cuda)
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
     set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
   endif()
+  find_package(CUDAToolkit REQUIRED)
+  add_library(ikattn_cuda_kernels SHARED)
+  # The build ID names the library in the proofs of a machine (families.cu).
+  target_link_options(ikattn_cuda_kernels PRIVATE -Wl,--build-id=sha1)
+  target_link_libraries(ikattn_cuda_kernels PRIVATE CUDA::cudart)
+  set_target_properties(ikattn_cuda_kernels PROPERTIES CUDA_RUNTIME_LIBRARY Shared)
   set(IKATTN_WARPGROUPS 0)
   if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90")
     set(IKATTN_WARPGROUPS 1)
@@ -177,18 +188,18 @@ macro(ikattn_add_cuda)
   else()
     list(APPEND arg_UNPARSED_ARGUMENTS ${arg_WARPGROUPS})
   endif()
-  ikattn_add_cuda_objects(ikattn_cuda "${CMAKE_CUDA_ARCHITECTURES}" ${arg_UNPARSED_ARGUMENTS})
-  set_target_properties(ikattn_kernels PROPERTIES CUDA_RUNTIME_LIBRARY Shared LINKER_LANGUAGE CXX)
-  string(JOIN " " ikattn_architectures ${CMAKE_CUDA_ARCHITECTURES})
-  find_package(CUDAToolkit REQUIRED)
-  target_link_libraries(ikattn_kernels PRIVATE CUDA::cudart ${CMAKE_DL_LIBS})
-  foreach(target IN LISTS operators)
-    target_compile_definitions(
-      ${target} PRIVATE IKATTN_HAVE_CUDA=1 IKATTN_CUDA_ARCHITECTURES="${ikattn_architectures}"
-                        IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
-    target_include_directories(${target} PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-    get_target_property(prefix ${target} IKATTN_TORCH_PREFIX)
-    target_link_libraries(
-      ${target} PRIVATE CUDA::cudart "${prefix}/lib/libc10_cuda.so" "${prefix}/lib/libtorch_cuda.so")
-  endforeach()
+  ikattn_add_cuda_objects(ikattn_cuda_objects "${CMAKE_CUDA_ARCHITECTURES}" ${arg_UNPARSED_ARGUMENTS})
 endmacro()
+
+# Lets operators call the kernels, through the torch in `prefix`.
+function(ikattn_use_cuda target prefix)
+  string(JOIN " " architectures ${CMAKE_CUDA_ARCHITECTURES})
+  target_compile_definitions(
+    ${target} PRIVATE IKATTN_HAVE_CUDA=1 IKATTN_CUDA_ARCHITECTURES="${architectures}"
+                      IKATTN_HAVE_WARPGROUPS=${IKATTN_WARPGROUPS})
+  target_include_directories(${target} PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(
+    ${target} PRIVATE $<TARGET_FILE:ikattn_cuda_kernels> CUDA::cudart "${prefix}/lib/libc10_cuda.so"
+                      "${prefix}/lib/libtorch_cuda.so")
+  add_dependencies(${target} ikattn_cuda_kernels)
+endfunction()

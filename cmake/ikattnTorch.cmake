@@ -41,6 +41,19 @@ function(ikattn_find_torch)
   set(IKATTN_TORCH_SERIES "${series}" PARENT_SCOPE)
 endfunction()
 
+# Sets `result` in the caller to the major version of CUDA that the torch in `prefix` was built for, such as
+# 13; empty: without CUDA.
+function(ikattn_cuda_of_torch result prefix)
+  set(${result} "" PARENT_SCOPE)
+  set(library "${prefix}/lib/libc10_cuda.so")
+  if(EXISTS "${library}")
+    file(STRINGS "${library}" runtime LIMIT_COUNT 1 REGEX "libcudart\\.so\\.[0-9]+")
+    if(runtime MATCHES "libcudart\\.so\\.([0-9]+)")
+      set(${result} ${CMAKE_MATCH_1} PARENT_SCOPE)
+    endif()
+  endif()
+endfunction()
+
 # Defines a target of the libraries of the torch in `prefix`, unless there is one.
 function(ikattn_define_torch target prefix)
   if(TARGET ${target})

@@ -1,12 +1,14 @@
 """Finds, checks and loads the shared library that registers the operators.
 
 There is one for each minor version of torch, within which torch's C++ interface holds: another
-would fail to load with an undefined symbol, or crash later. All share the library of kernels.
+would fail to load with an undefined symbol, or crash later. ``torch-2.13`` serves any build of that
+version on the CPU, ``torch-2.13+cu13`` one with that major version of CUDA. All share the libraries of kernels.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -23,8 +25,11 @@ def load() -> str:
     Raises:
         ImportError: There is none for this torch, or it does not load.
     """
-    library = library_for(torch.__version__, _PACKAGE / "lib")
-    for file in (_PACKAGE / "lib/libikattn_kernels.so", library):
+    library = library_for(torch.__version__, torch.version.cuda, _PACKAGE / "lib")
+    kernels = ["libikattn_kernels.so"]
+    if "+cu" in library.parent.name:
+        kernels.append("libikattn_cuda_kernels.so")
+    for file in (*(_PACKAGE / "lib" / name for name in kernels), library):
         refuse_cut_short(file)
     try:
         torch.ops.load_library(library)
@@ -37,20 +42,23 @@ def load() -> str:
     return version()
 
 
-def library_for(running: str, folder: Path) -> Path:
-    """Returns the library of operators for a version of torch.
+def library_for(running: str, cuda: str | None, folder: Path) -> Path:
+    """Returns the library of operators for a build of torch: one with its CUDA, where there is one.
 
     Args:
-        running: The version, such as "2.13.0+cpu".
+        running: The version of torch, such as "2.13.0+cpu".
+        cuda: The version of CUDA that it was built for, such as "13.0".
         folder: Holds ``torch-2.13/libikattn.so`` and the like.
 
     Raises:
         ImportError: There is none; the message says which there are, and how to build one.
     """
     series = ".".join(running.split(".")[:2])
-    library = folder / f"torch-{series}" / "libikattn.so"
-    if library.exists():
-        return library
+    with_cuda = [f"torch-{series}+cu{cuda.partition('.')[0]}"] if cuda else []
+    for name in (*with_cuda, f"torch-{series}"):
+        library = folder / name / "libikattn.so"
+        if library.exists():
+            return library
     there = built_for(folder)
     if not there:
         raise ImportError(
@@ -85,10 +93,10 @@ def refuse_cut_short(library: Path) -> None:
 
 
 def built_for(folder: Path = _PACKAGE / "lib") -> list[str]:
-    """Returns the minor versions of torch that a folder has a library for, such as "2.13"."""
+    """Returns the builds of torch that a folder has a library for, such as "2.13" and "2.13+cu13"."""
     names = (path.parent.name for path in folder.glob("torch-*/libikattn.so"))
     series = (name.removeprefix("torch-") for name in names)
-    return sorted(series, key=lambda name: [int(number) for number in name.split(".")])
+    return sorted(series, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
 
 def version() -> str:

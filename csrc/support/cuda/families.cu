@@ -1,6 +1,5 @@
 // Families of kernels that are on; see families.h.
-#include <dlfcn.h>
-#include <sys/stat.h>
+#include <link.h>
 
 #include <fstream>
 #include <map>
@@ -13,16 +12,47 @@
 namespace ikattn::cuda {
 namespace {
 
-// Changes wherever the library does.
-std::string build_key() {
-  Dl_info library;
-  struct stat file;
-  if (dladdr(reinterpret_cast<const void*>(&build_key), &library) == 0 ||
-      stat(library.dli_fname, &file) != 0) {
-    return "unknown";
+// Reads the build ID among a library's notes, in hexadecimal digits: the linker's hash of all of
+// it.
+std::string build_id_of(const char* notes, size_t bytes) {
+  const char* const end = notes + bytes;
+  while (notes + sizeof(ElfW(Nhdr)) <= end) {
+    const auto* note = reinterpret_cast<const ElfW(Nhdr)*>(notes);
+    const auto padded = [](size_t size) { return (size + 3) / 4 * 4; };
+    const char* const content = notes + sizeof *note + padded(note->n_namesz);
+    if (note->n_type == NT_GNU_BUILD_ID) {
+      std::string id;
+      for (size_t i = 0; i < note->n_descsz; ++i) {
+        for (const int shift : {4, 0}) id += "0123456789abcdef"[content[i] >> shift & 15];
+      }
+      return id;
+    }
+    notes = content + padded(note->n_descsz);
   }
-  return std::to_string(file.st_size) + "-" + std::to_string(file.st_mtim.tv_sec) + "." +
-         std::to_string(file.st_mtim.tv_nsec);
+  return "";
+}
+
+// Names this library: the key changes wherever the library does.
+std::string build_key() {
+  std::string key;
+  dl_iterate_phdr(
+      [](dl_phdr_info* library, size_t, void* found) {
+        const auto here = reinterpret_cast<ElfW(Addr)>(&build_id_of) - library->dlpi_addr;
+        bool is_this = false;
+        std::string id;
+        for (const ElfW(Phdr)* part = library->dlpi_phdr;
+             part != library->dlpi_phdr + library->dlpi_phnum; ++part) {
+          if (part->p_type == PT_LOAD) is_this |= here - part->p_vaddr < part->p_memsz;
+          if (part->p_type == PT_NOTE && id.empty()) {
+            id = build_id_of(reinterpret_cast<const char*>(library->dlpi_addr + part->p_vaddr),
+                             part->p_memsz);
+          }
+        }
+        if (is_this) *static_cast<std::string*>(found) = id;
+        return static_cast<int>(is_this);
+      },
+      &key);
+  return key.empty() ? "unknown" : key;
 }
 
 // Returns $XDG_CACHE_HOME/ikattn/proven, or ~/.cache/ikattn/proven.

@@ -18,7 +18,8 @@ from ikattn._library import cmake_prefix_path
 from programs import build_examples, configure_examples, run, run_checked
 
 PACKAGED_FOLDERS = ("csrc", "cmake", "torch_ext", "tests", "examples")
-SERIES = ".".join(torch.__version__.split(".")[:2])
+LIB = Path(ikattn.__file__).parent / "lib"
+BUILD = _library.library_for(torch.__version__, torch.version.cuda, LIB).parent.name
 BUILT = re.compile(r"__pycache__|\.egg-info|torch_ext/ikattn/(lib|include|share)")
 ATTENTION = """
 import torch, ikattn
@@ -74,7 +75,7 @@ def test_package_installs_from_its_sdist(sdist: Path, tmp_path: Path) -> None:
     assert Path(imported.strip()).is_relative_to(site)
     for name in (
         "py.typed",
-        f"lib/torch-{SERIES}/libikattn.so",
+        f"lib/{BUILD}/libikattn.so",
         "lib/libikattn_kernels.so",
         "include/ikattn/attention.h",
         "share/cmake/ikattn/ikattnConfig.cmake",
@@ -97,8 +98,8 @@ def test_cpp_program_trains_with_the_pip_installed_package(source_tree, tmp_path
 @pytest.mark.full
 @pytest.mark.compiles
 def test_cpp_program_trains_after_cmake_install(source_tree: Path, tmp_path: Path) -> None:
-    build = source_tree / "build" / f"torch-{SERIES}"
-    if not (build / f"torch-{SERIES}/libikattn.so").exists():
+    build = source_tree / "build" / BUILD.partition("+")[0]
+    if not (build / BUILD / "libikattn.so").exists():
         pytest.skip(f"no CMake build in {build}: the package was installed from elsewhere")
     prefix = tmp_path / "prefix"
     run_checked("cmake", "--install", build, "--prefix", prefix, cwd=source_tree)
@@ -162,7 +163,7 @@ def test_a_library_for_this_processor_alone_says_what_it_lacks(source_tree, tmp_
     options = ("-DIKATTN_ISA=native", "-DWITH_CUDA=OFF", torch_dir)
     run_checked("cmake", "-S", source_tree, "-B", tmp_path, *options, cwd=source_tree)
     run_checked("cmake", "--build", tmp_path, "--target", "ikattn", "-j", 2, cwd=source_tree)
-    library = tmp_path / f"torch-{SERIES}/libikattn.so"
+    library = tmp_path / BUILD.partition("+")[0] / "libikattn.so"
     program = (
         f"import torch; torch.ops.load_library({str(library)!r})\n"
         "q = torch.randn(1, 2, 40, 16, dtype=torch.bfloat16)\n"
@@ -191,14 +192,22 @@ def test_import_into_another_torch_says_built_for_and_got(tmp_path: Path) -> Non
     assert "run: pip install --no-build-isolation" in error
 
 
-def test_the_library_is_that_of_the_minor_version_of_torch(tmp_path: Path) -> None:
-    library = tmp_path / "torch-2.13/libikattn.so"
-    library.parent.mkdir()
-    library.touch()
-    for running in ("2.13.0", "2.13.1+cu130", "2.13.0a0+git1"):
-        assert _library.library_for(running, tmp_path) == library
-    with pytest.raises(ImportError, match=r"built for torch 2\.13, but this is torch 2\.1\.3"):
-        _library.library_for("2.1.3", tmp_path)
+def test_the_library_is_that_of_the_build_of_torch(tmp_path: Path) -> None:
+    for name in ("torch-2.13", "torch-2.13+cu13", "torch-2.9"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libikattn.so").touch()
+    for running, cuda, name in (
+        ("2.13.0", None, "torch-2.13"),
+        ("2.13.1+cu130", "13.0", "torch-2.13+cu13"),
+        ("2.13.1+cu126", "12.6", "torch-2.13"),
+        ("2.13.0a0+git1", None, "torch-2.13"),
+        ("2.9.1+cu130", "13.0", "torch-2.9"),
+    ):
+        found = _library.library_for(running, cuda, tmp_path)
+        assert found == tmp_path / name / "libikattn.so"
+    there = r"built for torch 2\.9, 2\.13, 2\.13\+cu13, but this is torch 2\.1\.3"
+    with pytest.raises(ImportError, match=there):
+        _library.library_for("2.1.3", None, tmp_path)
 
 
 def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
@@ -212,7 +221,7 @@ def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
     assert "pip install --no-build-isolation ." in error
 
 
-@pytest.mark.parametrize("name", ["libikattn_kernels.so", f"torch-{SERIES}/libikattn.so"])
+@pytest.mark.parametrize("name", ["libikattn_kernels.so", f"{BUILD}/libikattn.so"])
 @pytest.mark.parametrize("share", [0, 0.5, 0.999])
 def test_a_library_that_was_cut_short_is_named(tmp_path: Path, name: str, share: float) -> None:
     shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
@@ -226,7 +235,7 @@ def test_a_library_that_was_cut_short_is_named(tmp_path: Path, name: str, share:
 
 def test_a_library_that_does_not_load_says_for_which_torch_it_is(tmp_path: Path) -> None:
     shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
-    (tmp_path / f"ikattn/lib/torch-{SERIES}/libikattn.so").write_bytes(bytes(100))
+    (tmp_path / f"ikattn/lib/{BUILD}/libikattn.so").write_bytes(bytes(100))
     finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     error = finished.stderr.strip().splitlines()[-1]
     assert f"does not load into torch {torch.__version__}: " in error
