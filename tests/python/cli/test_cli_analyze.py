@@ -249,7 +249,7 @@ def stop_after(
     monkeypatch: pytest.MonkeyPatch, lines: int, error: type[BaseException] = KeyboardInterrupt
 ) -> None:
     """Raises before the entry after so many lines is written, when its files are."""
-    added = results.Ledger.add
+    added = results.Results.add_entry
     count = iter(range(lines + 1))
 
     def add(ledger: Any, entry: dict[str, Any]) -> None:
@@ -257,7 +257,7 @@ def stop_after(
             raise error
         added(ledger, entry)
 
-    monkeypatch.setattr(results.Ledger, "add", add)
+    monkeypatch.setattr(results.Results, "add_entry", add)
 
 
 @pytest.mark.parametrize("lines", [0, 1, 4])

@@ -1,57 +1,50 @@
 """``python -m ikattn analyze``: maps of every line of a text, as files in one directory.
 
-    DIR/manifest.json      what was asked for; a run with other wishes is refused
-    DIR/lines.jsonl        one entry for each finished line, in the order they were finished
     DIR/line-000017.npz    the maps of line 17, its padding cut off; other formats likewise
     DIR/index.html         the lines, to find and sort, with links to their pages, where pages
                            were asked for
-
-Tables and sums are files of many lines (parts.py), of which lines.jsonl has an entry for each part.
+    DIR/sums.npz           the sums of all lines' maps, where these were asked for, and
+    DIR/summary.html       a page of their means
 
 A line's files are written whole, each under its final name at once; only then does its entry go to
-lines.jsonl, and to the disk. So whatever stops a run, its entries tell what is finished, and the
-same command does the rest. In memory are one batch of lines and a byte for each line.
-
-Several processes may share a directory, each with its shard of the lines (shards.py). They talk
-through lines.jsonl alone (ledger.py); who finishes the last line makes what is made of all lines.
+lines.jsonl, and to the disk. Sums are written after some lines, in the place of the sums before. So
+whatever stops a run, the directory tells what is finished (results.py), and the same command does
+the rest. In memory are one batch of lines and a byte for each line.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.index import overview, write_index
-from ikattn.cli.job import Job, Line, Source, drawable_maps, read_lines
+from ikattn.cli.job import Job, Line, Source, drawable_maps, lines_between_saves, read_lines
 from ikattn.cli.model import AnalyzedModel
-from ikattn.cli.parts import SUMS, merge_sums, open_part
-from ikattn.cli.progress import Ledger
-from ikattn.cli.results import one_at_a_time, open_results
+from ikattn.cli.results import INDEX, SUMMARY, Results, open_results
+from ikattn.cli.summary import write_summary
 from ikattn.maps.layers import Batch
 from ikattn.maps.recording import Recording
 
 _NEEDS = {"npz": ("numpy", "numpy"), "png": ("matplotlib", "'ikattn[viz]'")}
 _NEEDS |= {"sums": ("numpy", "numpy")}
-_NEEDS |= dict.fromkeys(("parquet", "arrow"), ("pyarrow", "'ikattn[corpora]'"))
 _PAGES = ("html", "png")  # what is to be looked at: an empty line has none
-_SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def analyze(job: Job, say: Callable[[str], None]) -> int:
-    """Does what of the job, and of its shard of it, is not done yet.
+def analyze(job: Job, source: Source, target: Source | None, say: Callable[[str], None]) -> int:
+    """Does what of the job is not done yet.
 
     Args:
         job: What to do.
+        source: The lines.
+        target: What the decoder of a sequence-to-sequence model reads, line by line.
         say: Receives notices, one line each.
 
     Returns:
@@ -61,52 +54,27 @@ def analyze(job: Job, say: Callable[[str], None]) -> int:
         AnalyzeError: The job cannot be done, or not be finished; the message says why.
         KeyboardInterrupt: With a sentence on the finished lines, which stay.
     """
-    _check_libraries(job)
-    source = Source.of("--text", job.texts, job.file)
-    target = None
-    if job.target_texts is not None or job.target_file is not None:
-        target = Source.of("--target-text", job.target_texts, job.target_file)
-        if target.count != source.count:
-            raise AnalyzeError(
-                f"the target must have as many lines as the text, {source.count}, "
-                f"got {target.count}"
-            )
+    if target is not None and target.count != source.count:
+        raise AnalyzeError(
+            f"the target must have as many lines as the text, {source.count}, got {target.count}"
+        )
     # Results that are there are given up only for a run that can begin.
     model = AnalyzedModel.load(job, has_target=target is not None) if job.restart else None
-    job = _restarted(job, source, target)
-    with open_results(job, source, target) as ledger:
-        is_done = ledger.count == source.count
-        if is_done:
-            _say_once(job, say, f"all {source.count} lines are done already")
+    with open_results(job, source, target) as results:
+        if results.count == results.total:
+            say(f"all {results.total} lines are done already")
         else:
-            _run(job, model, source, target, ledger, say)
-        if ledger.missing(job.shard, job.lines_in_a_part(source.count)):
-            raise _changed(source.count, ledger.count)
-        if ledger.count == source.count:
-            _finish(job, ledger, is_first=is_done and job.shard.number == 1)
-        else:
-            left = source.count - ledger.count
-            _say_once(job, say, f"{job.shard} is done; others have {left} lines to do")
-        return ledger.count
-
-
-def _changed(expected: int, found: int) -> AnalyzeError:
-    return AnalyzeError(
-        f"the text had {expected} lines before the run, of which {found} were found: it must not "
-        "change meanwhile"
-    )
-
-
-def _restarted(job: Job, source: Source, target: Source | None) -> Job:
-    """The job without its wish to begin anew, where ranks of torchrun have one for all of them."""
-    if not job.restart or job.shard.ranks == 1:
-        return job
-    if job.shard.restarts == 0:  # else what the ranks have done before they were started again
-        if job.shard.rank == 0:
-            with open_results(job, source, target):
-                pass
-        job.shard.wait_for_others()
-    return replace(job, restart=False)
+            _run(job, model, source, target, results, say)
+        if results.count < results.total:
+            raise AnalyzeError(
+                f"the text had {results.total} lines before the run, of which {results.count} were "
+                "found: it must not change meanwhile"
+            )
+        if "html" in job.formats:
+            write_index(job.out / INDEX, job.model, results.ledger)
+        if "sums" in job.formats:
+            write_summary(job.out / SUMMARY, results.sums)
+        return results.count
 
 
 def _run(
@@ -114,103 +82,30 @@ def _run(
     loaded: AnalyzedModel | None,
     source: Source,
     target: Source | None,
-    ledger: Ledger,
+    results: Results,
     say: Callable[[str], None],
 ) -> None:
-    if ledger.count:
-        _say_once(job, say, f"resuming: {ledger.count} of {source.count} lines are done")
+    if results.count:
+        say(f"resuming: {results.count} of {results.total} lines are done")
     try:
         model = loaded or AnalyzedModel.load(job, has_target=target is not None)
-        with _progress(job, ledger) as (advance, note):
-            if job.part_formats:
-                _do_parts(job, model, read_lines(source, target), ledger, advance, note)
-            else:
-                _do_lines(job, model, read_lines(source, target), ledger, advance, note)
-            while job.shard.waits and ledger.count < ledger.total:  # for the other ranks
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-                ledger.follow()
-                advance(0)
+        lines = (x for x in read_lines(source, target) if not results.has(x.number))
+        with _progress(results) as (advance, note):
+            while chunk := list(islice(lines, job.batch_size)):
+                for line, recording, truncated in _maps_of(job, model, chunk, note):
+                    if not results.has_files(line.number):
+                        names = _write_line(job, line, recording)
+                        results.add_entry(_entry(job, line, recording, truncated, names))
+                    results.add_to_sums(line.number, recording)
+                    advance()
+                if results.unsaved >= lines_between_saves(results.total):
+                    results.save_sums()
+            results.save_sums()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"interrupted after {ledger.count} of {source.count} lines; the same command goes on "
+            f"interrupted after {results.count} of {results.total} lines; the same command goes on "
             "from there"
         ) from None
-
-
-def _do_lines(
-    job: Job,
-    model: AnalyzedModel,
-    lines: Iterator[Line],
-    ledger: Ledger,
-    advance: Callable[[int], Any],
-    note: Callable[[str], Any],
-) -> None:
-    """Each line is finished by itself."""
-    waiting = (
-        line
-        for line in lines
-        if job.shard.has(line.number - 1) and not ledger.has(range(line.number, line.number + 1))
-    )
-    while chunk := list(islice(waiting, job.batch_size)):
-        for line, recording, truncated in _maps_of(job, model, chunk, note):
-            names = _write_line(job, line, recording)
-            ledger.add([_entry(job, line, recording, truncated, names)])
-            advance(0)
-        ledger.follow()
-
-
-def _do_parts(
-    job: Job,
-    model: AnalyzedModel,
-    lines: Iterator[Line],
-    ledger: Ledger,
-    advance: Callable[[int], Any],
-    note: Callable[[str], Any],
-) -> None:
-    """The lines of a part are finished together: with the files that they share."""
-    size = job.lines_in_a_part(ledger.total)
-    for part, waiting in groupby(lines, lambda line: (line.number - 1) // size):
-        if not job.shard.has(part):
-            continue
-        ledger.follow()
-        own = range(part * size + 1, min((part + 1) * size, ledger.total) + 1)
-        if ledger.has(own):
-            continue
-        entries = []
-        number = 0
-        with open_part(job, part, model.map_dtype) as writer:
-            while chunk := list(islice(waiting, job.batch_size)):
-                for line, recording, truncated in _maps_of(job, model, chunk, note):
-                    number = line.number
-                    writer.add(line, recording, truncated)
-                    if job.line_formats:
-                        names = [*_write_line(job, line, recording), *writer.names]
-                        entries.append(_entry(job, line, recording, truncated, names))
-                ledger.follow()
-                advance(number - own[0] + 1)
-            if number != own[-1]:
-                raise _changed(ledger.total, number)
-        if not job.line_formats:
-            entries = [{"line": own[0], "through": own[-1], "files": writer.names}]
-        ledger.add(entries)
-        advance(0)
-
-
-def _finish(job: Job, ledger: Ledger, *, is_first: bool) -> None:
-    """Makes what is made of all lines, where it is ours to make or somebody has not made it."""
-    results = {"html": "index.html", "sums": SUMS}
-    wanted = [name for kind, name in results.items() if kind in job.formats]
-    is_ours = ledger.is_last or is_first or job.shard.count == 1
-    with one_at_a_time(job):
-        if "index.html" in wanted and (is_ours or not (job.out / "index.html").is_file()):
-            write_index(job, ledger)
-        if SUMS in wanted:
-            merge_sums(job.out, -(-ledger.total // job.lines_in_a_part(ledger.total)))
-
-
-def _say_once(job: Job, say: Callable[[str], None], text: str) -> None:
-    if job.shard.speaks:
-        say(text)
 
 
 def _maps_of(
@@ -275,8 +170,8 @@ def _pictured(job: Job, recording: Recording) -> str | None:
     return next(iter(there), None)
 
 
-def _check_libraries(job: Job) -> None:
-    """Before anything is loaded: what this job needs and whether its model can exist."""
+def check_libraries(job: Job) -> None:
+    """Raises AnalyzeError, before anything is read, where a library or the model is missing."""
     needs = {"transformers": "'ikattn[analyze]'"}
     needs |= {library: source for kind, (library, source) in _NEEDS.items() if kind in job.formats}
     for library, source in needs.items():
@@ -288,35 +183,23 @@ def _check_libraries(job: Job) -> None:
 
 
 @contextmanager
-def _progress(
-    job: Job, ledger: Ledger
-) -> Iterator[tuple[Callable[[int], Any], Callable[[str], Any]]]:
-    """How to show the lines that all have done, and to write a notice beside their number.
-
-    The first function takes how many more are done of a part that is not whole yet.
-    """
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr)
-
-    if not job.shard.speaks:
-        yield lambda _: None, note
+def _progress(results: Results) -> Iterator[tuple[Callable[[], Any], Callable[[str], Any]]]:
+    """How to show the lines that are done, and to write a notice beside their number."""
+    total, shown = results.total, results.reached
+    if find_spec("tqdm") is not None:
+        options = {"total": total, "initial": shown, "unit": "line", "file": sys.stderr}
+        with import_module("tqdm").tqdm(**options) as bar:
+            yield (
+                lambda: bar.update(results.reached - bar.n),
+                lambda text: bar.write(text, sys.stderr),
+            )
         return
-    if find_spec("tqdm") is None:
-        step = max(1, ledger.total // 20)
-        shown = ledger.count
+    step = max(1, total // 20)
 
-        def advance(_: int) -> None:
-            nonlocal shown
-            if ledger.count // step > shown // step or shown < ledger.count == ledger.total:
-                shown = ledger.count
-                print(f"{shown} of {ledger.total} lines", file=sys.stderr)
+    def advance() -> None:
+        nonlocal shown
+        if results.reached // step > shown // step or shown < results.reached == total:
+            shown = results.reached
+            print(f"{shown} of {total} lines", file=sys.stderr)
 
-        yield advance, note
-        return
-    options = {"total": ledger.total, "initial": ledger.count, "unit": "line", "file": sys.stderr}
-    with import_module("tqdm").tqdm(**options) as bar:
-        yield (
-            lambda more: bar.update(ledger.count + more - bar.n),
-            lambda text: bar.write(text, sys.stderr),
-        )
+    yield advance, lambda text: print(text, file=sys.stderr)

@@ -9,7 +9,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +16,10 @@ import torch
 from ikattn._info import info
 from ikattn._library import cmake_prefix_path
 from ikattn.cli.errors import Notice, sentence
-from ikattn.cli.tables import Table, is_table
+from ikattn.cli.job import FORMATS, GROUPS, TABLE, Job, Source, drawable_maps
+from ikattn.recorder.plan.run_maps import ALL_MAPS
+
+_KNOWN_MAPS = (*ALL_MAPS, *GROUPS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,8 +153,6 @@ def _selftest(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from ikattn.cli.job import FORMATS
-
     parser = _add(
         commands,
         "analyze",
@@ -167,7 +167,7 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add(
         "--maps",
         default="usual",
-        help=f"any of {', '.join(_known_maps())}, with commas; each layer gives those that it has; "
+        help=f"any of {', '.join(_KNOWN_MAPS)}, with commas; each layer gives those that it has; "
         "usual: all but similarity, magnitude and per_head (default: %(default)s); ledger: these "
         "three, weights and value_norms",
     )
@@ -179,6 +179,7 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add(
         "--format",
+        dest="formats",
         default="html",
         metavar="FORMATS",
         help=f"any of {', '.join(FORMATS)}, with commas (default: %(default)s); sums: means over "
@@ -195,19 +196,6 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--max-length", type=_positive, metavar="N", help="in tokens; longer lines are cut")
     add("--device", type=_device, default="cpu", help="default: %(default)s")
     add("--restart", action="store_true", help="replace the results of an earlier run")
-    add(
-        "--shards",
-        metavar="K/N",
-        help="do the K-th of N shares of the lines, K from 1; N processes may share a DIR. "
-        "torchrun does so by itself",
-    )
-    add(
-        "--part-lines",
-        type=_positive,
-        metavar="N",
-        help="lines in a file of parquet, arrow or sums (default: as many as make a thousand "
-        "files, and 16 at least)",
-    )
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -218,16 +206,9 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         "--file",
         type=Path,
         metavar="F",
-        help="UTF-8, one sequence a line; or a table: .parquet, .arrow, or a directory of them",
+        help="UTF-8, one sequence a line; or a table, .jsonl, one JSON object a line",
     )
-    text.add_argument(
-        "--dataset",
-        metavar="NAME[:CONFIG]",
-        help="of Hugging Face datasets, by its name on the hub",
-    )
-    add = parser.add_argument
-    add("--split", metavar="S", help="of the dataset (default: train)")
-    add("--column", metavar="C", help="of the table or dataset (default: text)")
+    parser.add_argument("--column", metavar="C", help="of the table (default: text)")
     target = parser.add_mutually_exclusive_group()
     target.add_argument(
         "--target-text",
@@ -236,9 +217,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         help="what the decoder reads; may be repeated",
     )
     target.add_argument("--target-file", type=Path, metavar="F", help="likewise, by lines")
-    target.add_argument(
-        "--target-column", metavar="C", help="likewise, of the same table or dataset"
-    )
+    target.add_argument("--target-column", metavar="C", help="likewise, of the same table")
 
 
 def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -268,12 +247,7 @@ def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--device-map", metavar="MAP", help="of accelerate, such as auto, in place of --device")
     add("--revision", metavar="R", help="a branch, tag or commit of the hub")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write coloured text (.html) or numbers (.json)",
-    )
+    add("--out", type=Path, metavar="FILE", help="write coloured text (.html) or numbers (.json)")
 
 
 def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -285,79 +259,34 @@ def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _analyze(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from ikattn.cli.analyze import analyze
-    from ikattn.cli.job import FORMATS, LINE_FORMATS, Job, drawable_maps
-    from ikattn.cli.shards import Shard
+    from ikattn.cli.analyze import analyze, check_libraries
 
     parser = parsed.parser
-    maps = _choices(parser, "--maps", parsed.maps, _known_maps())
-    formats = _choices(parser, "--format", parsed.format, FORMATS)
-    layers = parsed.layers and _choices(parser, "--layers", parsed.layers, None)
-    if {"html", "png"} & set(formats) and not drawable_maps(maps):
+    parsed.maps = _choices(parser, "--maps", parsed.maps, _KNOWN_MAPS)
+    parsed.formats = _choices(parser, "--format", parsed.formats, FORMATS)
+    parsed.layers = parsed.layers and _choices(parser, "--layers", parsed.layers, None)
+    if {"html", "png"} & set(parsed.formats) and not drawable_maps(parsed.maps):
         parser.error("--format html and png need a map of queries and keys, for example summed")
-    try:
-        shard = Shard.of(parsed.shards)
-    except ValueError as error:
-        parser.error(f"--shards {error}")
-    if parsed.restart and shard.count > shard.ranks:
-        parser.error("--restart would remove what other shards have done: remove DIR, and begin")
-    if parsed.part_lines is not None and set(formats) <= set(LINE_FORMATS):
-        parser.error("--part-lines is of the formats parquet, arrow and sums")
-    file, target_file = _sources(parser, parsed)
-    job = Job(
-        model=parsed.model,
-        texts=parsed.text and tuple(parsed.text),
-        file=file,
-        target_texts=parsed.target_text and tuple(parsed.target_text),
-        target_file=target_file,
-        maps=maps,
-        layers=layers,
-        formats=formats,
-        out=parsed.out,
-        batch_size=parsed.batch_size,
-        max_length=parsed.max_length,
-        device=parsed.device,
-        restart=parsed.restart,
-        shard=shard,
-        part_lines=parsed.part_lines,
-    )
-
-    count = analyze(job, say)
-    if shard.speaks:
-        _print(f"{count} line{'' if count == 1 else 's'} in {job.out}")
+    job = Job(**{name: getattr(parsed, name) for name in Job.__dataclass_fields__})
+    check_libraries(job)
+    count = analyze(job, *_sources(parsed), say)
+    _print(f"{count} line{'' if count == 1 else 's'} in {job.out}")
     return 0
 
 
-def _sources(
-    parser: argparse.ArgumentParser, parsed: argparse.Namespace
-) -> tuple[Path | Table | None, Path | Table | None]:
-    """Where lines are, and those that a decoder reads: texts, or columns of tables."""
-    column, split = parsed.column or "text", parsed.split or "train"
-
-    def source(path: Path | None, column: str) -> Path | Table | None:
-        if path is None or not is_table(path):
-            return path
-        return Table(path, column)
-
-    text, target = source(parsed.file, column), source(parsed.target_file, column)
-    if parsed.dataset is not None:
-        text = Table(parsed.dataset, column, split)
-    elif parsed.split is not None:
-        parser.error("--split is of a --dataset")
+def _sources(parsed: argparse.Namespace) -> tuple[Source, Source | None]:
+    """The lines, and those that a decoder reads."""
+    paths = (parsed.file, parsed.target_file)
+    is_table, is_target_table = (path is not None and path.suffix == TABLE for path in paths)
+    for option, fits in (("column", is_table or is_target_table), ("target_column", is_table)):
+        if getattr(parsed, option) is not None and not fits:
+            name = option.replace("_", "-")
+            parsed.parser.error(f"--{name} is of a table: --file must end in {TABLE}")
+    column, target = parsed.column or "text", parsed.target_text or parsed.target_file
+    text = Source.of("--text", parsed.text or parsed.file, column)
     if parsed.target_column is not None:
-        if not isinstance(text, Table):
-            parser.error("--target-column is of a table: --file must be one, or take --dataset")
-        target = replace(text, column=parsed.target_column)
-    if parsed.column is not None and not (isinstance(text, Table) or isinstance(target, Table)):
-        parser.error("--column is of a table: --file must be one, or take --dataset")
-    return text, target
-
-
-def _known_maps() -> tuple[str, ...]:
-    from ikattn.cli.job import GROUPS
-    from ikattn.recorder.plan.run_maps import ALL_MAPS
-
-    return (*ALL_MAPS, *GROUPS)
+        return text, Source.of("--target-column", parsed.file, parsed.target_column)
+    return text, target and Source.of("--target-text", target, column)
 
 
 def _choices(
@@ -386,13 +315,8 @@ def _positive(text: str) -> int:
 
 
 def _device(text: str) -> str:
-    from ikattn.cli.shards import Shard
-
     try:
-        name = Shard.of(None).device(text)
-        torch.empty(0, device=torch.device(name))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        torch.empty(0, device=torch.device(text))
     except (RuntimeError, AssertionError, NotImplementedError):
         raise argparse.ArgumentTypeError(f"torch cannot compute on {text!r} here") from None
-    return name
+    return text

@@ -7,7 +7,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from ikattn._whole_files import whole_file
-from ikattn.cli.job import Job, drawable_maps
-from ikattn.cli.progress import Ledger, read_entry
+from ikattn.cli.job import drawable_maps
 from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
 from ikattn.maps.page.template import template
 from ikattn.maps.recording import Recording
@@ -99,27 +98,24 @@ def _finite(x: float) -> float | None:
     return float(f"{x:.6g}") if math.isfinite(x) else None
 
 
-def write_index(job: Job, ledger: Ledger) -> None:
+def write_index(path: Path, model: str, ledger: Path) -> None:
     """Writes the page of all lines, in the order of the text, with links to the lines' own pages.
 
-    Entries go from the file to the page one by one; in memory are the places of the lines.
+    Entries go from lines.jsonl to the page one by one; in memory are the places of the lines.
     """
-    places = {}
-    with ledger.path.open("rb") as lines:
-        offset = 0
+    places, offset = {}, 0
+    with ledger.open("rb") as lines:
         for written in lines:
-            entry = read_entry(written)
-            if entry is not None:
-                places[entry["line"]] = offset
+            places[json.loads(written)["line"]] = offset
             offset += len(written)
-    title = f"Attention maps of {'/'.join(PurePath(job.model).parts[-2:])}"
+    title = f"Attention maps of {'/'.join(Path(model).parts[-2:])}"
     before, after = template(
         "maps/page/index.html",
         title,
         styles=("maps/page/base.css", "maps/page/index.css"),
         scripts=("maps/page/base.js", "maps/page/index.js"),
     )
-    with whole_file(job.out / "index.html") as file, ledger.path.open("rb") as lines:
+    with whole_file(path) as file, ledger.open("rb") as lines:
         file.write(before)
         for number in sorted(places):
             lines.seek(places[number])
@@ -128,27 +124,24 @@ def write_index(job: Job, ledger: Ledger) -> None:
 
 
 def _item(entry: dict[str, Any]) -> str:
-    """A line of the list; numbers that an earlier version did not write are left open."""
-    view = entry.get("overview") or {}
-    thumbnail = view.get("thumbnail")
-    drawing = f' data-map="{view["map"]} {thumbnail}"' if thumbnail else ""
+    """A line of the list; numbers that are not finite are left open."""
+    view, count = entry["overview"], len(entry["tokens"])
+    drawing = f' data-map="{view["map"]} {view["thumbnail"]}"' if view["thumbnail"] else ""
     text = html.escape(entry["text"].strip()) or "<i>empty</i>"
     page = next((name for name in entry["files"] if name.endswith(".html")), None)
     shown = f'<a href="{page}" dir="auto">{text}</a>' if page else f'<span dir="auto">{text}</span>'
-    if entry.get("target"):
+    if entry["target"]:
         shown += f'<span class="target" dir="auto">{html.escape(entry["target"].strip())}</span>'
-    length = None if entry.get("tokens") is None else len(entry["tokens"])
-    ratio, entropy = view.get("mixing_ratio"), view.get("entropy")
     numbers = (
-        _number(length, "1 token" if length == 1 else f"{length} tokens")
-        + _number(ratio, f"mixing {100 * (ratio or 0):.0f} %")
-        + _number(entropy, f"{entropy or 0:.2f} bits")
+        (count, f"{count} token{'' if count == 1 else 's'}"),
+        (view["mixing_ratio"], f"mixing {100 * (view['mixing_ratio'] or 0):.0f} %"),
+        (view["entropy"], f"{view['entropy'] or 0:.2f} bits"),
+    )
+    data = "".join(
+        "<data></data>" if value is None else f'<data value="{value}">{words}</data>'
+        for value, words in numbers
     )
     return (
         f'<li value="{entry["line"]}"{drawing}><div class="text">{shown}</div>'
-        f'<div class="numbers">{numbers}</div></li>\n'
+        f'<div class="numbers">{data}</div></li>\n'
     )
-
-
-def _number(value: float | None, text: str) -> str:
-    return "<data></data>" if value is None else f'<data value="{value}">{text}</data>'

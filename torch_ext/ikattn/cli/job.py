@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ikattn.cli.errors import AnalyzeError, sentence
-from ikattn.cli.shards import Shard
-from ikattn.cli.tables import Table
 from ikattn.maps.sequences import AXES
 from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS
 
 LINE_FORMATS = ("html", "npz", "safetensors", "json", "png")  # a file for each line
-FORMATS = (*LINE_FORMATS, "parquet", "arrow", "sums")  # and one for each part of the lines
+FORMATS = (*LINE_FORMATS, "sums")
 GROUPS = {
     "all": ALL_MAPS,
     "usual": ("weights", *USUAL_MAPS),
     "ledger": (*LEDGER, "value_norms", "per_head"),
 }
+TABLE = ".jsonl"  # the ending of a table
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,17 @@ class Job:
 
     Attributes:
         model: A directory or a name on the Hugging Face hub.
-        texts: Lines; or None, and they are in file.
-        file: A UTF-8 text, one sequence a line; or a column of a table.
-        target_texts, target_file: What the decoder of a sequence-to-sequence model reads, line by
-            line.
         maps: Names of maps and of GROUPS of them; each layer gives those of them that it has.
-        layers: Patterns of names of layers, or numbers as text; None: all.
         formats: Out of FORMATS.
         out: The directory that receives everything.
+        layers: Patterns of names of layers, or numbers as text; None: all.
         batch_size: Lines in one forward call.
         max_length: In tokens; None: as long as the model allows.
         device: As torch names it.
         restart: Forget what an earlier run has finished.
-        shard: Which of the lines this process does.
-        part_lines: In a file of many lines; None: as many as make a thousand files, and at least
-            16.
     """
 
     model: str
-    texts: tuple[str, ...] | None
-    file: Path | Table | None
-    target_texts: tuple[str, ...] | None
-    target_file: Path | Table | None
     maps: tuple[str, ...]
     formats: tuple[str, ...]
     out: Path
@@ -59,24 +48,11 @@ class Job:
     max_length: int | None = None
     device: str = "cpu"
     restart: bool = False
-    shard: Shard = field(default_factory=Shard)
-    part_lines: int | None = None
 
     @property
     def line_formats(self) -> tuple[str, ...]:
         """Formats with a file for each line."""
         return tuple(kind for kind in self.formats if kind in LINE_FORMATS)
-
-    @property
-    def part_formats(self) -> tuple[str, ...]:
-        """Formats with a file for each part of the lines."""
-        return tuple(kind for kind in self.formats if kind not in LINE_FORMATS)
-
-    def lines_in_a_part(self, count: int) -> int:
-        """How many of count lines are finished together; they are one process's."""
-        if not self.part_formats:
-            return 1
-        return self.part_lines or max(16, math.ceil(count / 1000))
 
 
 @dataclass(frozen=True)
@@ -102,45 +78,75 @@ def drawable_maps(maps: Sequence[str]) -> list[str]:
     return [name for name in single_maps(maps) if AXES.get(name, "").endswith("LS")]
 
 
+def lines_between_saves(count: int) -> int:
+    """How many of count lines a killed run may have to add to its sums again."""
+    return max(16, math.ceil(count / 1000))
+
+
 @dataclass(frozen=True)
 class Source:
-    """Lines of text, counted and hashed, but not kept where they come from a file."""
+    """Lines of text, counted and hashed, but not kept where they come from a file.
 
-    texts: tuple[str, ...] | None
-    file: Path | Table | None
-    count: int
-    digest: str
+    Attributes:
+        texts: Lines; or the path of a UTF-8 text, or of a table: JSON lines.
+        column: Which of a table.
+        count: How many lines there are.
+        digest: Of the lines.
+    """
+
+    texts: Sequence[str] | Path
+    column: str
+    count: int = 0
+    digest: str = ""
 
     @staticmethod
-    def of(option: str, texts: tuple[str, ...] | None, file: Path | Table | None) -> Source:
+    def of(option: str, texts: Sequence[str] | Path, column: str = "text") -> Source:
+        """Reads all lines once.
+
+        Raises:
+            AnalyzeError: They cannot be read, or there is none; option names what was given.
+        """
         digest, count = hashlib.sha256(), 0
-        if isinstance(file, Path) and file.exists() and not file.is_file():
-            raise AnalyzeError(f"{file} must be a regular file, which can be read twice")
+        place = texts if isinstance(texts, Path) else option
+        if isinstance(texts, Path) and texts.exists() and not texts.is_file():
+            raise AnalyzeError(f"{texts} must be a regular file, which can be read twice")
         try:
-            for text in Source(texts, file, 0, ""):
+            for text in Source(texts, column):
                 digest.update(text.encode() + b"\n")
                 count += 1
         except UnicodeDecodeError as error:
-            raise AnalyzeError(f"{file}, line {count + 1}: must be UTF-8; {error}") from error
+            raise AnalyzeError(f"{place}, line {count + 1}: must be UTF-8; {error}") from error
         except UnicodeEncodeError as error:
-            raise AnalyzeError(f"{option}, line {count + 1}: must be text; {error}") from error
-        except (OSError, ValueError) as error:
-            cause = getattr(error, "strerror", None) or sentence(error)
-            raise AnalyzeError(f"cannot read {file}: {cause}") from error
+            raise AnalyzeError(f"{place}, line {count + 1}: must be text; {error}") from error
+        except ValueError as error:
+            raise AnalyzeError(f"{place}, line {count + 1}: {error}") from error
+        except OSError as error:
+            cause = error.strerror or sentence(error)
+            raise AnalyzeError(f"cannot read {place}: {cause}") from error
         if count == 0:
-            raise AnalyzeError(f"{file or option} holds no line")
-        return Source(texts, file, count, digest.hexdigest())
+            raise AnalyzeError(f"{place} holds no line")
+        return Source(texts, column, count, digest.hexdigest())
 
     def __iter__(self) -> Iterator[str]:
-        if self.texts is not None:
+        if not isinstance(self.texts, Path):
             yield from self.texts
-        elif isinstance(self.file, Table):
-            yield from self.file.texts()
-        elif self.file is not None:
-            with self.file.open("rb") as lines:  # decoded one by one, to know which cannot be
-                for number, line in enumerate(lines):
-                    text = line.decode("utf-8" if number else "utf-8-sig")
-                    yield text.rstrip("\r\n")
+            return
+        with self.texts.open("rb") as lines:  # decoded one by one, to know which cannot be
+            for number, line in enumerate(lines):
+                text = line.decode("utf-8" if number else "utf-8-sig").rstrip("\r\n")
+                yield self._cell(text) if self.texts.suffix == TABLE else text
+
+    def _cell(self, text: str) -> str:
+        """The text in a row of a table; one that is null is empty."""
+        try:
+            found = json.loads(text)[self.column]
+        except (ValueError, TypeError, KeyError):
+            found = 0
+        if found is not None and not isinstance(found, str):
+            raise ValueError(
+                f"must be a JSON object with text under {self.column!r}, got {text[:80]}"
+            )
+        return found or ""
 
 
 def read_lines(source: Source, target: Source | None) -> Iterator[Line]:

@@ -76,12 +76,6 @@ class AnalyzedModel:
         _check_maps(job, recording, model.layers)
         return model
 
-    @property
-    def map_dtype(self) -> torch.dtype:
-        """The type of maps in tables: float64 of a model that has it, else float32."""
-        dtypes = {parameter.dtype for parameter in self.loaded.model.parameters()}
-        return torch.float64 if torch.float64 in dtypes else torch.float32
-
     def has_tokens(self, line: Line) -> bool:
         """Whether the tokenizer leaves anything of a line, and of what a decoder reads with it."""
         texts = {"text": line.text}

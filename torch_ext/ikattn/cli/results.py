@@ -1,121 +1,155 @@
-"""The directory of ``python -m ikattn analyze``: what is finished in it, and whose it is."""
+"""The directory of ``python -m ikattn analyze``: what is finished in it, and what is not.
+
+DIR/manifest.json      what was asked for; a run with other wishes is refused
+DIR/lines.jsonl        an entry for each line with files of its own, when these are whole
+DIR/sums-000032.npz    the sums of the first 32 lines, until sums.npz holds those of all
+"""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.job import LINE_FORMATS, Job, Source
-from ikattn.cli.parts import SUMMARY, SUMS
-from ikattn.cli.progress import Ledger, lines_of, read_entry
+from ikattn.explain.corpora.corpus import CorpusSums
+from ikattn.maps.recording import Recording
+
+INDEX, SUMMARY = "index.html", "summary.html"
+_MANIFEST, _LEDGER, _SUMS, _LOCK = "manifest.json", "lines.jsonl", "sums.npz", ".lock"
+_NUMBERED = re.compile(rf"line-\d{{6,}}\.({'|'.join(LINE_FORMATS)})|sums-\d{{6,}}\.npz")
+
+
+class Results:
+    """The finished part of a job: lines with their files, and the sums of the first lines.
+
+    It takes a byte of memory for each line of the text.
+
+    Attributes:
+        ledger: The path of lines.jsonl.
+        total: How many lines there are to do.
+        sums: Those of the first lines.
+    """
+
+    def __init__(self, job: Job, total: int, file: BinaryIO) -> None:
+        self.ledger, self.total, self.sums = job.out / _LEDGER, total, CorpusSums()
+        self._out, self._file = job.out, file
+        self._has_files = bytearray(total) if job.line_formats else bytearray(b"\1" * total)
+        for _, number in _entries(self.ledger, total):
+            if number:
+                self._has_files[number - 1] = 1
+        self._summed = self._saved = total  # lines whose sums are in memory, and in a file
+        if "sums" in job.formats:
+            self._read_sums()
+
+    @property
+    def count(self) -> int:
+        """How many lines stay finished, whatever happens now."""
+        return self._has_files.count(1, 0, self._saved)
+
+    @property
+    def reached(self) -> int:
+        """How many lines are finished, those included whose sums are not saved yet."""
+        return self._has_files.count(1, 0, self._summed)
+
+    def has(self, number: int) -> bool:
+        """Whether nothing is left to do of a line; the first line is 1."""
+        return self.has_files(number) and number <= self._summed
+
+    def has_files(self, number: int) -> bool:
+        """Whether a line has its own files, or needs none."""
+        return self._has_files[number - 1] == 1
+
+    def add_entry(self, entry: dict[str, Any]) -> None:
+        """Marks a line, whose files are whole, as finished, even if the power fails then."""
+        text = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        with doing(f"cannot write {self.ledger}"):
+            while text:
+                text = text[self._file.write(text) :]
+            os.fsync(self._file.fileno())
+        self._has_files[entry["line"] - 1] = 1
+
+    def add_to_sums(self, number: int, recording: Recording) -> None:
+        """Adds a line that follows those added before; of earlier ones nothing is added twice."""
+        if number <= self._summed:
+            return
+        if recording.layers:
+            with doing(f"line {number}"):
+                self.sums.add(recording)
+        self._summed = number
+
+    def save_sums(self) -> None:
+        """Writes the sums of the lines added, in the place of those of fewer lines."""
+        if self._summed == self._saved:
+            return
+        before, self._saved = self._saved, self._summed
+        self.sums.save(self._path_of_sums())
+        (self._out / f"sums-{before:06d}.npz").unlink(missing_ok=True)
+
+    @property
+    def unsaved(self) -> int:
+        """How many lines have their sums in memory alone."""
+        return self._summed - self._saved
+
+    def _path_of_sums(self) -> Path:
+        whole = self._saved == self.total
+        return self._out / (_SUMS if whole else f"sums-{self._saved:06d}.npz")
+
+    def _read_sums(self) -> None:
+        """Reads the sums that an earlier run has saved, and removes those of fewer lines."""
+        parts = sorted(self._out.glob("sums-*.npz"), key=lambda path: int(path.stem[5:]))
+        is_whole = (self._out / _SUMS).is_file()
+        self._saved = self.total if is_whole else int(parts.pop().stem[5:]) if parts else 0
+        self._summed = self._saved
+        if self._saved:
+            path = self._path_of_sums()
+            with doing(f"remove {path}, and the same command does its lines again"):
+                self.sums = CorpusSums.load(path)
+        for path in parts:
+            path.unlink()
 
 
 @contextmanager
-def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Ledger]:
+def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Results]:
     """The directory of results, in the state in which earlier runs left it.
 
-    It is this process's alone where the job has one shard. Processes of several shards share it:
-    the first to come puts it in order, and each has its shard to itself.
-
     Raises:
-        AnalyzeError: It is not writable, another run is at work in it or on this shard, or it holds
-            the results of another job.
+        AnalyzeError: It is not writable, another run is at work in it, or it holds the results of
+            another job.
     """
-    with ExitStack() as held:
-        with doing(f"cannot write to {job.out}"):
-            job.out.mkdir(parents=True, exist_ok=True)
-            run = held.enter_context((job.out / _LOCK).open("w+"))
-        if job.shard.count == 1:
-            _take(run, fcntl.LOCK_EX, f"another run is writing to {job.out}")
-            _put_in_order(job, source, target)
-        else:
-            _enter_with_others(job, source, target, run, held)
-        path = job.out / "lines.jsonl"
-        file = held.enter_context(path.open("a+b"))
-        yield Ledger(path, file, source.count)
-
-
-@contextmanager
-def one_at_a_time(job: Job) -> Iterator[None]:
-    """For coming in, and for what is made of all lines: one process of a shared directory."""
-    if job.shard.count == 1:
-        yield
-        return
-    with (job.out / _ENTRANCE).open("w+") as entrance:
-        fcntl.flock(entrance, fcntl.LOCK_EX)
-        yield
-
-
-_MANIFEST, _LOCK = "manifest.json", ".lock"
-_ENTRANCE = ".lock-entrance"  # of processes that share the directory, one at a time
-_ALONE = (_MANIFEST, _LOCK, "lines.jsonl", "index.html", SUMS, SUMMARY)
-
-
-def _take(lock: IO[str], mode: int, refusal: str) -> None:
-    """Locks a file, which is open to read and write, as NFS wants it."""
-    try:
-        fcntl.flock(lock, mode | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise AnalyzeError(refusal) from None
-
-
-def _enter_with_others(
-    job: Job, source: Source, target: Source | None, run: IO[str], held: ExitStack
-) -> None:
-    """Shares the directory with the processes of other shards."""
-    refusal = f"another run, of all lines, is writing to {job.out}"
-    with one_at_a_time(job):
+    with doing(f"cannot write to {job.out}"):
+        job.out.mkdir(parents=True, exist_ok=True)
+        lock = (job.out / _LOCK).open("w")
+    with lock:
         try:
-            fcntl.flock(run, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # others are at work, in what they put in order
-            _take(run, fcntl.LOCK_SH, refusal)
-            _refuse_what_others_wrote(job.out)
-            _compare_manifest(job, source, target, is_alone=False)
-            if job.restart:
-                raise AnalyzeError(f"another run is writing to {job.out}") from None
-        else:
-            _put_in_order(job, source, target)
-            _take(run, fcntl.LOCK_SH, refusal)
-    name = f"{_LOCK}-shard-{job.shard.number}-of-{job.shard.count}"
-    own = held.enter_context((job.out / name).open("w+"))
-    _take(own, fcntl.LOCK_EX, f"another run is doing {job.shard} in {job.out}")
-    held.callback((job.out / name).unlink, missing_ok=True)
-
-
-def _put_in_order(job: Job, source: Source, target: Source | None) -> None:
-    """Puts a directory in order, which only a process that is alone may do."""
-    _refuse_what_others_wrote(job.out)
-    if job.restart:
-        _remove_results(job.out)
-    for partial in job.out.glob(PARTIAL):  # of a run that was killed
-        partial.unlink()
-    _compare_manifest(job, source, target, is_alone=True)
-    _drop_unsound_entries(job.out / "lines.jsonl", source.count)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AnalyzeError(f"another run is writing to {job.out}") from None
+        _refuse_what_others_wrote(job.out)
+        if job.restart:
+            _remove_results(job.out)
+        for partial in job.out.glob(PARTIAL):  # of a run that was killed
+            partial.unlink()
+        _compare_manifest(job, source, target)
+        _drop_unsound_entries(job.out / _LEDGER, source.count)
+        with (job.out / _LEDGER).open("ab", buffering=0) as file:
+            yield Results(job, source.count, file)
 
 
 def _is_of_results(name: str) -> bool:
     """Whether a run gives a file this name, for good or until it is whole."""
-    names = (
-        rf"line-\d{{6,}}\.({'|'.join(LINE_FORMATS)})",
-        r"part-\d{6,}\.(parquet|arrow)",
-        r"sums-\d{6,}\.npz",
-        rf"{re.escape(_LOCK)}-(entrance|shard-\d+-of-\d+)",
-    )
-    return (
-        name in _ALONE
-        or fnmatch(name, PARTIAL)
-        or any(re.fullmatch(pattern, name) for pattern in names)
-    )
+    alone = (_MANIFEST, _LOCK, _LEDGER, INDEX, _SUMS, SUMMARY)
+    return name in alone or fnmatch(name, PARTIAL) or _NUMBERED.fullmatch(name) is not None
 
 
 def _refuse_what_others_wrote(out: Path) -> None:
@@ -129,7 +163,7 @@ def _refuse_what_others_wrote(out: Path) -> None:
         if not isinstance(written, dict) or "ikattn" not in written:
             raise AnalyzeError(f"{manifest} was not written by this program; take another --out")
         return
-    for name in ("lines.jsonl", "index.html", SUMS, SUMMARY):
+    for name in (_LEDGER, INDEX, _SUMS, SUMMARY):
         if (out / name).exists():
             raise AnalyzeError(
                 f"{out / name} was not written by this program, which finds no manifest.json "
@@ -139,38 +173,32 @@ def _refuse_what_others_wrote(out: Path) -> None:
 
 def _remove_results(out: Path) -> None:
     """Removes the files that a run writes, and no others; no entry outlives its files."""
-    (out / "lines.jsonl").unlink(missing_ok=True)
+    (out / _LEDGER).unlink(missing_ok=True)
     for path in out.iterdir():
-        if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK, _ENTRANCE):
+        if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK):
             path.unlink()
     (out / _MANIFEST).unlink(missing_ok=True)  # without which the others would not be ours
 
 
-def _compare_manifest(job: Job, source: Source, target: Source | None, *, is_alone: bool) -> None:
+def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
     """Writes the manifest of a new run, or makes sure that the old one asks for the same."""
-    wishes = _wishes(job, source, target)
-    path = job.out / _MANIFEST
-
-    def write() -> None:
-        with whole_file(path) as file:
-            file.write(json.dumps(wishes, indent=2).encode() + b"\n")
-
-    if not path.exists():
-        write()
-        return
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in wishes if earlier.get(name) != wishes[name]]
-    except (ValueError, AttributeError):
-        raise AnalyzeError(f"{path} is damaged; --restart begins anew") from None
-    if changed and is_alone and not _has_entries(job.out / "lines.jsonl", source.count):
-        (job.out / SUMS).unlink(missing_ok=True)  # of lines whose entries are lost
-        write()  # over that of a run which came to nothing
-    elif changed:
-        raise AnalyzeError(
-            f"{job.out} holds the results of a run with other {', '.join(changed)}; take another "
-            "--out, or --restart to replace them"
-        )
+    wishes, path = _wishes(job, source, target), job.out / _MANIFEST
+    if path.exists():
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            changed = [name for name in wishes if earlier.get(name) != wishes[name]]
+        except (ValueError, AttributeError):
+            raise AnalyzeError(f"{path} is damaged; --restart begins anew") from None
+        if not changed:
+            return
+        entries = _entries(job.out / _LEDGER, source.count)
+        if any(number for _, number in entries) or any(job.out.glob("sums*.npz")):
+            raise AnalyzeError(
+                f"{job.out} holds the results of a run with other {', '.join(changed)}; take "
+                "another --out, or --restart to replace them"
+            )
+    with whole_file(path) as file:  # also over that of a run which came to nothing
+        file.write(json.dumps(wishes, indent=2).encode() + b"\n")
 
 
 def _wishes(job: Job, source: Source, target: Source | None) -> dict[str, Any]:
@@ -184,7 +212,6 @@ def _wishes(job: Job, source: Source, target: Source | None) -> dict[str, Any]:
         "maps": list(job.maps),
         "layers": job.layers and list(job.layers),
         "formats": list(job.formats),
-        "lines in a part": job.lines_in_a_part(source.count) if job.part_formats else None,
         "max-length": job.max_length,
     }
 
@@ -207,41 +234,34 @@ def _fingerprint(folder: Path, out: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _has_entries(path: Path, total: int) -> bool:
-    return any(is_sound for _, is_sound in _entries(path, total))
-
-
 def _drop_unsound_entries(path: Path, total: int) -> None:
     """Takes away entries that were cut off, came twice, or have lost their files."""
-    if all(is_sound for _, is_sound in _entries(path, total)):
+    if all(number for _, number in _entries(path, total)):
         return
     with whole_file(path) as file:
-        for text, is_sound in _entries(path, total):
-            if is_sound:
-                file.write(text)
+        file.writelines(text for text, number in _entries(path, total) if number)
 
 
-def _entries(path: Path, total: int) -> Iterator[tuple[bytes, bool]]:
-    """Each line of lines.jsonl, and whether its entry stands for finished lines of the text."""
+def _entries(path: Path, total: int) -> Iterator[tuple[bytes, int]]:
+    """Each line of lines.jsonl, and the line of the text that it tells finished; 0: none."""
     if not path.exists():
         return
-    done = bytearray(total)
+    done = bytearray(total + 1)
     with path.open("rb") as lines:
         for text in lines:
-            entry = read_entry(text) if text.endswith(b"\n") else None
-            if entry is None or not _has_files(path.parent, entry):
-                yield text, False
-                continue
-            own = lines_of(entry)
-            begin, end = own.start - 1, own.stop - 1
-            is_new = 0 <= begin < end <= total and not any(done[begin:end])
+            number = _finished_line(path.parent, text)
+            is_new = 0 < number <= total and not done[number]
             if is_new:
-                done[begin:end] = b"\1" * (end - begin)
-            yield text, is_new
+                done[number] = 1
+            yield text, number if is_new else 0
 
 
-def _has_files(folder: Path, entry: dict[str, Any]) -> bool:
-    """Whether the files of an entry are there; sums of a part may be in those of all lines."""
-    whole = (folder / SUMS).is_file()
-    paths = [folder / name for name in entry["files"] if not (whole and name.startswith("sums-"))]
-    return all(path.is_file() and path.stat().st_size > 0 for path in paths)
+def _finished_line(folder: Path, text: bytes) -> int:
+    """The number of an entry whose files are there; 0: it is none, or they are not."""
+    try:
+        entry: Any = json.loads(text) if text.endswith(b"\n") else None
+        files = [(folder / name).stat() for name in entry["files"]]
+        number = int(entry["line"])
+    except (ValueError, TypeError, KeyError, OSError):
+        return 0
+    return number if all(file.st_size for file in files) else 0

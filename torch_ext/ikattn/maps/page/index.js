@@ -8,7 +8,7 @@ const SPARE = 12;  // rows above and below those in view
 
 const state = { sort: 0, direction: 1, found: lines };
 
-// Returns the numbers of tokens, mixing ratio and entropy; NaN where an earlier version wrote none.
+// Returns the numbers of tokens, mixing ratio and entropy; NaN where there is none.
 function numbersOf(item) {
   return [...item.querySelectorAll("data")].map(({ value }) => (value === "" ? NaN : Number(value)));
 }
