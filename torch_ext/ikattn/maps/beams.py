@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer
-from ikattn.maps.sequences import AXES, sequence_count, size_of
+from ikattn.maps.sequences import AXES, changed, sequence_count, size_of
 
 
 def followed_beams(
@@ -31,7 +31,7 @@ def followed_beams(
     rows = beam_indices.cpu()
     found: list[Batch] = []
     for step, call in enumerate(calls[: rows.size(1)]):  # a search may go on after its best ended
-        count = sequence_count(list(call.values()))
+        count = sequence_count(call.values())
         own, ended = rows[:, step].clamp_min(0), rows[:, step] < 0
         if int(own.max()) >= count:
             raise ValueError(
@@ -51,20 +51,11 @@ def rows_of_call(call: Batch, rows: Tensor) -> Batch:
     def taken(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[rows.to(x.device)]
 
-    def of(maps: Contributions) -> Contributions:
-        found = Contributions(query_padding=taken(maps.query_padding))
-        found.key_padding = taken(maps.key_padding)
-        for part in AXES:
-            setattr(found, part, taken(getattr(maps, part)))
-        for part, ratio in maps.mixing_ratio.items():
-            found.mixing_ratio[part] = ratio[rows.to(ratio.device)]
-        return found
-
     def tokens(lists: Sequence[Sequence[str]] | None) -> list[Sequence[str]] | None:
         return None if lists is None else [lists[i] for i in rows.tolist()]
 
     return Batch(
-        {name: of(maps) for name, maps in call.items()},
+        {n: changed(maps, lambda x, _: x[rows.to(x.device)]) for n, maps in call.items()},
         tokens(call.tokens),
         tokens(call.target_tokens),
         taken(call.input_ids),

@@ -16,10 +16,9 @@ from ikattn.maps.summary import Maps, check_padding, layer_contributions, layer_
 from ikattn.maps.through_layers import (
     Residual,
     check_rows,
-    mixing_ratios,
     padding_of,
     steps_of,
-    with_residual,
+    with_residuals,
 )
 
 
@@ -175,22 +174,20 @@ def _single_step(
 ) -> tuple[Tensor, Tensor | None]:
     """One layer's map, [B, L, S], as rollout would take it, and the padding of its queries."""
     caller = "token_importance"
-    one: Maps
+    one: Maps = maps
     if isinstance(maps, (RecordedMaps, Batch)):
         if isinstance(layer, int):
             names = list(layer_contributions(maps, layers, caller))
             layer = names[_checked_number(layer, len(names))]
-        one, layers = maps, [layer]
+        layers = [layer]
         check_rows(maps, layers, map, caller)
         if query_padding is None:
             query_padding = layer_contributions(maps, layers, caller)[layer].query_padding
+    elif isinstance(layer, str):
+        raise ValueError(f"{caller}: layer must be a number where maps are tensors, got {layer!r}")
     else:
-        if isinstance(layer, str):
-            raise ValueError(
-                f"{caller}: layer must be a number where maps are tensors, got {layer!r}"
-            )
         one = [maps[_checked_number(layer, len(maps))]]
-    (found,) = layer_maps(
+    found = layer_maps(
         one,
         map=map,
         layers=layers,
@@ -198,15 +195,14 @@ def _single_step(
         key_padding=key_padding,
         caller=caller,
     )
-    B, L, S = found.shape
+    B, L, S = found[0].shape
     if residual is not None and L != S:
         raise ValueError(
             f"{caller}: residual must be None where queries and keys differ, got {residual} for a "
             f"map of shape {[B, L, S]}"
         )
-    (ratio,) = mixing_ratios(one, layers, residual, 1, (B, L), caller)
-    step = row_shares(found) if normalize else found
-    return with_residual(step, ratio, query_padding), query_padding
+    (step,) = with_residuals(found, one, normalize, layers, residual, query_padding, caller)
+    return step, query_padding
 
 
 def _checked_number(layer: int, N: int) -> int:

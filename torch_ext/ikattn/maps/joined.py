@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ikattn.maps.beams import rows_of_call
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer, RecordedMaps
-from ikattn.maps.sequences import AXES, keys_before, room_of, sequence_count, size_of
+from ikattn.maps.sequences import keys_before, room_of, sequence_count, size_of, tensors_of
 
 
 def groups_of_calls(recording: RecordedMaps) -> list[list[Batch]]:
@@ -33,7 +33,7 @@ def _goes_on(layers: Mapping[str, Layer], before: Batch, batch: Batch) -> bool:
     own = [name for name in batch if layers[name].kind == "self"]
     if not own or list(batch) != list(before):
         return False
-    if sequence_count(list(batch.values())) != sequence_count(list(before.values())):
+    if sequence_count(batch.values()) != sequence_count(before.values()):
         return False
     first, since = (_begins(layers, call) for call in (before, batch))
     if first is None or since is None:
@@ -55,7 +55,7 @@ def _begins(layers: Mapping[str, Layer], batch: Batch) -> int | None:
 
 def _check_places(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> None:
     """Raises ValueError where the keys of a call are not those of the call before, and its own."""
-    rows = sequence_count(list(calls[0].values()))
+    rows = sequence_count(calls[0].values())
     if rows > 1 and all(maps.value_norms is None for maps in calls[0].values()):
         warnings.warn(
             f"joined: {rows} sequences without the map 'value_norms': whether they changed their "
@@ -181,15 +181,15 @@ def _reads(layers: Mapping[str, Layer], encoder: Batch, decoder: Batch) -> bool:
         return False
     if set(encoder) & set(decoder):
         return False
-    counts = [sequence_count(list(call.values())) for call in (encoder, decoder)]
+    counts = [sequence_count(call.values()) for call in (encoder, decoder)]
     keys = size_of(crossing[0], "S")
     fits = all(size_of(maps, "L") == keys for maps in encoder.values())
     return fits and counts[0] > 0 and counts[1] % counts[0] == 0
 
 
 def _as_one(encoder: Batch, decoder: Batch) -> Batch:
-    each = sequence_count(list(decoder.values())) // sequence_count(list(encoder.values()))
-    rows = torch.arange(sequence_count(list(encoder.values()))).repeat_interleave(each)
+    each = sequence_count(decoder.values()) // sequence_count(encoder.values())
+    rows = torch.arange(sequence_count(encoder.values())).repeat_interleave(each)
     source = rows_of_call(encoder, rows)
     return Batch(
         {**source.layers, **decoder.layers},
@@ -222,43 +222,37 @@ def _joined(
     width = max(span.stop for span in spans)
     rows = [*kept, size_of(last, "L") or 0]
 
-    def over_all(tensor: Tensor, span: range) -> Tensor:
-        own = tensor[..., : len(span)]
-        return F.pad(own, (span.start, width - span.stop))
-
-    found = Contributions()
-    for map_, axes in AXES.items():
-        tensors = [getattr(part, map_) for part in parts]
-        if any(tensor is None for tensor in tensors):
-            continue
-        wide = [over_all(tensor, span) for tensor, span in zip(tensors, spans, strict=True)]
+    def joined(tensors: Sequence[Tensor], axes: str) -> Tensor:
+        if "S" in axes:
+            padding = [(span.start, width - span.stop) for span in spans]
+            cut = [x[..., : len(span)] for x, span in zip(tensors, spans, strict=True)]
+            tensors = [F.pad(x, own) for x, own in zip(cut, padding, strict=True)]
         if "L" in axes:
-            own_rows = [each[..., :count, :] for each, count in zip(wide, rows, strict=True)]
-            setattr(found, map_, torch.cat(own_rows, -2))
-            continue
-        for span, each in zip(spans[1:], wide[1:], strict=True):  # later calls know better
-            wide[0][..., span.start : span.stop] = each[..., span.start : span.stop]
-        setattr(found, map_, wide[0])
-    for map_ in last.mixing_ratio:
-        ratios = [part.mixing_ratio.get(map_) for part in parts]
-        there = [ratio[:, :n] for ratio, n in zip(ratios, rows, strict=True) if ratio is not None]
-        if len(there) == len(parts):
-            found.mixing_ratio[map_] = torch.cat(there, 1)
-    if any(part.query_padding is not None for part in parts):
-        paddings = []
-        for part, count in zip(parts, rows, strict=True):
-            none = torch.zeros(_batch_of(part), count, dtype=torch.bool)
-            own = part.query_padding
-            paddings.append(none if own is None else own[:, :count].to(none.device))
-        found.query_padding = torch.cat(paddings, 1)
-    if any(part.key_padding is not None for part in parts):
-        padding = torch.zeros(_batch_of(last), width, dtype=torch.bool)
-        for part, span in zip(parts, spans, strict=True):
-            if part.key_padding is not None:
-                padding[:, span.start : span.stop] = part.key_padding[:, : len(span)].cpu()
-        found.key_padding = padding if bool(padding.any()) else None
+            dim = axes.index("L") - len(axes)
+            parts_ = [x.narrow(dim, 0, count) for x, count in zip(tensors, rows, strict=True)]
+            return torch.cat(parts_, dim)
+        for span, x in zip(spans[1:], tensors[1:], strict=True):  # later calls know better
+            tensors[0][..., span.start : span.stop] = x[..., span.start : span.stop]
+        return tensors[0]
+
+    found, B = Contributions(), sequence_count([last])
+    named = [{name: x for name, _, x in tensors_of(part)} for part in parts]
+    for name_, axes, _ in tensors_of(last):
+        if all(name_ in each for each in named):
+            of_all = joined([each[name_] for each in named], axes)
+            ratio, _, of_map = name_.partition(".")
+            if of_map:
+                found.mixing_ratio[of_map] = of_all
+            else:
+                setattr(found, ratio, of_all)
+    paddings = [part.query_padding for part in parts]
+    if any(x is not None for x in paddings):
+        none = [torch.zeros(B, count).bool() for count in rows]
+        own = [y if x is None else x.to(y.device) for x, y in zip(paddings, none, strict=True)]
+        found.query_padding = joined(own, "L")
+    hidden = torch.zeros(B, width).bool()
+    for part, span in zip(parts, spans, strict=True):
+        if part.key_padding is not None:
+            hidden[:, span.start : span.stop] = part.key_padding[:, : len(span)].cpu()
+    found.key_padding = hidden if bool(hidden.any()) else None
     return found
-
-
-def _batch_of(maps: Contributions) -> int:
-    return sequence_count([maps])

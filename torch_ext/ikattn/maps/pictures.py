@@ -16,7 +16,7 @@ from ikattn._optional import optional
 from ikattn._whole_files import whole_file
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer, RecordedMaps, name_of_layer
-from ikattn.maps.sequences import AXES, SequenceMaps, sequences
+from ikattn.maps.sequences import AXES, SequenceMaps, sequences, tensors_of
 from ikattn.maps.tokens import Tokens
 
 _FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
@@ -51,22 +51,7 @@ def draw(
     *,
     dpi: int = 160,
 ) -> None:
-    """Draws what :meth:`Recording.plot` describes.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-        ValueError: A map, layer, sequence or number of tokens that does not fit.
-        OSError: The path cannot be written, or the disk is full.
-
-    Example:
-        >>> import tempfile, torch, ikattn
-        >>> from ikattn.maps import Batch, Layer, Recording
-        >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
-        >>> maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
-        >>> batch = Batch({"layer.0": maps})
-        >>> recording = Recording("Model", ("summed",), {"layer.0": layer}, [batch])
-        >>> recording.plot(tempfile.mkdtemp() + "/layer.png", layer=0, tokens=["a", "b", "c"])
-    """
+    """Draws what :meth:`Recording.plot` describes."""
     suffix = Path(path).suffix.lower()
     if suffix not in _FORMATS:
         raise ValueError(f"plot: path must end in {', '.join(_FORMATS)}, got {Path(path).name!r}")
@@ -148,18 +133,15 @@ def _chosen_map(map: str | None, there: Collection[str]) -> str:
 
 
 def _square_maps(maps: Contributions) -> list[str]:
-    return [name for name, axes in AXES.items() if axes.endswith("LS") and _given(maps, name)]
-
-
-def _given(maps: Contributions, name: str) -> bool:
-    return getattr(maps, name) is not None
+    return [name for name, axes, _ in tensors_of(maps) if axes.endswith("LS")]
 
 
 def _panels(layer: Layer, maps: Contributions, map: str) -> list[tuple[str, Tensor]]:
     """Names and maps ``[L, S]`` to stand side by side; empty where the map is not there."""
-    if not _given(maps, map):
+    there = _square_maps(maps)
+    if map not in there:
         return []
-    names = [map] if map == "weights" or not _given(maps, "weights") else ["weights", map]
+    names = [map] if map == "weights" or "weights" not in there else ["weights", map]
     return [(name, _over_heads(name, getattr(maps, name))) for name in names]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from ikattn._whole_files import whole_file
 from ikattn.maps import files, page, pictures
 from ikattn.maps.beams import followed_beams
 from ikattn.maps.edges import EdgeMaps
@@ -82,7 +83,7 @@ class Recording(RecordedMaps):
                 check_whole(maps, name, "joined")
         groups = groups_of_calls(self)
         if beam_indices is not None:
-            counts = [sequence_count(list(group[0].values())) for group in groups]
+            counts = [sequence_count(group[0].values()) for group in groups]
             groups = [  # an encoder runs before its texts are repeated for the beams
                 followed_beams(self.layers, group, beam_indices // max(1, max(counts) // count))
                 for group, count in zip(groups, counts, strict=True)
@@ -147,8 +148,20 @@ class Recording(RecordedMaps):
         Raises:
             ValueError: Tokens that do not match the maps, or nothing was recorded.
             OSError: The path cannot be written, or the disk is full.
+
+        Example:
+            >>> import tempfile, torch, ikattn
+            >>> from ikattn.maps import Batch, Layer, Recording
+            >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
+            >>> batch = Batch({"layer.0": ikattn.Contributions(summed=torch.rand(1, 3, 3))})
+            >>> recording = Recording("Model", ("summed",), {"layer.0": layer}, [batch])
+            >>> path = tempfile.mkdtemp() + "/maps.html"
+            >>> recording.to_html(path, tokens=["a", "b", "c"]) == len(open(path, "rb").read())
+            True
         """
-        return page.write_page(self, path, tokens, target_tokens, title=title)
+        with whole_file(path) as file:
+            page.write_page(file, self, tokens, target_tokens, title=title)
+            return file.tell()
 
     def _repr_html_(self) -> str:
         """Returns the page for a notebook, or a table where the page would take more than 2 MB."""
@@ -184,6 +197,14 @@ class Recording(RecordedMaps):
             ModuleNotFoundError: matplotlib is missing.
             ValueError: A map, layer, sequence or number of tokens that does not fit.
             OSError: The path cannot be written, or the disk is full.
+
+        Example:
+            >>> import tempfile, torch, ikattn
+            >>> from ikattn.maps import Batch, Layer, Recording
+            >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
+            >>> batch = Batch({"layer.0": ikattn.Contributions(summed=torch.rand(1, 3, 3))})
+            >>> recording = Recording("Model", ("summed",), {"layer.0": layer}, [batch])
+            >>> recording.plot(tempfile.mkdtemp() + "/layer.png", layer=0, tokens=["a", "b", "c"])
         """
         pictures.draw(self, path, layer, map, batch, sequence, tokens, target_tokens, dpi=dpi)
 

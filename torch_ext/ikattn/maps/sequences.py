@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -62,8 +62,7 @@ class SequenceMaps:
         if layer.kind == "cross" and self.target_tokens is None:
             own = None
         maps = self.layers[layer.name]
-        sizes = {axis: _size(maps, axis) for axis in "LS"}
-        L, S = sizes["L"] or 0, sizes["S"] or 0
+        L, S = (size_of(maps, axis, first=0) or 0 for axis in "LS")
         if layer.kind == "self" and own is not None and L < S:  # earlier tokens are in a cache
             is_window = self.begins is not None and len(own) > S  # of a layer with a short cache
             if len(own) == S or is_window:
@@ -107,7 +106,7 @@ def sequences(
             check_whole(maps, name, "pages, pictures and sums over sequences need whole maps")
     named = tokens_by_call(recording, tokens, target_tokens)
     for b, (batch, (own, of_target)) in enumerate(zip(recording.batches, named, strict=True)):
-        for i in range(sequence_count(list(batch.values()))):
+        for i in range(sequence_count(batch.values())):
             yield SequenceMaps(
                 b,
                 i,
@@ -128,7 +127,7 @@ def tokens_by_call(
     Raises:
         ValueError: Likewise.
     """
-    counts = [sequence_count(list(batch.values())) for batch in recording.batches]
+    counts = [sequence_count(batch.values()) for batch in recording.batches]
     if hasattr(tokens, "convert_ids_to_tokens"):
         decoded = [tokens_of_batch(tokens, batch) for batch in recording.batches]
         if any(ids is None for ids, _ in decoded):
@@ -154,10 +153,31 @@ def tokens_by_call(
     return found
 
 
-def sequence_count(layers: Sequence[Contributions]) -> int:
+def tensors_of(maps: Contributions) -> Iterator[tuple[str, str, Tensor]]:
+    """The maps that are there, mixing ratios last: each with its name and its axes but B."""
+    for name, axes in AXES.items():
+        found = getattr(maps, name)
+        if found is not None:
+            yield name, axes, found
+    for name, ratio in maps.mixing_ratio.items():
+        yield f"mixing_ratio.{name}", "L", ratio
+
+
+def changed(maps: Contributions, change: Callable[[Tensor, str], Tensor]) -> Contributions:
+    """The maps, and their paddings, as a function makes them of a tensor and its axes but B."""
+    ratios = {name: change(x, "L") for name, x in maps.mixing_ratio.items()}
+    named = {**AXES, "query_padding": "L", "key_padding": "S"}
+    there = {name: (getattr(maps, name), axes) for name, axes in named.items()}
+    found: dict[str, Any] = {
+        name: None if x is None else change(x, axes) for name, (x, axes) in there.items()
+    }
+    return replace(maps, mixing_ratio=ratios, **found)
+
+
+def sequence_count(layers: Iterable[Contributions]) -> int:
     """B of a batch's maps; 0 where there are none."""
     for maps in layers:
-        for found in (*_tensors(maps).values(), *maps.reduced.values()):
+        for found in (*(x for _, _, x in tensors_of(maps)), *maps.reduced.values()):
             tensor = found if isinstance(found, Tensor) else found[0]
             return tensor.shape[0]
     return 0
@@ -165,69 +185,32 @@ def sequence_count(layers: Sequence[Contributions]) -> int:
 
 def cut(maps: Contributions, index: int) -> Contributions:
     """One sequence's maps, without the batch axis and without padding."""
-    kept = {
-        "L": None if maps.query_padding is None else (~maps.query_padding[index]).nonzero()[:, 0],
-        "S": None if maps.key_padding is None else (~maps.key_padding[index]).nonzero()[:, 0],
-    }
+    padding = {"L": maps.query_padding, "S": maps.key_padding}
+    kept = {axis: (~x[index]).nonzero()[:, 0] for axis, x in padding.items() if x is not None}
 
-    def of_sequence(tensor: Tensor | None, axes: str) -> Tensor | None:
-        if tensor is None:
-            return None
+    def of_sequence(tensor: Tensor, axes: str) -> Tensor:
         tensor = tensor.detach()[index]
         for dim, axis in enumerate(axes):
-            chosen = kept.get(axis)
-            if chosen is not None:
-                tensor = tensor.index_select(dim, chosen.to(tensor.device))
+            if axis in kept:
+                tensor = tensor.index_select(dim, kept[axis].to(tensor.device))
         return tensor
 
-    found: dict[str, Any] = {
-        name: of_sequence(getattr(maps, name), axes) for name, axes in AXES.items()
-    }
-    ratios = {name: of_sequence(ratio, "L") for name, ratio in maps.mixing_ratio.items()}
-    return replace(
-        maps,
-        **found,
-        mixing_ratio={name: ratio for name, ratio in ratios.items() if ratio is not None},
-        query_padding=None,
-        key_padding=None,
-    )
+    return replace(changed(maps, of_sequence), query_padding=None, key_padding=None)
 
 
 def batch_of_one(maps: Contributions) -> Contributions:
     """One sequence's maps, as :func:`cut` gives them, with the batch axis again."""
-    there = {name: getattr(maps, name) for name in AXES}
-    found: dict[str, Any] = {name: None if x is None else x[None] for name, x in there.items()}
-    return replace(
-        maps,
-        **found,
-        mixing_ratio={name: ratio[None] for name, ratio in maps.mixing_ratio.items()},
-    )
+    return changed(maps, lambda tensor, _: tensor[None])
 
 
-def _tensors(maps: Contributions) -> dict[str, Tensor]:
-    """The maps that are there, by name; mixing ratios last."""
-    found = {name: getattr(maps, name) for name in AXES if getattr(maps, name) is not None}
-    found |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
-    return found
+def size_of(maps: Contributions, axis: str, *, first: int = 1) -> int | None:
+    """L or S of a batch's maps, with padding; None where none of them has that axis.
 
-
-def size_of(maps: Contributions, axis: str) -> int | None:
-    """L or S of a batch's maps, with padding; None where none of them has that axis."""
-    for name, axes in AXES.items():
-        tensor = getattr(maps, name)
-        if tensor is not None and axis in axes:
-            return int(tensor.shape[1 + axes.index(axis)])
-    return None
-
-
-def _size(maps: Contributions, axis: str) -> int | None:
-    """L or S of one sequence's maps, None where none of them has that axis."""
-    for name, axes in AXES.items():
-        tensor = getattr(maps, name)
-        if tensor is not None and axis in axes:
-            return int(tensor.shape[axes.index(axis)])
-    if axis == "L":
-        return next((ratio.shape[0] for ratio in maps.mixing_ratio.values()), None)
+    first: The dimension that axes are counted from: 0 of one sequence's maps.
+    """
+    for _, axes, tensor in tensors_of(maps):
+        if axis in axes:
+            return int(tensor.shape[first + axes.index(axis)])
     return None
 
 
@@ -274,18 +257,21 @@ def _per_sequence(
     recording: RecordedMaps,
     total: int,
 ) -> list[list[str]] | None:
+    """The tokens of each sequence, over all batches, of what a caller gave."""
     if tokens is None:
         return None
-    flat = [token for token in tokens if isinstance(token, str)]
-    is_flat = bool(flat) and len(flat) == len(tokens)
-    lists = [flat] if is_flat else [list(item) for item in tokens if not isinstance(item, str)]
-    if is_flat and total > 1 and total == len(recording.batches):
-        sizes = [
-            max((size_of(maps, "S") or 0 for maps in batch.values()), default=0)
-            for batch in recording.batches
-        ]
-        is_one_sequence = sizes == sorted(sizes) and len(flat) >= sizes[-1]
-        lists = [flat[:size] for size in sizes] if is_one_sequence else lists
+    if tokens and all(isinstance(token, str) for token in tokens):
+        flat = [str(token) for token in tokens]
+        lists = [flat]
+        if total > 1 and total == len(recording.batches):  # the calls of one sequence
+            sizes = [
+                max((size_of(maps, "S") or 0 for maps in batch.values()), default=0)
+                for batch in recording.batches
+            ]
+            if sizes == sorted(sizes) and len(flat) >= sizes[-1]:
+                lists = [flat[:size] for size in sizes]
+    else:
+        lists = [list(item) for item in tokens if not isinstance(item, str)]
     if len(lists) != total:
         raise ValueError(
             f"{name} must hold one list of tokens for each of the {total} sequences of the "
@@ -295,11 +281,9 @@ def _per_sequence(
 
 
 def _listed(tokens: Sequence[Sequence[str]] | None, index: int, batch: int) -> Sequence[str] | None:
-    if tokens is None:
-        return None
-    if index >= len(tokens):
+    if tokens is not None and index >= len(tokens):
         raise ValueError(
             f"tokens of batch {batch} must hold a list for each of its sequences, "
             f"got {len(tokens)} lists"
         )
-    return tokens[index]
+    return None if tokens is None else tokens[index]

@@ -132,12 +132,10 @@ def layer_contributions(
     maps: RecordedMaps | Batch, layers: Iterable[str] | None, caller: str
 ) -> dict[str, Contributions]:
     """The chosen layers, in the given order, or those of self-attention in the order they ran."""
-    if isinstance(maps, RecordedMaps):
-        batch = single_batch(maps, caller)
-        chosen = list(layers) if layers is not None else _self_attention_layers(maps, caller)
-    else:
-        batch = maps
-        chosen = list(layers) if layers is not None else list(batch)
+    batch = single_batch(maps, caller) if isinstance(maps, RecordedMaps) else maps
+    if layers is None and isinstance(maps, RecordedMaps):
+        layers = _self_attention_layers(maps, caller)
+    chosen = list(batch if layers is None else layers)
     if not chosen:
         raise ValueError(f"{caller}: maps must hold at least one layer, got none")
     for name in chosen:
@@ -156,22 +154,10 @@ def layer_maps(
     key_padding: Tensor | None = None,
     caller: str = "layer_maps",
 ) -> list[Tensor]:
-    """One map per layer, first layer first, heads averaged, padding 0.
+    """One map ``[B, L, S]`` per layer, first layer first, heads averaged, padding 0.
 
-    Args:
-        maps: A Recording of one forward call, a Batch, or ``[B, L, S]`` or ``[B, H, L, S]`` tensors
-            (or one tensor with layers as its first axis). Where layers do not have the same L and
-            S, ``layers`` must choose.
-        map: Which one, of a recording: "weights", "per_head", "summed", "with_residual",
-            "with_norm" or "encoder".
-        layers: Names of layers of a recording. By default those of self-attention; of a Batch,
-            which does not know them from others, all.
-        query_padding: bool ``[B, L]``, for tensors; a recording knows its own.
-        key_padding: bool ``[B, S]``, likewise.
-        caller: Whose name error messages carry.
-
-    Returns:
-        N tensors ``[B, L, S]``.
+    Of a recording by default the layers of self-attention, and the padding that it knows; of a
+    Batch, which does not know them from others, all layers.
 
     Raises:
         ValueError: No layer, a map that was not recorded, shapes that differ or do not fit.
@@ -181,18 +167,17 @@ def layer_maps(
     recorded: list[tuple[str, Tensor, Tensor | None, Tensor | None]]
     if isinstance(maps, (RecordedMaps, Batch)):
         recorded = [
-            (f"map {map!r} of layer {name!r}", pair_map(c, map, caller, name), q, k)
+            (
+                f"map {map!r} of layer {name!r}",
+                pair_map(c, map, caller, name),
+                c.query_padding if query_padding is None else query_padding,
+                c.key_padding if key_padding is None else key_padding,
+            )
             for name, c in layer_contributions(maps, layers, caller).items()
-            for q, k in [
-                (
-                    c.query_padding if query_padding is None else query_padding,
-                    c.key_padding if key_padding is None else key_padding,
-                )
-            ]
         ]
+    elif layers is not None:
+        raise ValueError(f"{caller}: layers must be None where maps are tensors, got {layers}")
     else:
-        if layers is not None:
-            raise ValueError(f"{caller}: layers must be None where maps are tensors, got {layers}")
         recorded = [
             (f"maps[{index}]", full_precision(x), query_padding, key_padding)
             for index, x in enumerate(maps)
@@ -226,13 +211,23 @@ def layer_mean(
     """The mean over layers (and over heads, of a map that has them), pair by pair.
 
     Args:
-        maps: As in :func:`layer_maps`, the other arguments likewise.
+        maps: A Recording of one forward call, a Batch, or ``[B, L, S]`` or ``[B, H, L, S]`` tensors
+            (or one tensor with layers as its first axis). Where layers do not have the same L and
+            S, ``layers`` must choose.
+        map: Which one, of a recording: "weights", "per_head", "summed", "with_residual",
+            "with_norm" or "encoder".
+        layers: Names of layers of a recording. By default those of self-attention; of a Batch,
+            which does not know them from others, all.
+        query_padding: bool ``[B, L]``, for tensors; a recording knows its own.
+        key_padding: bool ``[B, S]``, likewise.
 
     Returns:
         ``[B, L, S]``, 0 where the query or the key is padding.
 
     Raises:
-        ValueError, KeyError, LookupError: As :func:`layer_maps`.
+        ValueError: No layer, a map that was not recorded, shapes that differ or do not fit.
+        KeyError: A layer that is not there.
+        LookupError: A recording of no or several forward calls.
 
     Example:
         >>> import torch

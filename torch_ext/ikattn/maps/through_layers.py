@@ -24,6 +24,7 @@ from ikattn.maps.summary import (
     layer_contributions,
     layer_maps,
     row_shares,
+    without_padding,
 )
 from ikattn.nn.selection import describe_unseen
 
@@ -121,28 +122,22 @@ def steps_of(
     layers = None if layers is None else list(layers)
     _warn_of_with_norm(maps, map)
     check_rows(maps, layers, map, caller)
-    padding = padding_of(maps, layers, padding, caller)
-    B, L, S = layer_maps(maps, map=map, layers=layers, caller=caller)[0].shape
+    found = layer_maps(maps, map=map, layers=layers, caller=caller)
+    B, L, S = found[0].shape
     if L != S:
-        is_recorded = isinstance(maps, (RecordedMaps, Batch))
         raise ValueError(
             f"{caller}: maps must be square, of self-attention over whole sequences, got "
             f"{[B, L, S]}"
             + (
                 ": keys from a cache or a prefix, and those of cross-attention, are no queries of "
                 "the same call; choose with layers=, or take recording.joined()"
-                if is_recorded
+                if isinstance(maps, (RecordedMaps, Batch))
                 else ""
             )
         )
-    found = layer_maps(
-        maps, map=map, layers=layers, query_padding=padding, key_padding=padding, caller=caller
-    )
-    ratios = mixing_ratios(maps, layers, residual, len(found), (B, L), caller)
-    return [
-        with_residual(row_shares(x) if normalize else x, ratio, padding)
-        for x, ratio in zip(found, ratios, strict=True)
-    ]
+    padding = padding_of(maps, layers, padding, caller)
+    found = [without_padding(x, padding, padding, caller) for x in found]
+    return with_residuals(found, maps, normalize, layers, residual, padding, caller)
 
 
 def _warn_of_with_norm(maps: Maps, map: str) -> None:
@@ -182,7 +177,25 @@ def padding_of(
     return first.key_padding if first.query_padding is None else first.query_padding
 
 
-def mixing_ratios(
+def with_residuals(
+    found: list[Tensor],
+    maps: Maps,
+    normalize: bool,
+    layers: Iterable[str] | None,
+    residual: Residual,
+    padding: Tensor | None,
+    caller: str,
+) -> list[Tensor]:
+    """The maps of layers, [B, L, S], with their residual connections."""
+    B, L, _ = found[0].shape
+    ratios = _mixing_ratios(maps, layers, residual, len(found), (B, L), caller)
+    return [
+        _with_residual(row_shares(x) if normalize else x, ratio, padding)
+        for x, ratio in zip(found, ratios, strict=True)
+    ]
+
+
+def _mixing_ratios(
     maps: Maps,
     layers: Iterable[str] | None,
     residual: Residual,
@@ -217,7 +230,7 @@ def mixing_ratios(
     return [full_precision(x) for x in ratios if x is not None]
 
 
-def with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | None) -> Tensor:
+def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | None) -> Tensor:
     """A map with its residual connection, [B, L, L]."""
     if ratio is None:
         return x

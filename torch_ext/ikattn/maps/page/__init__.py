@@ -8,7 +8,6 @@ error is the same for small and large numbers, and the page says how large it is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO
@@ -17,49 +16,16 @@ import torch
 from torch import Tensor
 
 from ikattn._library import version
-from ikattn._whole_files import whole_file
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer, RecordedMaps
 from ikattn.maps.page.arrays import Arrays
 from ikattn.maps.page.labels import layer_labels, short_name, text_of
 from ikattn.maps.page.template import write_mode
-from ikattn.maps.sequences import AXES, SequenceMaps, sequences
+from ikattn.maps.sequences import AXES, SequenceMaps, sequences, tensors_of
 from ikattn.maps.tokens import Tokens
-
-__all__ = ["describe", "page_bytes", "sequence_contents", "write_page", "write_page_to"]
 
 
 def write_page(
-    recording: RecordedMaps,
-    path: str | os.PathLike[str],
-    tokens: Tokens | None = None,
-    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
-    *,
-    title: str | None = None,
-) -> int:
-    """Writes the page of :meth:`Recording.to_html` and returns its size in bytes.
-
-    Raises:
-        ValueError: Tokens that do not match the maps, or nothing was recorded.
-        OSError: The path cannot be written, or the disk is full.
-
-    Example:
-        >>> import tempfile, torch, ikattn
-        >>> from ikattn.maps import Batch, Layer, Recording
-        >>> layer = Layer("layer.0", "self", "encoder", 4, "post", "bert")
-        >>> maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
-        >>> batch = Batch({"layer.0": maps})
-        >>> recording = Recording("Model", ("summed",), {"layer.0": layer}, [batch])
-        >>> path = tempfile.mkdtemp() + "/maps.html"
-        >>> recording.to_html(path, tokens=["a", "b", "c"]) == len(open(path, "rb").read())
-        True
-    """
-    with whole_file(path) as file:
-        write_page_to(file, recording, tokens, target_tokens, title=title)
-        return file.tell()
-
-
-def write_page_to(
     file: BinaryIO,
     recording: RecordedMaps,
     tokens: Tokens | None = None,
@@ -67,11 +33,7 @@ def write_page_to(
     *,
     title: str | None = None,
 ) -> None:
-    """Writes the page to an open file.
-
-    Raises:
-        ValueError: Errors of :func:`write_page`; the file then holds a part of a page.
-    """
+    """Writes the page of :meth:`Recording.to_html`, of which an error leaves a part."""
     layers = list(recording.layers.values())
 
     def contents(arrays: Arrays) -> dict[str, Any]:
@@ -123,10 +85,8 @@ def page_bytes(recording: RecordedMaps) -> int:
 
 def describe(recording: RecordedMaps) -> str:
     """Returns a line about a recording: the model, its layers and heads, and who wrote the page."""
-    heads = sorted({layer.heads for layer in recording.layers.values()})
-    counts = (
-        "-".join(str(count) for count in dict.fromkeys((heads[0], heads[-1]))) if heads else "0"
-    )
+    heads = sorted({layer.heads for layer in recording.layers.values()}) or [0]
+    counts = "-".join(map(str, dict.fromkeys((heads[0], heads[-1]))))
     return " · ".join(
         (
             short_name(recording.model) or "unknown model",
@@ -172,10 +132,9 @@ def _shown_maps(maps: Contributions) -> dict[str, Tensor]:
     What a head contributes is weights x value norms, which the page makes itself, unless the heads
     had a gate.
     """
-    shown = {name: getattr(maps, name) for name in AXES if getattr(maps, name) is not None}
+    shown = {name: tensor for name, _, tensor in tensors_of(maps) if tensor.numel()}
     if {"weights", "value_norms", "per_head"} <= shown.keys():
         product = shown["weights"].double() * shown["value_norms"].double().unsqueeze(-2)
         if torch.allclose(product, shown["per_head"].double(), rtol=0.01, equal_nan=True):
             del shown["per_head"]
-    shown |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
-    return {name: tensor for name, tensor in shown.items() if tensor.numel()}
+    return shown

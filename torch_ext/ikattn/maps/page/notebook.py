@@ -6,9 +6,9 @@ import html
 from io import BytesIO
 
 from ikattn.maps.layers import Layer, RecordedMaps
-from ikattn.maps.page import describe, page_bytes, write_page_to
+from ikattn.maps.page import describe, page_bytes, write_page
 from ikattn.maps.page.template import frame
-from ikattn.maps.sequences import AXES
+from ikattn.maps.sequences import AXES, tensors_of
 
 _LARGEST = 2_000_000  # bytes of a page: a notebook keeps every one that it shows in its file
 _ROWS = 12
@@ -38,7 +38,7 @@ def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
         )
     page = BytesIO()
     try:
-        write_page_to(page, recording)
+        write_page(page, recording)
     except ValueError as error:  # to_html says the same, where it can be mended
         return _table(recording, str(error))
     return frame(page.getvalue(), "Attention maps", _HEIGHT)
@@ -60,9 +60,9 @@ def _table(recording: RecordedMaps, reason: str) -> str:
 def _row(recording: RecordedMaps, layer: Layer) -> str:
     """Returns a layer with its maps, and their shapes in the first call that it ran in."""
     maps = next((batch[layer.name] for batch in recording.batches if layer.name in batch), None)
-    found = {name: getattr(maps, name, None) for name in AXES}
-    shapes = [f"{name} {list(x.shape)}" for name, x in found.items() if x is not None]
-    if maps is not None and maps.mixing_ratio:
+    found = [] if maps is None else list(tensors_of(maps))
+    shapes = [f"{name} {list(x.shape)}" for name, _, x in found if name in AXES]
+    if len(found) > len(shapes):
         shapes.append("mixing_ratio")
     cells = (layer.name, f"{layer.side}, {layer.kind}", layer.heads, ", ".join(shapes))
     return f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>"
