@@ -9,7 +9,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,28 +159,37 @@ class EdgeMaps:
             ValueError: Another ending.
             OSError: The path cannot be written, or the disk is full.
         """
-        ending = Path(path).suffix.lower()
-        if ending == ".csv":
-            data = self._csv().encode()
-        elif ending == ".npz":
-            numpy, file = optional("numpy", "an .npz file", "numpy"), io.BytesIO()
-            arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-            numpy.savez(
-                file,
-                **{
-                    name: x.detach().cpu().float().numpy() if _is_float(x) else numpy.asarray(x)
-                    for name, x in arrays.items()
-                },
-            )
-            data = file.getvalue()
-        elif ending == ".graphml":
-            file = io.BytesIO()
-            optional("networkx", "a .graphml file", "networkx").write_graphml(self._graph(), file)
-            data = file.getvalue()
-        else:
-            raise ValueError(f"save: path must end in .csv, .npz or .graphml, got {path}")
+        file = io.BytesIO()
+        match Path(path).suffix.lower():
+            case ".csv":
+                text = io.StringIO()
+                heads = range(self.weights.shape[1])
+                names = [f"{name}_{h}" for name in ("weight", "per_head") for h in heads]
+                names = ["source", "target", *names, "summed"]
+                writer = csv.DictWriter(text, names, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self._rows())
+                file.write(text.getvalue().encode())
+            case ".npz":
+                arrays = {
+                    field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)
+                }
+                arrays = {
+                    name: x.float() if x.is_floating_point() else x for name, x in arrays.items()
+                }
+                optional("numpy", "an .npz file", "numpy").savez(
+                    file, **{name: x.detach().cpu().numpy() for name, x in arrays.items()}
+                )
+            case ".graphml":
+                networkx = optional("networkx", "a .graphml file", "networkx")
+                graph = networkx.MultiDiGraph()
+                for row in self._rows():
+                    graph.add_edge(row.pop("source"), row.pop("target"), **row)
+                networkx.write_graphml(graph, file)
+            case _:
+                raise ValueError(f"save: path must end in .csv, .npz or .graphml, got {path}")
         with whole_file(path) as whole:
-            whole.write(data)
+            whole.write(file.getvalue())
 
     def explanation(
         self, edge_index: Tensor, *, flow: str = "source_to_target", **given: Any
@@ -249,30 +258,15 @@ class EdgeMaps:
         with whole_file(path) as file:
             figure.savefig(file, format=ending[1:], dpi=dpi)
 
-    def _csv(self) -> str:
-        heads = range(self.weights.shape[1])
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        names = [f"{name}_{h}" for name in ("weight", "per_head") for h in heads]
-        writer.writerow(["source", "target", *names, "summed"])
-        columns = torch.cat([self.weights, self.per_head, self.summed.unsqueeze(1)], 1).tolist()
-        for j, i, numbers in zip(self.source.tolist(), self.target.tolist(), columns, strict=True):
-            writer.writerow([j, i, *numbers])
-        return text.getvalue()
-
-    def _graph(self) -> Any:
-        graph = optional("networkx", "a graph", "networkx").MultiDiGraph()
-        weights, per_head = self.weights.tolist(), self.per_head.tolist()
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Every edge: its ends, and its numbers by their names."""
         ends = zip(self.source.tolist(), self.target.tolist(), strict=True)
-        for e, (j, i) in enumerate(ends):
-            numbers = {f"weight_{h}": x for h, x in enumerate(weights[e])}
-            numbers |= {f"per_head_{h}": x for h, x in enumerate(per_head[e])}
-            graph.add_edge(j, i, summed=float(self.summed[e]), **numbers)
-        return graph
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+        numbers = (self.weights.tolist(), self.per_head.tolist(), self.summed.tolist())
+        for (j, i), weights, per_head, summed in zip(ends, *numbers, strict=True):
+            row = {"source": j, "target": i}
+            row |= {f"weight_{h}": x for h, x in enumerate(weights)}
+            row |= {f"per_head_{h}": x for h, x in enumerate(per_head)}
+            yield row | {"summed": summed}
 
 
 def _numbered(keys: Tensor) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ import queue
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 from urllib.parse import quote
 
 from ikattn.maps import files
@@ -15,11 +14,6 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer, RecordedMaps
 
 LONGEST_NAME = 180  # of a layer, in a file's name
-
-
-class _Job(NamedTuple):
-    path: Path
-    recording: RecordedMaps  # of this layer alone
 
 
 class LayerWriter:
@@ -73,7 +67,7 @@ class LayerWriter:
             raise ValueError(f"LayerWriter: waiting must be 1 or more, got {waiting}")
         self.folder, self.written = Path(folder), list[Path]()
         self._suffix = suffix
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(waiting)
+        self._jobs: queue.Queue[tuple[Path, RecordedMaps] | None] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._failed: Path | None = None  # the file that the error is about
@@ -124,10 +118,9 @@ class LayerWriter:
             number = self._counts[batch] = self._counts.get(batch, -1) + 1
         safe = quote(layer.name, safe=" #")[:LONGEST_NAME]
         name = f"{batch:06d}-{number:03d}-{safe}{self._suffix}"
-        only = RecordedMaps(
-            self._model, self._maps, {layer.name: layer}, [Batch({layer.name: maps})]
-        )
-        self._jobs.put(_Job(self.folder / name, only))
+        call = Batch({layer.name: maps})
+        only = RecordedMaps(self._model, self._maps, {layer.name: layer}, [call])
+        self._jobs.put((self.folder / name, only))
 
     def _check(self) -> None:
         """Raises what has kept a file from being written."""
@@ -146,10 +139,11 @@ class LayerWriter:
     def _run(self) -> None:
         """The thread that writes; after an error it lets go of what comes."""
         while (job := self._jobs.get()) is not None:
+            path, recording = job
             try:
                 if self._error is None:
-                    files.save(job.recording, job.path)
-                    self.written.append(job.path)
+                    files.save(recording, path)
+                    self.written.append(path)
             except BaseException as error:  # told by the thread that runs the model
-                self._error, self._failed = error, job.path
-            del job
+                self._error, self._failed = error, path
+            del job, recording  # maps, which would wait with this thread for the next

@@ -6,7 +6,7 @@ import math
 import os
 import unicodedata
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,30 +77,23 @@ def _chosen_sequence(
     recording.check_recorded()
     if not 0 <= batch < len(recording.batches):
         raise ValueError(f"plot: batch must be below {len(recording.batches)}, got {batch}")
-    if hasattr(tokens, "convert_ids_to_tokens"):
-        for found in sequences(recording, tokens):
-            if (found.batch, found.index) == (batch, sequence):
-                return found
-    one = RecordedMaps(
-        recording.model, recording.maps, recording.layers, [recording.batches[batch]]
-    )
-    for found in sequences(one):
-        if found.index == sequence:
-            return SequenceMaps(
-                batch,
-                sequence,
-                found.tokens if tokens is None else _of_one(tokens),
-                found.target_tokens if target_tokens is None else _of_one(target_tokens),
-                found.layers,
-            )
+    is_tokenizer = hasattr(tokens, "convert_ids_to_tokens")  # it may need the calls before
+    place, of = batch, recording
+    if not is_tokenizer:
+        calls = [recording.batches[batch]]
+        place, of = 0, RecordedMaps(recording.model, recording.maps, recording.layers, calls)
+    for found in sequences(of, tokens if is_tokenizer else None):
+        if (found.batch, found.index) == (place, sequence):
+            named = found.tokens if tokens is None or is_tokenizer else _of_one(tokens)
+            targets = found.target_tokens if target_tokens is None else _of_one(target_tokens)
+            return replace(found, batch=batch, tokens=named, target_tokens=targets)
     raise ValueError(f"plot: sequence must be one of batch {batch}, got {sequence}")
 
 
 def _of_one(tokens: Any) -> Sequence[str]:
     """The tokens of a sequence, given by themselves or in a list of one."""
-    if len(tokens) == 1 and not isinstance(tokens[0], str):
-        return cast(Sequence[str], tokens[0])
-    return cast(Sequence[str], tokens)
+    is_listed = len(tokens) == 1 and not isinstance(tokens[0], str)
+    return cast(Sequence[str], tokens[0] if is_listed else tokens)
 
 
 def _chosen_layers(recording: RecordedMaps, layer: str | int | None) -> list[Layer]:

@@ -170,23 +170,14 @@ class TopK:
             raise ValueError(f"TopK: k must be a whole number from 1 on, got {self.k!r}")
 
     def begin(self, about: PairMap) -> Reducing:
-        return _LargestOfRows(min(self.k, about.shape[-1]))
+        k = min(self.k, about.shape[-1])
 
+        def largest(rows: Tensor, queries: range) -> TopSources:
+            sources = rows.abs().topk(k, -1).indices  # a delta rule's weights have signs
+            values = rows.gather(-1, sources)
+            return TopSources(values, sources.masked_fill(values == 0, -1))
 
-class _LargestOfRows:
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._values: list[Tensor] = []
-        self._sources: list[Tensor] = []
-
-    def add(self, rows: Tensor, queries: range) -> None:
-        sources = rows.abs().topk(self._k, -1).indices  # a delta rule's weights have signs
-        values = rows.gather(-1, sources)
-        self._values.append(values)
-        self._sources.append(sources.masked_fill(values == 0, -1))
-
-    def finish(self) -> TopSources:
-        return TopSources(torch.cat(self._values, -2), torch.cat(self._sources, -2))
+        return _ByRows(largest, -2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,15 +289,18 @@ class Groups:
 class _ByRows:
     """A function of rows, whose results stand one after the other along an axis."""
 
-    def __init__(self, of_rows: Callable[[Tensor, range], Tensor], axis: int) -> None:
+    def __init__(self, of_rows: Callable[[Tensor, range], Reduced], axis: int) -> None:
         self._of_rows, self._axis = of_rows, axis
-        self._found: list[Tensor] = []
+        self._found: list[Reduced] = []
 
     def add(self, rows: Tensor, queries: range) -> None:
         self._found.append(self._of_rows(rows, queries))
 
-    def finish(self) -> Tensor:
-        return torch.cat(self._found, self._axis)
+    def finish(self) -> Reduced:
+        tensors = [x for x in self._found if isinstance(x, Tensor)]
+        if tensors:
+            return torch.cat(tensors, self._axis)
+        return TopSources(*(torch.cat(x, self._axis) for x in zip(*self._found, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
@@ -115,18 +115,13 @@ class MapWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._open_sink = _choose(self.path, _SINKS)
+        _choose(self.path, _SINKS)
         self._sink: Sink | None = None
         self._stack = ExitStack()
         self._recording = RecordedMaps(model="", maps=())
 
     def __enter__(self) -> MapWriter:
-        file = self._stack.enter_context(whole_file(self.path))
-        try:
-            self._sink = self._open_sink(file, self.path, self._stack)
-        except BaseException as error:
-            self._stack.__exit__(type(error), error, error.__traceback__)
-            raise
+        self._sink = self._stack.enter_context(_open_sink(self.path))
         return self
 
     def __exit__(
@@ -154,17 +149,15 @@ class MapWriter:
             raise RuntimeError(
                 "MapWriter.write: use the writer as `with MapWriter(path) as writer`"
             )
-        batches = self._recording.batches
-        while len(batches) <= batch:
-            batches.append(Batch())
-        if layer.name in batches[batch].layers:
+        known = self._batch(batch)
+        if layer.name in known.layers:
             raise ValueError(
                 f"MapWriter.write: layer {layer.name!r} of batch {batch} was written before"
             )
         for name, tensor in _arrays(maps):
             self._sink.add(f"{batch}/{layer.name}/{name}", tensor.detach().cpu())
         self._recording.layers.setdefault(layer.name, layer)
-        batches[batch].layers[layer.name] = Contributions()  # that it was there is all we keep
+        known.layers[layer.name] = Contributions()  # that it was there is all we keep
 
     def name_tokens(
         self,
@@ -173,22 +166,24 @@ class MapWriter:
         target_tokens: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Notes the tokens of a batch: a list without padding for each of its sequences."""
-        batches = self._recording.batches
-        while len(batches) <= batch:
-            batches.append(Batch())
-        batches[batch].tokens, batches[batch].target_tokens = tokens, target_tokens
+        known = self._batch(batch)
+        known.tokens, known.target_tokens = tokens, target_tokens
 
     def describe(self, recording: RecordedMaps) -> None:
         """Notes a recording's model, maps asked for, layers, and its batches' tokens and ids."""
         known = self._recording
         known.model, known.maps = recording.model, tuple(recording.maps)
         known.left_out = tuple(recording.left_out)
-        for name, layer in recording.layers.items():
-            known.layers.setdefault(name, layer)
+        known.keep_layers(recording.layers)
         for index, batch in enumerate(recording.batches):
-            self.name_tokens(index, batch.tokens, batch.target_tokens)
-            for name in (*_IDS, "begins"):
-                setattr(known.batches[index], name, getattr(batch, name))
+            own = self._batch(index)
+            for name in ("tokens", "target_tokens", *_IDS, "begins"):
+                setattr(own, name, getattr(batch, name))
+
+    def _batch(self, number: int) -> Batch:
+        batches = self._recording.batches
+        batches += [Batch() for _ in range(len(batches), number + 1)]
+        return batches[number]
 
 
 def save(recording: RecordedMaps, path: str | os.PathLike[str]) -> None:
@@ -216,14 +211,9 @@ def write_arrays(
 ) -> None:
     """Writes arrays by their names, and a JSON document, whole or not at all.
 
-    Args:
-        path: Ends in .safetensors, .npz or .json.
-        arrays: Names and tensors.
-        metadata: With "format" and "format_version", which :func:`read_arrays` asks for.
+    The metadata have "format" and "format_version", which :func:`read_arrays` asks for.
     """
-    open_sink = _choose(Path(path), _SINKS)
-    with whole_file(path) as file, ExitStack() as stack:
-        sink = open_sink(file, Path(path), stack)
+    with _open_sink(Path(path)) as sink:
         for name, tensor in arrays:
             sink.add(name, tensor.detach().cpu())
         sink.finish(metadata)
@@ -232,12 +222,7 @@ def write_arrays(
 def read_arrays(
     path: str | os.PathLike[str], form: str, last: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The metadata and arrays of a file.
-
-    Args:
-        path: Ends in .safetensors, .npz or .json.
-        form: What the file must hold, as its metadata's "format" says.
-        last: The highest "format_version" that can be read.
+    """The metadata and arrays of a file of format ``form``, its version ``last`` at most.
 
     Raises:
         MapFileError: The file is damaged, or holds something else.
@@ -253,6 +238,13 @@ def read_arrays(
 # --- What the formats share
 
 
+@contextmanager
+def _open_sink(path: Path) -> Iterator[Sink]:
+    opened = _choose(path, _SINKS)
+    with whole_file(path) as file, ExitStack() as stack:
+        yield opened(file, path, stack)
+
+
 def _choose(path: Path, by_suffix: dict[str, Any]) -> Any:
     if path.suffix.lower() not in by_suffix:
         raise ValueError(f"a file of maps must end in {', '.join(by_suffix)}, got {path.name!r}")
@@ -265,13 +257,12 @@ def _arrays(maps: Contributions) -> Iterator[tuple[str, Tensor]]:
         found = getattr(maps, each.name)
         if isinstance(found, Tensor):
             yield each.name, found
-        elif isinstance(found, dict):
-            for key, value in found.items():
-                if isinstance(value, TopSources):
-                    fields_ = value._asdict().items()
-                    yield from ((f"{each.name}.{key}.{part}", x) for part, x in fields_)
-                else:
-                    yield f"{each.name}.{key}", value
+        for key, value in found.items() if isinstance(found, dict) else ():
+            if isinstance(value, TopSources):
+                for part, x in value._asdict().items():
+                    yield f"{each.name}.{key}.{part}", x
+            else:
+                yield f"{each.name}.{key}", value
 
 
 def _metadata(recording: RecordedMaps) -> dict[str, Any]:
@@ -335,19 +326,12 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
     layers = {entry["name"]: Layer(**entry) for entry in metadata["layers"]}
     batches = []
     for entry in metadata["batches"]:
-        of_call: dict[str, Any] = {
-            name: None if entry.get(name) is None else torch.tensor(entry[name], device="cpu")
-            for name in _IDS
-        }
-        batches.append(
-            Batch(
-                {name: Contributions() for name in entry["layers"]},
-                _lists(entry["tokens"]),
-                _lists(entry["target_tokens"]),
-                begins=entry.get("begins"),
-                **of_call,
-            )
-        )
+        layers_ = {name: Contributions() for name in entry["layers"]}
+        tokens, of_target = _lists(entry["tokens"]), _lists(entry["target_tokens"])
+        batches.append(Batch(layers_, tokens, of_target, begins=entry.get("begins")))
+        for name in _IDS:
+            if entry.get(name) is not None:
+                setattr(batches[-1], name, torch.tensor(entry[name], device="cpu"))
     left_out = tuple(metadata.get("left_out", ()))
     model, names = str(metadata["model"]), tuple(metadata["maps"])
     recording = RecordedMaps(model, names, layers, batches, left_out)

@@ -9,20 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# The types that maps may have, by their names in files.
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.bool,
-        torch.uint8,
-    )
+# The types that maps may have, by their names in .safetensors, and in .json.
+SAFETENSORS_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
 }
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYPES}
 
 
 class MapFileError(ValueError):

@@ -13,18 +13,8 @@ import torch
 from torch import Tensor
 
 from ikattn._optional import optional
-from ikattn.maps.files._common import MapFileError, raw_bytes
+from ikattn.maps.files._common import SAFETENSORS_TYPES, MapFileError, raw_bytes
 
-_SAFETENSORS_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-}
 _MAX_HEADER = 100_000_000  # the safetensors library reads no longer one
 
 
@@ -37,12 +27,8 @@ class SafetensorsSink:
     def __init__(self, file: BinaryIO, path: Path, stack: ExitStack) -> None:
         self._file, self._path, self._stack = file, path, stack
         self._waiting: dict[int, IO[bytes]] = {}
-        self._arrays: dict[int, list[tuple[str, str, list[int], int]]] = {
-            8: [],
-            4: [],
-            2: [],
-            1: [],
-        }
+        self._arrays: dict[int, list[tuple[str, str, list[int], int]]]
+        self._arrays = {size: [] for size in (8, 4, 2, 1)}
 
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.element_size()
@@ -50,7 +36,7 @@ class SafetensorsSink:
             waiting = tempfile.TemporaryFile(dir=self._path.resolve().parent)  # noqa: SIM115
             self._waiting[size] = self._stack.enter_context(waiting)
         tensor = tensor.contiguous()
-        entry = (name, _SAFETENSORS_TYPES[tensor.dtype], list(tensor.shape), tensor.nbytes)
+        entry = (name, SAFETENSORS_TYPES[tensor.dtype], list(tensor.shape), tensor.nbytes)
         self._arrays[size].append(entry)
         self._waiting[size].write(raw_bytes(tensor))
 

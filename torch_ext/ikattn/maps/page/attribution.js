@@ -38,15 +38,6 @@ function total(numbers) {
   return sum;
 }
 
-function number(value) {
-  if (value === null || !Number.isFinite(value)) return "not finite";
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  const digits = size >= 1e5 || size < 1e-4 ? size.toExponential(2).replace("+", "")
-    : size >= 1000 ? size.toFixed(0) : size.toPrecision(3);
-  return (value < 0 ? "\u2212" : "") + digits;
-}
-
 const signed = (value) => (value > 0 && Number.isFinite(value) ? "+" : "") + number(value);
 
 // --- Tokens ------------------------------------------------------------------------------------------

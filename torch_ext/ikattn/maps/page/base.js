@@ -65,6 +65,17 @@ function bytesOf(text) {
   return Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 }
 
+// Returns a number with three digits; "" for one that is not there.
+function number(value) {
+  if (value === undefined) return "";
+  if (value === null || !Number.isFinite(value)) return "not finite";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const digits = size >= 1e5 || size < 1e-4 ? size.toExponential(2).replace("+", "")
+    : size >= 1000 ? size.toFixed(0) : size.toPrecision(3);
+  return (value < 0 ? "\u2212" : "") + digits;
+}
+
 const isolated = (text) => `\u2068${text}\u2069`;
 
 // Fills in what every mode of the page has: a line about it, the choice of a sequence, and the theme.

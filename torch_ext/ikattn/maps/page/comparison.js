@@ -16,17 +16,10 @@ const MEASURES = [
 
 // Returns [L, S] of model 0 or 1 for the chosen head, or the mean over heads.
 function rowsOf(model) {
-  const { L, S, maps } = layerOf();
-  const { heads } = maps[state.map];
-  const [count, size] = [Math.max(heads, 1), L * S];
-  const all = decode(maps[state.map]).subarray(model * count * size, (model + 1) * count * size);
-  if (!heads) return all;
-  if (state.head !== null) return all.subarray(state.head * size, (state.head + 1) * size);
-  return once(`mean/${maps[state.map].id}/${model}`, () => Float32Array.from({ length: size }, (_, i) => {
-    let sum = 0;
-    for (let h = 0; h < heads; h++) sum += all[h * size + i];
-    return sum / heads;
-  }));
+  const entry = layerOf().maps[state.map];
+  const both = decode(entry);
+  const own = both.subarray((model * both.length) / 2, ((model + 1) * both.length) / 2);
+  return entry.heads ? overHeads(own, state.head, entry.heads, `${entry.id}/${model}`) : own;
 }
 
 let view = { key: null };

@@ -24,7 +24,6 @@ const pair = () => state.hover || state.pinned;
 
 // --- Arrays and tokens -------------------------------------------------------------------------------
 
-
 // Base64 of uint16 codes of logarithms: 0 is zero, 65535 no finite number, any other c is
 // exp(lo + step (c - 1)). Arrays with signs have 32768 more for a number below 0.
 function decode(entry) {
@@ -33,6 +32,17 @@ function decode(entry) {
     const magnitude = (code) => (code === 0 ? 0 : Math.exp(entry.lo + entry.step * (code - 1)));
     return Float32Array.from(codes, (code) =>
       code === 65535 ? NaN : entry.signed && code > 32768 ? -magnitude(code - 32768) : magnitude(code));
+  });
+}
+
+// Returns the part of one head in an array with heads as its first axis, or the sum over heads by a divisor.
+function overHeads(values, head, heads, key, divisor = heads) {
+  const size = values.length / heads;
+  if (head !== null) return values.subarray(head * size, (head + 1) * size);
+  return once(`${key}/heads`, () => {
+    const sums = new Float32Array(size);
+    values.forEach((value, i) => { sums[i % size] += value / divisor; });
+    return sums;
   });
 }
 

@@ -25,20 +25,9 @@ function array(name, layer = state.layer) {
 
 // Returns [L, S] of one head of a map, or the mean over heads; of signed parts the sum, for they add.
 function headOrMean(name, layer, head) {
-  const shown = layerOf(layer);
-  const size = shown.L * shown.S;
-  const heads = contents.layers[layer].heads;
-  return once(`${state.sequence}/${layer}/${name}/${head}`, () => {
-    const parts = perHead(name, layer);
-    if (!parts) return null;
-    if (head !== null) return parts.subarray(head * size, (head + 1) * size);
-    const mean = new Float32Array(size);
-    const divisor = name === "projection" ? 1 : heads;
-    for (let h = 0; h < heads; h++) {
-      for (let i = 0; i < size; i++) mean[i] += parts[h * size + i] / divisor;
-    }
-    return mean;
-  });
+  const { heads } = contents.layers[layer];
+  const parts = perHead(name, layer);
+  return parts && overHeads(parts, head, heads, `${state.sequence}/${layer}/${name}`, name === "projection" ? 1 : heads);
 }
 
 // Returns [H, L, S]; contributions of each head are weights times value norms where the page has both.
@@ -149,15 +138,6 @@ function levelColour(level, norms) {
   return level > 255 ? ramp(!norms)[level - 256] : ramp(norms)[level];
 }
 
-function number(value) {
-  if (value === null || value === undefined) return "";
-  if (Number.isNaN(value)) return "not finite";
-  if (value === 0) return "0";
-  if (value < 0) return `\u2212${number(-value)}`;
-  if (value >= 1e5 || value < 1e-4) return value.toExponential(1).replace("+", "");
-  return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
-}
-
 // --- Tokens ------------------------------------------------------------------------------------------
 
 const FOLDED = 60;  // more tokens than that are two lines that scroll
@@ -220,39 +200,59 @@ function showControls() {
 
 function showReading() {
   const { queries, keys } = tokensOf();
-  const [q, k] = pair();
+  const [q] = pair();
   const joins = joined(queries);
   radios(byId("queries"), queries.map((token, t) => ({
     value: t, text: flowing(token, joins[t]), title: token, className: joins[t] ? "joined" : "",
     hover: (inside) => hover(inside ? [t, strongest(t)] : null),
   })), q, (t) => pin([t, strongest(t)]));
 
-  const { left, right } = plates();
-  const norms = shownValueNorms();
-  const rows = [
-    left && ["weight", "a", left.values, q * keys.length, left],
-    norms && ["value norm", "|f|", norms, 0, { norms: null }],
-    right && ["contribution", "", right.values, q * keys.length, right],
-  ].filter(Boolean);
-  const keyJoins = joined(keys);
   // Long texts keep to two lines, which scroll: the maps stay in sight.
   byId("queries").classList.toggle("long", queries.length > FOLDED);
-  byId("draws").replaceChildren(...rows.flatMap(([title, symbol, values, from, plate]) => {
-    const levels = plate.norms === null ? null : levelsOf(plate.values, state.layer).subarray(from, from + keys.length);
-    const top = values.reduce((largest, value) => Math.max(largest, value), 0);
+  const keyJoins = joined(keys);
+  byId("draws").replaceChildren(...readingRows().flatMap((row) => {
     const chips = keys.map((token, s) => {
-      const level = levels ? levels[s] : Math.round(255 * (top ? Math.min(values[s] / top, 1) : 0) * 0.32);
-      const background = levels ? levelColour(level, plate.norms) : grey(level);
-      const chip = element("span", { title: `${token}  ${number(values[from + s])}`, className: [keyJoins[s] ? "joined" : "", s === k ? "at" : ""].join(" ") }, element("bdi", {}, flowing(token, keyJoins[s])));
-      chip.style.background = css(background);
-      chip.style.color = legible(background);
-      chip.addEventListener("pointerenter", () => hover([q, s]));
+      const chip = element("span", { className: keyJoins[s] ? "joined" : "" }, element("bdi", {}, flowing(token, keyJoins[s])));
+      chip.addEventListener("pointerenter", () => hover([pair()[0], s]));
       chip.addEventListener("pointerleave", () => hover(null));
-      chip.addEventListener("click", () => pin([q, s]));
+      chip.addEventListener("click", () => pin([pair()[0], s]));
       return chip;
     });
-    return [element("h2", {}, title, element("em", {}, symbol)), element("div", { className: keys.length > FOLDED ? "tokens long" : "tokens" }, ...chips)];
+    paint(chips, row);
+    return [element("h2", {}, row.title, element("em", {}, row.symbol)), element("div", { className: keys.length > FOLDED ? "tokens long" : "tokens" }, ...chips)];
   }));
+}
+
+// Returns the rows of tokens that are read by that of the pair: the number of each, and its colour.
+function readingRows() {
+  const { S } = layerOf();
+  const [q] = pair();
+  const ofPlate = (plate, title, symbol) => {
+    const [values, levels] = [plate.values, levelsOf(plate.values, state.layer)].map((all) => all.subarray(q * S, (q + 1) * S));
+    return { title, symbol, values, colourOf: (s) => levelColour(levels[s], plate.norms) };
+  };
+  const { left, right } = plates();
+  const norms = shownValueNorms();
+  const top = norms && norms.reduce((largest, value) => Math.max(largest, value), 0);
+  const greyOf = (s) => grey(Math.round(255 * (top ? Math.min(norms[s] / top, 1) : 0) * 0.32));
+  return [
+    left && ofPlate(left, "weight", "a"),
+    norms && { title: "value norm", symbol: "|f|", values: norms, colourOf: greyOf },
+    right && ofPlate(right, "contribution", ""),
+  ].filter(Boolean);
+}
+
+// Colours the tokens of a row, says their numbers, and marks the one of the pair.
+function paint(chips, { values, colourOf }) {
+  const { keys } = tokensOf();
+  const [, k] = pair();
+  chips.forEach((chip, s) => {
+    const background = colourOf(s);
+    chip.style.background = css(background);
+    chip.style.color = legible(background);
+    chip.title = `${keys[s]}  ${number(values[s])}`;
+    chip.classList.toggle("at", s === k);
+  });
 }
 
 // Returns the norms that stand between weight and contribution, which is their product; a long text has
@@ -265,14 +265,7 @@ function shownValueNorms() {
 function valueNorms() {
   const norms = array("value_norms");
   if (!norms) return null;
-  const { S } = layerOf();
-  if (state.head !== null) return norms.subarray(state.head * S, (state.head + 1) * S);
-  const heads = contents.layers[state.layer].heads;
-  return Float32Array.from({ length: S }, (_, s) => {
-    let sum = 0;
-    for (let h = 0; h < heads; h++) sum += norms[h * S + s];
-    return sum / heads;
-  });
+  return overHeads(norms, state.head, contents.layers[state.layer].heads, `${state.sequence}/${state.layer}/norms`);
 }
 
 function grey(level) {
@@ -284,8 +277,6 @@ function legible(background) {
   const light = [0.2126, 0.7152, 0.0722].reduce((sum, part, c) => sum + part * (background[c] / 255) ** 2.2, 0);
   return light > 0.22 ? "#15181c" : "#ffffff";
 }
-
-// --- Heat maps ---------------------------------------------------------------------------------------
 
 // --- Ledger ------------------------------------------------------------------------------------------
 
@@ -391,23 +382,9 @@ function markPair() {
   const [q] = pair();
   const buttons = [...byId("queries").children];
   buttons.forEach((button, t) => button.setAttribute("aria-checked", String(t === q)));
-  const rows = [...byId("draws").querySelectorAll(".tokens")];
+  const rows = readingRows();
+  byId("draws").querySelectorAll(".tokens").forEach((row, i) => paint([...row.children], rows[i]));
   const { left, right } = plates();
-  const shown = [left, shownValueNorms() && { norms: null }, right].filter(Boolean);
-  const { S } = layerOf();
-  const [, k] = pair();
-  rows.forEach((row, i) => {
-    const plate = shown[i];
-    const levels = plate && plate.norms !== null ? levelsOf(plate.values, state.layer) : null;
-    [...row.children].forEach((chip, s) => {
-      chip.classList.toggle("at", s === k);
-      if (!levels) return;
-      const background = levelColour(levels[q * S + s], plate.norms);
-      chip.style.background = css(background);
-      chip.style.color = legible(background);
-      chip.title = `${chip.textContent}  ${number(plate.values[q * S + s])}`;
-    });
-  });
   draw(byId("left"), left);
   draw(byId("right"), right);
   showLedger();
