@@ -20,19 +20,7 @@ from ikattn.maps.pictures import text_width
 
 @dataclass(frozen=True)
 class Question:
-    """A question of the command line.
-
-    Attributes:
-        model: A directory or the name of a repository.
-        prompt, pair: What the model reads; the second of two sentences, or None.
-        target: The answer as text, or the number of a class; None: what the model says itself.
-        against: A token or the number of a class, or None.
-        method: As in :func:`ikattn.attribute`.
-        chat: The prompt is what a user says, in the tokenizer's chat template.
-        new_tokens: How many tokens the model may answer where there is no target.
-        dtype, device, device_map, revision, trust_remote_code: For loading the model.
-        out: A file, .html or .json, or None.
-    """
+    """A question of the command line, whose options are its fields; None: not given."""
 
     model: str
     prompt: str

@@ -25,18 +25,10 @@ TABLE = ".jsonl"  # the ending of a table
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the command line.
+    """A job of the command line, whose options are its fields.
 
-    Attributes:
-        model: A directory or a name on the Hugging Face hub.
-        maps: Names of maps and of GROUPS of them; each layer gives those of them that it has.
-        formats: Out of FORMATS.
-        out: The directory that receives everything.
-        layers: Patterns of names of layers, or numbers as text; None: all.
-        batch_size: Lines in one forward call.
-        max_length: In tokens; None: as long as the model allows.
-        device: As torch names it.
-        restart: Forget what an earlier run has finished.
+    maps and formats are names out of FORMATS and of maps and GROUPS of them, layers patterns of
+    names, or numbers as text; None: all.
     """
 
     model: str

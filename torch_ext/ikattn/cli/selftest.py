@@ -12,9 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,15 +76,10 @@ def _in_a_process(family: str, device: str, environment: dict[str, str], is_time
 
 
 def run(device: str, *, unproven: bool = False, enable: bool = False) -> list[Result]:
-    """Checks every family of a device.
+    """Checks every family of a device: "cuda", "cpu", or the tests' "interpreter".
 
-    Args:
-        device: ``"cuda"``, ``"cpu"``, or the tests' ``"interpreter"``.
-        unproven: Families that no GPU has proven, too.
-        enable: Of these also the time over that of what they replace.
-
-    Returns:
-        A result for each family, in the order of the ledger.
+    With ``unproven`` also those that no GPU has proven, with ``enable`` of these also the time over
+    that of what they replace. Results are in the order of the ledger.
 
     Raises:
         RuntimeError: The library has no kernels for the device, or there is no such device.
@@ -127,13 +120,11 @@ def proofs_file() -> Path:
     return Path(cache) / "ikattn" / "proven"
 
 
-@contextmanager
-def _other_lines(key: str) -> Iterator[list[str]]:
-    """The lines of other machines, builds and drivers, which go to the file with what is added."""
+def _replace_lines(key: str, new: list[str]) -> None:
+    """Replaces the lines of this machine, build and driver; those of others stay."""
     file = proofs_file()
     old = file.read_text().splitlines() if file.exists() else []
-    lines = [line for line in old if not line.startswith(f"{key}\t")]
-    yield lines
+    lines = [line for line in old if not line.startswith(f"{key}\t")] + new
     file.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(file) as target:
         target.write("".join(f"{line}\n" for line in lines).encode())
@@ -146,15 +137,14 @@ def enable(results: list[Result], key: str, day: str | None = None) -> list[str]
         for result in results
         if result.proven is None and result.passed and (result.ratio or math.inf) < 1
     ]
-    with _other_lines(key) as lines:
-        lines += [f"{key}\t{name}\t{day or date.today().isoformat()}" for name in names]
+    day = day or date.today().isoformat()
+    _replace_lines(key, [f"{key}\t{name}\t{day}" for name in names])
     return names
 
 
 def forget(key: str) -> None:
     """Takes the proof of this machine back."""
-    with _other_lines(key):
-        pass
+    _replace_lines(key, [])
 
 
 # --- The command
@@ -163,18 +153,10 @@ def forget(key: str) -> None:
 def table(results: list[Result]) -> str:
     """The results as lines of text."""
     rows = [("family", "proven", "passed", "error / allowed", "seconds", "time / replaced", "")]
-    for result in results:
-        rows.append(
-            (
-                result.family,
-                result.proven or "no",
-                "-" if result.error is None and result.passed else str(result.passed).lower(),
-                "-" if result.error is None else f"{result.error:.2f}",
-                f"{result.seconds:.1f}",
-                "-" if result.ratio is None else f"{result.ratio:.2f}",
-                result.says,
-            )
-        )
+    for family, proven, passed, error, seconds, says, ratio in results:
+        known = "-" if error is None and passed else str(passed).lower()
+        of_error, of_time = ("-" if x is None else f"{x:.2f}" for x in (error, ratio))
+        rows.append((family, proven or "no", known, of_error, f"{seconds:.1f}", of_time, says))
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[6]]).rstrip()

@@ -93,15 +93,11 @@ def worst(
     composition: Callable[..., Any] | None = None,
     floor: float = 0.0,
 ) -> float:
-    """The largest error of a call's outputs and gradients, over what is allowed.
+    """The largest error of a call's outputs and gradients on a device, over what is allowed.
 
-    Args:
-        function: What is called.
-        call: Its arguments, on the CPU.
-        device: Where it runs.
-        composition: The same of torch's operators in the type of the call; None: the function
-            itself on the CPU.
-        floor: Allowed beside the composition's errors, relative to the largest element.
+    composition: The same of torch's operators in the type of the call; None: the function itself
+        on the CPU.
+    floor: Allowed beside the composition's errors, relative to the largest element.
     """
     truth = _results(function, _to(call, "cpu", torch.float64))
     composed = _results(composition or function, _to(call, "cpu"))

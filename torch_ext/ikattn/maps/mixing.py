@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
 from ikattn.maps.contribution_maps import NormStats
+from ikattn.maps.summary import without_padding
 
 MOST_ELEMENTS = 1 << 24  # of [keys, L, D], held at a time
 
@@ -111,10 +112,7 @@ def alti(
         off = _distances(weights, heads, output, residual, diagonal, order)
         is_hidden &= ~torch.ones_like(is_hidden).tril(diagonal).triu(diagonal)
     nearer = (size - off).clamp_min(0).masked_fill(is_hidden, 0)
-    if query_padding is not None:
-        nearer = nearer.masked_fill(query_padding.unsqueeze(-1), 0)
-    if key_padding is not None:
-        nearer = nearer.masked_fill(key_padding.unsqueeze(-2), 0)
+    nearer = without_padding(nearer, query_padding, key_padding, "alti")
     total = nearer.sum(-1, keepdim=True) + rest
     shares: Tensor = nearer / torch.where(total == 0, 1, total)
     return shares
@@ -173,11 +171,7 @@ def projection(
     given = (attn_weights, value, out_proj_weight, residual)
     is_wide = any(x is not None and x.dtype == torch.float64 for x in given)
     dtype = torch.float64 if is_wide else torch.float32
-    weights = attn_weights.to(dtype)
-    if query_padding is not None:
-        weights = weights.masked_fill(query_padding[:, None, :, None], 0)
-    if key_padding is not None:
-        weights = weights.masked_fill(key_padding[:, None, None, :], 0)
+    weights = without_padding(attn_weights.to(dtype), query_padding, key_padding, "projection")
     value = value.to(dtype).repeat_interleave(weights.size(1) // value.size(1), 1)
     # A value that is not finite shows in the rows that see it, and in no others.
     unknown = ~value.isfinite().all(-1)
@@ -233,13 +227,7 @@ def _check_shapes(
 
 
 def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:
-    """Returns vectors that heads take from tokens, [B, S, H, D]; 0 where no query looks.
-
-    Args:
-        value: [B, G, S, d_v].
-        by_head: The out-projection, [H, d_v, D].
-        weights: [B, H, L, S].
-    """
+    """Returns vectors [B, S, H, D] that heads take from tokens; 0 where no query looks."""
     counts = (weights != 0).any(-2)  # [B, H, S]; others may hold NaN
     value = value.repeat_interleave(weights.size(1) // value.size(1), 1)
     value = value.masked_fill(~counts.unsqueeze(-1), 0)
