@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import Tensor
 import ikattn
 from agreement import assert_close, assert_identical
 from contribution_samples import BLOCK, named, operator_call
+from programs import megabytes_grown
 
 
 def softmax_weights(
@@ -114,18 +112,12 @@ def test_what_padded_queries_hold_never_shows(kernel: str, create_graph: bool) -
 
 def test_value_norms_alone_make_no_weights() -> None:
     """Weights would take 100 MiB at a time here, 0.3 * 10^12 numbers in all."""
-    program = """
-        import resource, torch, ikattn
-        torch.set_num_threads(1)
+    before = """
         query = torch.randn(1, 8, 200_000, 4)
         value, projection = torch.randn(1, 8, 200_000, 2), torch.randn(4, 16)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        ikattn.streamed_contributions(query, query, value, projection, maps=["value_norms"])
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
-    assert int(result.stdout) / 1024 < 60
+    call = "ikattn.streamed_contributions(query, query, value, projection, maps=['value_norms'])"
+    assert megabytes_grown(before, call) < 60
 
 
 def test_streaming_many_rounds_gives_what_one_gives() -> None:
@@ -208,26 +200,21 @@ def test_opcheck_of_streamed_weights() -> None:
 
 def test_no_tensor_has_both_pairs_and_dimensions() -> None:
     """L = S = 1024, D = 768: the 5-D tensor would take 38 GiB, the 4-D one 3 GiB."""
-    program = """
-        import resource, torch, ikattn
-        torch.set_num_threads(1)
+    before = """
         H, L, D = 12, 1024, 768
         value, residual = torch.randn(1, H, L, 64), torch.randn(1, L, D)
         query, key = torch.randn(2, 1, H, L, 64).unbind()
         projection = torch.randn(D, D)
         norm = ikattn.maps.NormStats(torch.ones(D), torch.ones(1, L))
         ikattn.streamed_contributions(query[:, :, :9], key[:, :, :9], value[:, :, :9], projection)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """
+    call = """
         maps = ikattn.streamed_contributions(
             query, key, value, projection, residual=residual, norm=norm, second_norm=norm
         )
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, text=True
-    )
     # Four maps of 4 MiB, some rounds of 16 MiB of weights; the weights of all rows are 48 MiB.
-    assert int(result.stdout) / 1024 < 100
+    assert megabytes_grown(before, call) < 100
 
 
 @pytest.mark.parametrize(

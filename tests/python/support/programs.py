@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,17 @@ def run_python(
     """One thread, and no window for pictures."""
     settings = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", **environment}
     return run(sys.executable, path, *arguments, cwd=cwd, **settings)
+
+
+def megabytes_grown(before: str, then: str) -> float:
+    """Runs both in one process, and returns by how much the second raised its peak of memory."""
+    peak = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss"
+    parts = ("import resource, torch, ikattn\ntorch.set_num_threads(1)", before, f"first = {peak}")
+    parts += (then, f"print({peak} - first)")
+    program = "\n".join(map(textwrap.dedent, parts))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout) / 1024
 
 
 def import_program(path: Path) -> ModuleType:

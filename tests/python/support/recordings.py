@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -51,6 +53,19 @@ def random_maps(
 
 def tokens_of(prefix: str) -> list[list[str]]:
     return [[f"{prefix}{position}" for position in range(length)] for length in LENGTHS]
+
+
+def recording_of(
+    layers: Mapping[str, Contributions] | None = None,
+    *,
+    heads: int = 1,
+    kind: Literal["self", "cross"] = "self",
+    **maps: torch.Tensor,
+) -> Recording:
+    """Returns one call of these layers, or of a layer "layer" with these maps."""
+    layers = {"layer": Contributions(**maps)} if layers is None else layers  # type: ignore[arg-type]
+    known = {name: Layer(name, kind, "encoder", heads, "post", "bert") for name in layers}
+    return Recording("Model", tuple(maps), known, [Batch(dict(layers))])
 
 
 def encoder_recording(layers: int = 2, batches: int = 1, **options: object) -> Recording:
