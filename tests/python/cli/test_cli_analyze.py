@@ -23,8 +23,9 @@ from ikattn import Contributions, cli
 from ikattn.cli import analyze as analyzing
 from ikattn.cli import results
 from ikattn.cli.index import overview
-from ikattn.maps import Batch, Layer, Recording, load_maps
+from ikattn.maps import load_maps
 from ikattn.recorder import record
+from recordings import recording_of
 from saved_models import SIZES, save_model
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
@@ -156,12 +157,6 @@ def test_what_the_index_shows_of_a_line_is_of_its_maps(tmp_path, bert, text):
         torch.testing.assert_close(levels.float(), expected, rtol=0, atol=0.51)
 
 
-def recording_of(kind: str = "self", **maps: Any) -> Recording:
-    layer = Layer("layer", kind, "encoder", 1, "post", "bert")  # type: ignore[arg-type]
-    batch = Batch({"layer": Contributions(**maps)})
-    return Recording("Model", tuple(maps), {"layer": layer}, [batch])
-
-
 def test_a_small_map_of_a_long_line_is_its_average() -> None:
     x = torch.rand(1, 64, 32)
     view = overview(recording_of(summed=x), ["summed"])
@@ -185,10 +180,9 @@ def test_rows_that_see_nothing_are_left_out_of_the_entropy() -> None:
 def test_what_is_not_finite_has_no_number_in_the_index(wrong: float) -> None:
     x = torch.ones(1, 3, 3)
     x[0, 1, 1] = wrong
-    recording = recording_of(summed=x, mixing_ratio={"summed": x[:, 1]})
-    assert overview(recording, ["weights", "summed"]) == {
-        **{"map": "summed", "entropy": None, "mixing_ratio": None, "thumbnail": None}
-    }
+    maps = Contributions(summed=x, mixing_ratio={"summed": x[:, 1]})
+    view = overview(recording_of({"layer": maps}), ["weights", "summed"])
+    assert view == {"map": "summed", "entropy": None, "mixing_ratio": None, "thumbnail": None}
 
 
 def test_long_line_is_cut_with_a_notice(tmp_path, bert, capsys):
@@ -252,10 +246,10 @@ def stop_after(
     added = results.Results.add_entry
     count = iter(range(lines + 1))
 
-    def add(ledger: Any, entry: dict[str, Any]) -> None:
+    def add(of: Any, entry: dict[str, Any]) -> None:
         if next(count) == lines:
             raise error
-        added(ledger, entry)
+        added(of, entry)
 
     monkeypatch.setattr(results.Results, "add_entry", add)
 

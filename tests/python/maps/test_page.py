@@ -24,7 +24,13 @@ from chromium import Tab
 from ikattn.cli.index import write_index
 from ikattn.maps import Batch, Layer, Recording
 from ikattn.maps.page import page_bytes
-from recordings import encoder_recording, random_maps, tokens_of, translation_recording
+from recordings import (
+    encoder_recording,
+    random_maps,
+    recording_of,
+    tokens_of,
+    translation_recording,
+)
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -78,11 +84,7 @@ def test_page_holds_every_map_without_padding(tmp_path: Path) -> None:
 def test_stated_precision_holds_over_twenty_decades(tmp_path: Path) -> None:
     values = torch.logspace(-15, 5, 2000, dtype=torch.float64).reshape(1, 40, 50)
     values[0, 0, :3] = torch.tensor([0.0, float("nan"), float("inf")])
-    layer = Layer("cross", "cross", "decoder", 1, "none", "torch")
-    recording = Recording(
-        "M", (), {"cross": layer}, [Batch({"cross": ikattn.Contributions(summed=values)})]
-    )
-    recording.to_html(tmp_path / "maps.html")
+    recording_of(summed=values, kind="cross").to_html(tmp_path / "maps.html")
     contents = contents_of(tmp_path / "maps.html")
     stated = float(re.search(r"within ([\d.]+) %", contents["precision"])[1]) / 100  # type: ignore[index]
     entry = contents["sequences"][0]["layers"][0]["maps"]["summed"]
@@ -127,11 +129,9 @@ def test_unknown_tokens_become_numbers(tmp_path: Path) -> None:
 
 
 def test_nothing_to_show_is_an_error(tmp_path: Path) -> None:
-    layer = Layer("layer", "self", "encoder", 2, "none", "torch")
-    norms = ikattn.Contributions(value_norms=torch.ones(1, 2, 3))
-    for batches in ([], [Batch({"layer": norms})]):
+    for recording in (recording_of(value_norms=torch.ones(1, 2, 3), heads=2), recording_of({})):
         with pytest.raises(ValueError, match="holds no map of any sequence"):
-            Recording("M", (), {"layer": layer}, batches).to_html(tmp_path / "maps.html")
+            recording.to_html(tmp_path / "maps.html")
     assert not list(tmp_path.iterdir())
 
 
@@ -145,15 +145,11 @@ def test_full_disk_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_title_is_taken_literally(tmp_path: Path) -> None:
+def test_titles_are_literal_and_models_have_no_directory(tmp_path: Path) -> None:
     recording, title = encoder_recording(), "{{script}} <b> {{arrays}} {{title}}"
     recording.to_html(tmp_path / "maps.html", title=title)
     text = (tmp_path / "maps.html").read_text()
     assert "<title>{{script}} &lt;b&gt; {{arrays}} {{title}}</title>" in text
-
-
-def test_page_names_the_model_but_not_its_directory(tmp_path: Path) -> None:
-    recording = encoder_recording()
     recording.model = "BertModel /home/someone/models/tiny"
     recording.to_html(tmp_path / "maps.html")
     text = (tmp_path / "maps.html").read_text(encoding="utf-8")
@@ -185,10 +181,8 @@ def test_size_of_a_page_is_known_without_making_it(tmp_path: Path) -> None:
 
 
 def test_notebook_shows_a_table_in_place_of_a_large_page() -> None:
-    layers = {f"<{i}>": Layer(f"<{i}>", "self", "encoder", 12, "post", "bert") for i in range(20)}
     maps = ikattn.Contributions(weights=torch.ones(1, 1, 1, 1).expand(1, 12, 200, 200))
-    recording = Recording("Model", ("weights",), layers, [Batch(dict.fromkeys(layers, maps))])
-    shown = recording._repr_html_()
+    shown = recording_of({f"<{i}>": maps for i in range(20)}, heads=12)._repr_html_()
     assert "iframe" not in shown
     assert "recording.to_html(path)" in shown
     assert "<td>&lt;3&gt;</td><td>encoder, self</td><td>12</td>" in shown
@@ -202,8 +196,7 @@ def test_notebook_says_why_there_is_no_page() -> None:
     assert "nothing was recorded" in Recording("M", ())._repr_html_()
     assert "handed to on_layer" in Recording("M", (), {"layer": layer})._repr_html_()
     assert "recording.graphs" in Recording("M", (), graphs=[{}, {}])._repr_html_()
-    norms = ikattn.Contributions(value_norms=torch.ones(1, 2, 3))
-    without_pairs = Recording("M", (), {"layer": layer}, [Batch({"layer": norms})])
+    without_pairs = recording_of(value_norms=torch.ones(1, 2, 3), heads=2)
     assert "holds no map of any sequence" in without_pairs._repr_html_()
     assert "value_norms [1, 2, 3]" in without_pairs._repr_html_()
     wrong = encoder_recording()
@@ -219,6 +212,11 @@ def open_page(tab: Tab, path: Path) -> None:
     tab.requests.clear()
     tab.open(path.as_uri())
     assert tab.complaints == []
+
+
+def show(tab: Tab, folder: Path, recording: Recording, **options: Any) -> None:
+    recording.to_html(folder / "maps.html", **options)
+    open_page(tab, folder / "maps.html")
 
 
 def picture(tab: Tab, figure: str = "right") -> str:
@@ -244,8 +242,7 @@ def centre_of_cell(tab: Tab, figure: str, t: int, s: int) -> tuple[float, float]
 
 
 def test_page_renders_and_a_click_on_a_layer_changes_the_map(tab: Tab, tmp_path: Path) -> None:
-    encoder_recording().to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, encoder_recording())
     assert [url for url in tab.requests if not url.startswith("file:")] == []
     assert text_of(tab, "h1") == "BertModel where/tiny"
     assert tab.evaluate("document.querySelector('#layer').children.length") == 2
@@ -296,8 +293,7 @@ def test_parts_below_zero_have_their_signs_and_colours_of_their_own(
 
 def test_hover_and_click_show_the_ledger_of_a_pair(tab: Tab, tmp_path: Path) -> None:
     recording = encoder_recording()
-    recording.to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, recording)
     maps = recording["encoder.layer.0.attention.self"]
     tab.move(*centre_of_cell(tab, "right", 1, 3))
     assert text_of(tab, "#pair") == "b0t1 (1) reads b0t3 (3)"
@@ -320,8 +316,7 @@ def test_hover_and_click_show_the_ledger_of_a_pair(tab: Tab, tmp_path: Path) -> 
 
 
 def test_keyboard_alone_reaches_everything(tab: Tab, tmp_path: Path) -> None:
-    encoder_recording().to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, encoder_recording())
     tab.evaluate("document.querySelector('#right canvas').focus()")
     before = text_of(tab, "#pair")
     moves = {"ArrowRight": (0, 1), "ArrowLeft": (0, -1), "ArrowDown": (1, 0), "ArrowUp": (-1, 0)}
@@ -350,8 +345,7 @@ def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
     recording.layers = {HOSTILE: layer}
     recording.batches = [Batch({HOSTILE: random_maps()})]
     tokens = [[HOSTILE, "<b>bold</b>", "&lt;", "\u2028", "${1}"], ["<!--", "--><script>", "\\"]]
-    recording.to_html(tmp_path / "maps.html", tokens=tokens, title=HOSTILE)
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, recording, tokens=tokens, title=HOSTILE)
     assert text_of(tab, "h1") == HOSTILE
     assert tab.evaluate("document.title") == HOSTILE
     assert tab.evaluate("document.querySelectorAll('img, b.bold, #queries b').length") == 0
@@ -364,8 +358,7 @@ def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
 
 
 def test_cross_attention_names_both_texts(tab: Tab, tmp_path: Path) -> None:
-    translation_recording().to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, translation_recording())
     labels = "[...document.querySelectorAll('#layer button')].map(b => b.innerText.trim())"
     assert tab.evaluate(labels) == ["enc 0", "dec 0", "cross 0"]
     click(tab, "layer", 2)
@@ -381,11 +374,7 @@ def test_cross_attention_names_both_texts(tab: Tab, tmp_path: Path) -> None:
 
 
 def test_page_of_summed_maps_alone_has_one_heat_map(tab: Tab, tmp_path: Path) -> None:
-    layer = Layer("layer", "self", "encoder", 2, "none", "torch")
-    maps = ikattn.Contributions(summed=torch.rand(1, 3, 3))
-    recording = Recording("M", ("summed",), {"layer": layer}, [Batch({"layer": maps})])
-    recording.to_html(tmp_path / "maps.html", tokens=["a", "b", "c"])
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, recording_of(summed=torch.rand(1, 3, 3), heads=2), tokens=["a", "b", "c"])
     assert tab.evaluate("document.querySelector('#left').hidden")
     assert not tab.evaluate("document.querySelector('#right').hidden")
     assert tab.evaluate("document.querySelector('#head').children.length") == 1
@@ -394,28 +383,22 @@ def test_page_of_summed_maps_alone_has_one_heat_map(tab: Tab, tmp_path: Path) ->
 
 def test_large_page_stays_quick(tab: Tab, tmp_path: Path) -> None:
     """128 tokens, 12 layers, 12 heads: as large as it should get. Seconds, on any machine."""
-    layers = {str(i): Layer(str(i), "self", "encoder", 12, "post", "bert") for i in range(12)}
-    weights = torch.randn(12, 1, 12, 128, 128).softmax(-1)
-    batch = Batch(
-        {
-            name: ikattn.Contributions(
-                weights=weights[int(name)],
-                value_norms=torch.rand(1, 12, 128),
-                summed=torch.rand(1, 128, 128),
-            )
-            for name in layers
-        }
-    )
-    size = Recording("M", (), layers, [batch]).to_html(tmp_path / "maps.html")
-    assert size < 8e6
+    maps = {
+        str(i): ikattn.Contributions(
+            weights=torch.randn(1, 12, 128, 128).softmax(-1),
+            value_norms=torch.rand(1, 12, 128),
+            summed=torch.rand(1, 128, 128),
+        )
+        for i in range(12)
+    }
+    assert recording_of(maps, heads=12).to_html(tmp_path / "maps.html") < 8e6
     open_page(tab, tmp_path / "maps.html")
     click(tab, "layer", 11)
     assert tab.complaints == []
 
 
 def test_long_text_is_drawn_whole(tab: Tab, tmp_path: Path) -> None:
-    recording_of({"layer": torch.rand(1, 700, 700)}).to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, stack_of({"layer": torch.rand(1, 700, 700)}))
     reach = "(() => { const c = document.querySelector('#right canvas'); const l = c.layout;"
     reach += "return [l.left + 700 * l.cell, c.clientWidth, l.cell]; })()"
     end, width, cell = tab.evaluate(reach)
@@ -426,11 +409,9 @@ def test_long_text_is_drawn_whole(tab: Tab, tmp_path: Path) -> None:
 # --- The flow through layers
 
 
-def recording_of(summed: dict[str, torch.Tensor]) -> Recording:
+def stack_of(summed: dict[str, torch.Tensor]) -> Recording:
     """Returns the recording of an encoder whose layers have these N maps, ``[1, L, L]``."""
-    layers = {name: Layer(name, "self", "encoder", 1, "post", "bert") for name in summed}
-    maps = {name: ikattn.Contributions(summed=x) for name, x in summed.items()}
-    return Recording("M", ("summed",), layers, [Batch(maps)])
+    return recording_of({n: ikattn.Contributions(summed=x) for n, x in summed.items()})
 
 
 def set_least(tab: Tab, place: int) -> None:
@@ -439,9 +420,8 @@ def set_least(tab: Tab, place: int) -> None:
 
 def test_flow_is_the_row_of_the_rollout(tab: Tab, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    recording = recording_of({str(i): torch.rand(1, 6, 6) ** 4 for i in range(4)})
-    recording.to_html(tmp_path / "maps.html", tokens=list("abcdef"))
-    open_page(tab, tmp_path / "maps.html")
+    recording = stack_of({str(i): torch.rand(1, 6, 6) ** 4 for i in range(4)})
+    show(tab, tmp_path, recording, tokens=list("abcdef"))
     expected = ikattn.rollout(recording, map="summed")[0]
     for target in (0, 4):
         flow = tab.evaluate(f"flowInto({target}, stackOfLayers(), 0)")
@@ -460,8 +440,7 @@ def test_flow_shows_the_ribbons_that_hang_together_with_the_target(
 ) -> None:
     lower = torch.tensor([[[9.0, 1, 0], [0, 5, 5], [1, 1, 6]]])
     upper = torch.tensor([[[1.0, 0, 0], [0, 1, 0], [0.9, 0.06, 0.04]]])
-    recording_of({"a": lower, "b": upper}).to_html(tmp_path / "maps.html", tokens=["x", "y", "z"])
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, stack_of({"a": lower, "b": upper}), tokens=["x", "y", "z"])
     flow = tab.evaluate("flowInto(2, stackOfLayers(), 0.02)")
     found = {(r["column"], r["i"], r["j"]): r["flow"] for r in flow["ribbons"]}
     above = {(1, 2, 0): 0.9, (1, 2, 1): 0.06, (1, 2, 2): 0.04}
@@ -480,8 +459,7 @@ def test_flow_shows_the_ribbons_that_hang_together_with_the_target(
 
 
 def test_arrow_keys_move_the_target_of_the_flow(tab: Tab, tmp_path: Path) -> None:
-    encoder_recording().to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, encoder_recording())
     tab.evaluate("document.querySelector('#flow svg').focus()")
     label = "document.querySelector('#flow svg').getAttribute('aria-label')"
     for key, target in (
@@ -499,16 +477,14 @@ def test_arrow_keys_move_the_target_of_the_flow(tab: Tab, tmp_path: Path) -> Non
 
 
 def test_flow_needs_several_layers_of_the_same_tokens(tab: Tab, tmp_path: Path) -> None:
-    translation_recording().to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, translation_recording())
     for layer in range(3):  # one of the encoder, one of the decoder, one between them
         click(tab, "layer", layer)
         assert tab.evaluate("byId('flow').hidden")
     steps = [ikattn.Contributions(summed=torch.rand(1, L, S)) for L, S in ((3, 3), (1, 4))]
     layers = {name: Layer(name, "self", "decoder", 1, "pre", "gpt2") for name in "ab"}
     batches = [Batch(dict.fromkeys("ab", step)) for step in steps]
-    Recording("M", (), layers, batches).to_html(tmp_path / "maps.html")
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, Recording("M", (), layers, batches))
     assert not tab.evaluate("byId('flow').hidden")
     tab.evaluate("set({ sequence: 1 })")  # one token after those in a cache
     assert tab.evaluate("byId('flow').hidden")
@@ -520,8 +496,7 @@ def test_flow_says_what_ends_in_rows_without_a_sum(tab: Tab, tmp_path: Path) -> 
     lower[0, 1, 1] = math.nan
     lower[0, 2, 2] = 0
     upper = torch.tensor([[[0.5, 0.25, 0.25]] * 3])
-    recording_of({"a": lower, "b": upper}).to_html(tmp_path / "maps.html", tokens=["x", "y", "z"])
-    open_page(tab, tmp_path / "maps.html")
+    show(tab, tmp_path, stack_of({"a": lower, "b": upper}), tokens=["x", "y", "z"])
     said = text_of(tab, "#flow-sources").replace("\u00a0", " ")
     assert "comes from x 50 %. " in said
     assert "50 % ends in rows that are 0 or not finite." in said
@@ -531,7 +506,6 @@ def test_flow_says_what_ends_in_rows_without_a_sum(tab: Tab, tmp_path: Path) -> 
 def test_nothing_is_wider_than_a_small_screen(tab: Tab, tmp_path: Path, theme: str) -> None:
     layers = {f"encoder.{i}": torch.rand(1, 30, 30) for i in range(24)}
     tokens = ["<s>", "\u0642\u0637\u0629", "\U0001f600" * 20, "x" * 200, *map(str, range(26))]
-    recording_of(layers).to_html(tmp_path / "maps.html", tokens=tokens)
     tab.call(
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}]
     )
@@ -540,7 +514,7 @@ def test_nothing_is_wider_than_a_small_screen(tab: Tab, tmp_path: Path, theme: s
         **{"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": True},
     )
     try:
-        open_page(tab, tmp_path / "maps.html")
+        show(tab, tmp_path, stack_of(layers), tokens=tokens)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400
         assert tab.evaluate("document.documentElement.dataset.theme") == theme
         cut = "[...document.querySelectorAll('#flow text')].filter(t => t.getBBox().x < 0).length"

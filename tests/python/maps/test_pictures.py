@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import ikattn
-from ikattn.maps import Batch, Layer, Recording
-from recordings import encoder_recording, random_maps, tokens_of, translation_recording
+from recordings import encoder_recording, recording_of, translation_recording
 
 matplotlib = pytest.importorskip("matplotlib", reason="pip install 'ikattn[viz]'")
 
@@ -33,10 +31,7 @@ def test_picture_shows_the_values(tmp_path: Path) -> None:
     """Dark where the map is large: the one cell that is not 0 stands where it should."""
     from matplotlib.image import imread
 
-    maps = ikattn.Contributions(summed=torch.zeros(1, 2, 2))
-    maps.summed[0, 1, 0] = 1.0
-    layer = Layer("layer", "self", "encoder", 1, "none", "torch")
-    recording = Recording("M", (), {"layer": layer}, [Batch({"layer": maps})])
+    recording = recording_of(summed=torch.tensor([[[0.0, 0], [1, 0]]]))
     recording.plot(tmp_path / "one.png", layer="layer", tokens=["a", "b"])
     dark = torch.tensor(imread(tmp_path / "one.png")[..., :3].copy()).sum(-1) < 0.7
     left = dark[:, : dark.shape[1] * 3 // 4].nonzero().double()  # without the colour bar
@@ -84,22 +79,18 @@ def test_map_of_each_head_is_averaged_and_weights_may_stand_alone(tmp_path: Path
     ],
 )
 def test_the_only_map_there_is_need_not_be_named(tmp_path, recorded, drawn):
-    layer = Layer("layer", "self", "encoder", 1, "none", "torch")
     axes = {"weights": (1, 2, 3, 3)}
-    maps = ikattn.Contributions(
-        **{name: torch.rand(axes.get(name, (1, 3, 3))) for name in recorded}
-    )
-    recording = Recording("M", (), {"layer": layer}, [Batch({"layer": maps})])
-    recording.plot(tmp_path / "one.svg")
+    maps = {name: torch.rand(axes.get(name, (1, 3, 3))) for name in recorded}
+    recording_of(**maps).plot(tmp_path / "one.svg")
     assert any(text.startswith(drawn) for text in texts_of(tmp_path / "one.svg"))
 
 
 def test_one_of_several_maps_must_be_named(tmp_path: Path) -> None:
-    layer = Layer("layer", "self", "encoder", 1, "none", "torch")
-    maps = ikattn.Contributions(encoder=torch.rand(1, 3, 3), alti=torch.rand(1, 3, 3))
-    recording = Recording("M", (), {"layer": layer}, [Batch({"layer": maps})])
+    recording = recording_of(encoder=torch.rand(1, 3, 3), alti=torch.rand(1, 3, 3))
     with pytest.raises(ValueError, match=r"which map to draw; there are alti, encoder"):
         recording.plot(tmp_path / "one.svg")
+    with pytest.raises(ValueError, match=r"'summed' was not recorded; there are alti, encoder"):
+        recording.plot(tmp_path / "one.svg", map="summed")
 
 
 def test_cross_attention_has_both_texts(tmp_path: Path) -> None:
@@ -122,9 +113,7 @@ def test_unusual_tokens_and_values_are_drawn(tmp_path: Path) -> None:
 
 
 def test_long_sequence_names_every_second_token(tmp_path: Path) -> None:
-    layer = Layer("layer", "self", "encoder", 1, "none", "torch")
-    maps = ikattn.Contributions(summed=torch.rand(1, 100, 100))
-    recording = Recording("M", (), {"layer": layer}, [Batch({"layer": maps})])
+    recording = recording_of(summed=torch.rand(1, 100, 100))
     recording.plot(tmp_path / "long.svg", layer=0, tokens=[f"t{i}" for i in range(100)])
     texts = texts_of(tmp_path / "long.svg")
     assert "t98" in texts
@@ -134,6 +123,7 @@ def test_long_sequence_names_every_second_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"path": "maps.gif"}, r"must end in \.png, \.svg, \.pdf, got 'maps\.gif'"),
         ({"map": "sumed"}, r"map must be one of weights, .* got 'sumed'"),
         ({"map": "value_norms"}, r"map must be one of"),
         ({"layer": 2}, r"layer must be a number below 2 or one of encoder.*, got 2"),
@@ -145,22 +135,8 @@ def test_long_sequence_names_every_second_token(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_an_error(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        encoder_recording().plot(tmp_path / "maps.png", **options)
+        encoder_recording().plot(**{"path": tmp_path / "maps.png"} | options)
     assert not list(tmp_path.iterdir())
-
-
-def test_map_that_was_not_recorded_names_those_that_were(tmp_path: Path) -> None:
-    layer = Layer("layer", "self", "encoder", 2, "none", "torch")
-    maps = random_maps()
-    maps.encoder = None
-    recording = Recording("M", (), {"layer": layer}, [Batch({"layer": maps}, tokens_of("t"))])
-    with pytest.raises(ValueError, match=r"'encoder' was not recorded; there are .*summed"):
-        recording.plot(tmp_path / "maps.png", map="encoder")
-
-
-def test_unknown_ending_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must end in \.png, \.svg, \.pdf, got 'maps\.gif'"):
-        encoder_recording().plot(tmp_path / "maps.gif")
 
 
 def test_full_disk_leaves_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
