@@ -41,9 +41,8 @@ class Question:
 def answer(question: Question) -> tuple[Attribution, int | None]:
     """Loads the model and attributes its answer, and writes the file that was asked for.
 
-    Returns:
-        The scores, and how many of the last tokens the model answered itself: 0 where it chose a
-        class, None where there was a target.
+    With the scores it returns how many of the last tokens the model answered itself: 0 where it
+    chose a class, None where there was a target.
 
     Raises:
         AnalyzeError: It cannot be done; the message says why. Other exceptions are those of
@@ -73,13 +72,7 @@ def answer(question: Question) -> tuple[Attribution, int | None]:
 
 
 def table(found: Attribution, own: int | None = None) -> str:
-    """Tokens and scores, one a line, a bar beside each.
-
-    Args:
-        found: What to show.
-        own: How many of the last tokens the model answered itself, 0 where it chose a class; None:
-            it was asked for a target.
-    """
+    """Tokens and scores, one a line, a bar beside each; ``own`` is what :func:`answer` tells."""
     target = [] if found.target_tokens is None else [_shown(x) for x in found.target_tokens[0]]
     lines = [] if own is None else [f"the model answers: {' '.join(target) or 'no known token'}"]
     parts = [(found.tokens, found.scores), (found.prefix_tokens, found.prefix_scores)]

@@ -143,13 +143,7 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _selftest(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
     from ikattn.cli import selftest
 
-    return selftest.main(
-        parsed.device,
-        unproven=parsed.unproven,
-        asks_enable=parsed.enable,
-        asks_forget=parsed.forget,
-        file=parsed.json,
-    )
+    return selftest.main(parsed)
 
 
 def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

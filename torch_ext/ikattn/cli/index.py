@@ -63,16 +63,13 @@ def _of_map(recording: Recording, name: str) -> tuple[float | None, str | None]:
     alike = [layer for layer, place in zip(having, places, strict=True) if place == places[0]]
     entropy, mean = 0.0, torch.zeros(())
     for layer in alike:  # one at a time: every share of a long line takes memory
-        shares = _shares(getattr(batch[layer.name], name)[0])
+        values = getattr(batch[layer.name], name)[0]
+        values = full_precision(values if values.dim() == 3 else values[None]).abs()
+        shares = row_shares(values)  # [H or 1, L, S]
         bits = torch.special.entr(shares).sum(-1) / math.log(2)
         entropy += float(bits.sum() / (shares.sum(-1) != 0).sum()) / len(alike)
         mean = mean + shares.mean(0).cpu() / len(alike)
     return _finite(entropy), _thumbnail(mean)
-
-
-def _shares(x: Tensor) -> Tensor:
-    """A map ``[L, S]`` or ``[H, L, S]`` as ``[H or 1, L, S]``, magnitudes over their rows' sums."""
-    return row_shares(full_precision(x if x.dim() == 3 else x[None]).abs())
 
 
 def _thumbnail(x: Tensor) -> str | None:

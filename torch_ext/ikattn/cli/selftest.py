@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -97,7 +98,7 @@ def run(device: str, *, unproven: bool = False, enable: bool = False) -> list[Re
             name = family["name"]
             here = family["here"] and f"this machine, on {family['here']}"
             on_gpu = family["gpu"] and f"{family['gpu']} at {family['commit']}"
-            if unproven or on_gpu or here:
+            if unproven or enable or on_gpu or here:
                 chosen[name] = checks[name].environment
                 proven[name] = on_gpu or here
 
@@ -164,33 +165,26 @@ def table(results: list[Result]) -> str:
     )
 
 
-def main(
-    device: str,
-    *,
-    unproven: bool = False,
-    asks_enable: bool = False,
-    asks_forget: bool = False,
-    file: Path | None = None,
-) -> int:
+def main(options: Namespace) -> int:
     """Runs the command; the exit status is 1 where a family has failed, 2 where none can run."""
     key = torch.ops.ikattn.machine_key()
-    if (asks_enable or asks_forget) and not key:
+    if (options.enable or options.forget) and not key:
         print("ikattn selftest: there is no GPU here that could prove a family", file=sys.stderr)
         return 2
-    if asks_forget:
+    if options.forget:
         forget(key)
         print(f"{proofs_file()} holds no proof of this machine")
         return 0
     try:
-        results = run(device, unproven=unproven or asks_enable, enable=asks_enable)
+        results = run(options.device, unproven=options.unproven, enable=options.enable)
     except RuntimeError as error:
         print(f"ikattn selftest: {error}", file=sys.stderr)
         return 2
-    print(f"{gpu()}\n" if device == "cuda" else "", table(results), sep="")
-    if file is not None:
+    print(f"{gpu()}\n" if options.device == "cuda" else "", table(results), sep="")
+    if options.json is not None:
         about = {"info": ikattn.info(), "results": [result._asdict() for result in results]}
-        file.write_text(json.dumps(about, indent=1) + "\n")
-    if asks_enable:
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
+    if options.enable:
         names = enable(results, key)
         print(f"on by default here from now on: {', '.join(names) or 'nothing more'}")
     return 0 if all(result.passed for result in results) else 1

@@ -18,10 +18,7 @@ def followed_beams(
 ) -> list[Batch]:
     """The calls with the rows that became the sequences of a beam search, in their order.
 
-    Args:
-        layers: Of the recording.
-        calls: The prompt and its steps.
-        beam_indices: ``[N, steps]``, the row in which each step was made; -1 after the end.
+    ``beam_indices`` ``[N, steps]`` is the row in which each step was made; -1 after the end.
 
     Raises:
         ValueError: There are no steps, or rows beyond the batch.

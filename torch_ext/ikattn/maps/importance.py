@@ -84,7 +84,9 @@ def token_importance(
     B, L, S = steps[-1].shape
     device = steps[-1].device
     if isinstance(position, slice):
-        share = _share_of_span(position, of_queries, B, L, device).to(steps[-1].dtype)
+        share = steps[-1].new_zeros(B, L)
+        for own, places in zip(share, _places(position, of_queries, B, L, device), strict=True):
+            own[places] = 1 / len(places)
         row = share.unsqueeze(1) @ steps[-1]  # [B, 1, S]
     else:
         index = token_index(position, of_queries, B, L, device)
@@ -211,33 +213,19 @@ def _checked_number(layer: int, N: int) -> int:
     return layer
 
 
-def _share_of_span(
-    span: slice, padding: Tensor | None, B: int, L: int, device: torch.device
-) -> Tensor:
-    """1 / n at the n tokens of a span, counted without padding, else 0: [B, L].
-
-    Raises:
-        ValueError: A sequence has none of them.
-    """
-    padding = torch.zeros(B, L, dtype=torch.bool, device=device) if padding is None else padding
-    share = torch.zeros(B, L, device=device)
-    for b, hidden in enumerate(padding):
-        places = (~hidden).nonzero()[:, 0]
-        chosen = places[list(range(*span.indices(len(places))))]
-        if not len(chosen):
-            raise ValueError(
-                f"token_importance: position must be a span with a token, got {span} of sequence "
-                f"{b}, which has {len(places)} tokens"
-            )
-        share[b, chosen] = 1 / len(chosen)
-    return share
-
-
 def token_index(
     position: int | Tensor, padding: Tensor | None, B: int, L: int, device: torch.device
 ) -> Tensor:
     """Where in the padded rows the tokens stand that are counted without padding: int64 [B]."""
-    if not isinstance(position, (int, Tensor)):
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.cat([none, *_places(position, padding, B, L, device)])
+
+
+def _places(
+    position: int | slice | Tensor, padding: Tensor | None, B: int, L: int, device: torch.device
+) -> list[Tensor]:
+    """Where in the padded rows of each sequence its tokens stand: one, or those of a span."""
+    if not isinstance(position, (int, slice, Tensor)):
         raise TypeError(
             "token_importance: position must be an int, a slice or an int64 tensor [B], got "
             f"{position!r}"
@@ -247,19 +235,20 @@ def token_index(
             f"token_importance: position must be an int or an int64 tensor [{B}], "
             f"got {position.dtype} {list(position.shape)}"
         )
-    wanted = torch.as_tensor(position, device=device).expand(B)
-    if padding is None:
-        padding = torch.zeros(B, L, dtype=torch.bool, device=device)
-    lengths = (~padding).sum(-1)
-    outside = (wanted < -lengths) | (wanted >= lengths)
-    if outside.any():
-        b = int(outside.int().argmax())
-        raise ValueError(
-            f"token_importance: position must be in [{-int(lengths[b])}, {int(lengths[b])}) in "
-            f"sequence {b}, which has {int(lengths[b])} tokens, got {int(wanted[b])}"
-        )
-    if B == 0:
-        return wanted
-    count = torch.where(wanted < 0, wanted + lengths, wanted) + 1
-    reached = (~padding).cumsum(-1) >= count.unsqueeze(-1)
-    return reached.int().argmax(-1)
+    wanted = position.tolist() if isinstance(position, Tensor) else [position] * B
+    hidden = torch.zeros(B, L, dtype=torch.bool, device=device) if padding is None else padding
+    found = []
+    for b, one in enumerate(wanted):
+        own = (~hidden[b]).nonzero()[:, 0]
+        n = len(own)
+        where = f"sequence {b}, which has {n} tokens"
+        if isinstance(one, slice):
+            chosen = list(range(*one.indices(n)))
+            rule = f"a span with a token, got {one} of {where}"
+        else:
+            chosen = [one] if -n <= one < n else []
+            rule = f"in [{-n}, {n}) in {where}, got {one}"
+        if not chosen:
+            raise ValueError(f"token_importance: position must be {rule}")
+        found.append(own[chosen].to(device))
+    return found

@@ -207,11 +207,7 @@ def _joined(
 ) -> Contributions:
     """Rows below each other, over the columns of all calls.
 
-    Args:
-        layers: Of the recording.
-        calls: The calls.
-        name: The layer.
-        kept: The rows of each call but the last that later calls go on from.
+    kept: The rows of each call but the last that later calls go on from.
     """
     parts = [call[name] for call in calls]
     last = parts[-1]

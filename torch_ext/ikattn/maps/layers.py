@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -84,13 +84,9 @@ def name_of_layer(names: Collection[str], layer: str | int) -> str:
 
 
 def check_whole(maps: Contributions, layer: str, caller: str, *, rows_too: bool = True) -> None:
-    """Raises ValueError where a layer's maps were reduced, or are of some queries alone.
+    """Raises ValueError where a layer's maps were reduced, or (``rows_too``) are of some queries.
 
-    Args:
-        maps: Of the layer.
-        layer: Its name.
-        caller: What needs them whole, for the message.
-        rows_too: Whether maps of some queries are refused, too.
+    caller: What needs them whole, for the message.
     """
     if maps.reduced:
         raise ValueError(
@@ -104,51 +100,29 @@ def check_whole(maps: Contributions, layer: str, caller: str, *, rows_too: bool 
         )
 
 
-Kept = TypeVar("Kept", list[Batch], dict[str, Layer])
-
-
-class _Awaited(Generic[Kept]):
-    """A field of a recording: what is on its way is awaited where somebody looks."""
-
-    def __init__(self, make: Callable[[Any], Kept]) -> None:
-        self._make: Callable[[Any], Kept] = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, owner: RecordedMaps | None, type_: type | None = None) -> Kept:
-        if owner is None:
-            return ()  # type: ignore[return-value]  # the default, which __set__ copies
-        awaited = owner.__dict__.get(_AWAIT)
-        if awaited is not None:
-            awaited()
-        kept: Kept = owner.__dict__[self._name]
-        return kept
-
-    def __set__(self, owner: RecordedMaps, value: Kept) -> None:
-        owner.__dict__[self._name] = self._make(value)
-
-
 _AWAIT = "_await_batches"
 
 
 @dataclass
 class RecordedMaps:
-    """The maps of a model's attention over one or more forward calls.
-
-    Attributes:
-        model: The model's class, and its name or path where it has one.
-        maps: The names of the maps that were asked for.
-        layers: What is known of each layer, in the order they first ran.
-        batches: One entry for each forward call.
-        left_out: Names of attention that the model has and that is not recorded.
-    """
+    """The data of a :class:`Recording`, which tells what its fields are."""
 
     model: str
     maps: tuple[str, ...]
-    layers: _Awaited[dict[str, Layer]] = _Awaited(dict)
-    batches: _Awaited[list[Batch]] = _Awaited(list)
+    layers: dict[str, Layer] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
     left_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.layers, self.batches = dict(self.layers), list(self.batches)
+
+    def __getattribute__(self, name: str) -> Any:
+        """Awaits layers and batches that are on their way where somebody looks at them."""
+        if name in ("layers", "batches"):
+            awaited = self.__dict__.get(_AWAIT)
+            if awaited is not None:
+                awaited()
+        return super().__getattribute__(name)
 
     def keep(self, batch: Batch) -> None:
         """Adds the maps of a forward call, which are there."""

@@ -254,16 +254,7 @@ def _has_kernel(tensors: tuple[Tensor, ...]) -> bool:
 def _distances(
     weights: Tensor, heads: Tensor, output: Tensor, residual: Tensor, diagonal: int, order: int
 ) -> Tensor:
-    """``|y_i - y_ij|``, [B, L, S].
-
-    Args:
-        weights: [B, H, L, S].
-        heads: [B, S, H, D].
-        output: [B, L, D].
-        residual: [B, L, D].
-        diagonal: The token of query i is that of key ``i + diagonal``.
-        order: Of the norm.
-    """
+    """``|y_i - y_ij|``, [B, L, S], of the heads' vectors [B, S, H, D]."""
     tensors = (weights, heads, output, residual)
     if _has_kernel(tensors):
         found: Tensor = torch.ops.ikattn.alti_distances(*tensors, diagonal, order == 2)

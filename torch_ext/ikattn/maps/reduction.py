@@ -17,12 +17,7 @@ from torch.nn.functional import pad
 
 
 def own_tokens(padding: Tensor | None, size: int) -> list[Sequence[int]]:
-    """The places of the tokens of each sequence that are no padding; of all where none is padded.
-
-    Args:
-        padding: bool ``[B, size]``, True = padding, or None.
-        size: How many places there are.
-    """
+    """The places of the tokens of each sequence; once, of all, where there is no padding."""
     if padding is None or not bool(padding.any()):
         return [range(size)]
     return [(~hidden).nonzero()[:, 0].tolist() for hidden in padding.cpu()]

@@ -7,7 +7,7 @@ Half-precision input is taken, and returned, as float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -106,35 +106,28 @@ def head_mean(
     return without_padding(mean, query_padding, key_padding, "head_mean")
 
 
-def single_batch(recording: RecordedMaps, caller: str) -> Batch:
-    """The batch of a recording of one forward call."""
-    recording.check_recorded()
-    if len(recording.batches) != 1:
-        raise LookupError(
-            f"{caller}: maps must be a recording of one forward call, got one of "
-            f"{len(recording.batches)}: give recording.batches[i], or loop over them"
-        )
-    return recording.batches[0]
-
-
-def _self_attention_layers(recording: RecordedMaps, caller: str) -> list[str]:
-    """The names to take where nobody chose."""
-    layers = [layer for layer in recording.layers.values() if layer.kind == "self"]
-    if len({layer.side for layer in layers}) > 1:
-        raise ValueError(
-            f"{caller}: layers must be given, since this model has self-attention in an encoder "
-            f"and in a decoder: {', '.join(layer.name for layer in layers)}"
-        )
-    return [layer.name for layer in layers]
-
-
 def layer_contributions(
     maps: RecordedMaps | Batch, layers: Iterable[str] | None, caller: str
 ) -> dict[str, Contributions]:
     """The chosen layers, in the given order, or those of self-attention in the order they ran."""
-    batch = single_batch(maps, caller) if isinstance(maps, RecordedMaps) else maps
-    if layers is None and isinstance(maps, RecordedMaps):
-        layers = _self_attention_layers(maps, caller)
+    batch: Mapping[str, Contributions]
+    if isinstance(maps, Batch):
+        batch = maps
+    else:
+        maps.check_recorded()
+        if len(maps.batches) != 1:
+            raise LookupError(
+                f"{caller}: maps must be a recording of one forward call, got one of "
+                f"{len(maps.batches)}: give recording.batches[i], or loop over them"
+            )
+        (batch,) = maps.batches
+        own = [layer for layer in maps.layers.values() if layer.kind == "self"]
+        if layers is None and len({layer.side for layer in own}) > 1:
+            raise ValueError(
+                f"{caller}: layers must be given, since this model has self-attention in an "
+                f"encoder and in a decoder: {', '.join(layer.name for layer in own)}"
+            )
+        layers = [layer.name for layer in own] if layers is None else layers
     chosen = list(batch if layers is None else layers)
     if not chosen:
         raise ValueError(f"{caller}: maps must hold at least one layer, got none")

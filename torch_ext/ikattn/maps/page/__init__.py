@@ -19,10 +19,11 @@ from ikattn._library import version
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer, RecordedMaps
 from ikattn.maps.page.arrays import Arrays
-from ikattn.maps.page.labels import layer_labels, short_name, text_of
+from ikattn.maps.page.labels import layer_labels, short_name
 from ikattn.maps.page.template import write_mode
 from ikattn.maps.sequences import AXES, SequenceMaps, sequences, tensors_of
 from ikattn.maps.tokens import Tokens
+from ikattn.maps.words import texts_of
 
 
 def write_page(
@@ -101,10 +102,7 @@ def sequence_contents(
 ) -> dict[str, Any]:
     """Returns what the page knows of one sequence: its tokens once, its arrays by their names.
 
-    Args:
-        layers: The layers of the page.
-        sequence: Its tokens, and which of the layers it ran through.
-        maps_of: Gives the arrays of a layer by its name; none: the layer is not shown.
+    maps_of: Gives the arrays of a layer by its name; none: the layer is not shown.
     """
     labels: list[list[str]] = []
 
@@ -122,7 +120,10 @@ def sequence_contents(
         queries, keys = sequence.labels(layer)
         places = {"queries": place_of(queries), "keys": place_of(keys)}
         entries.append({"L": len(queries), "S": len(keys), **places, "maps": maps})
-    text = text_of(sequence.tokens or ()) or f"sequence {sequence.index}, batch {sequence.batch}"
+    text = (
+        "".join(texts_of(sequence.tokens or ())).strip()
+        or f"sequence {sequence.index}, batch {sequence.batch}"
+    )
     return {"title": text[:120], "labels": labels, "layers": entries}
 
 

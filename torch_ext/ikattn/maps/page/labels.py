@@ -23,10 +23,3 @@ def layer_labels(layers: Sequence[Layer]) -> list[str]:
     if len(set(kinds)) <= 1:
         return [str(number) for number in range(len(layers))]
     return [f"{kind} {kinds[:position].count(kind)}" for position, kind in enumerate(kinds)]
-
-
-def text_of(tokens: Sequence[str]) -> str:
-    """Returns the tokens as a text, for a title."""
-    if any(token.startswith(("\u0120", "\u2581")) for token in tokens):
-        return "".join(tokens).replace("\u0120", " ").replace("\u2581", " ").strip()
-    return " ".join(tokens)

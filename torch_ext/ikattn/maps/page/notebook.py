@@ -18,13 +18,10 @@ _HEIGHT = 720
 def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
     """Returns HTML for a cell's output.
 
-    Args:
-        recording: Maps of any number of forward calls.
-        graphs: The number of calls over a graph recorded beside them, which pages do not hold.
+    It is the page in a frame that may run its script, and has neither an origin nor the notebook's
+    document. A table stands in place of a page of more than 2 MB, or of one that cannot be made.
 
-    Returns:
-        The page in a frame that may run its script, and has neither an origin nor the notebook's
-        document. A table in place of a page of more than 2 MB, or of one that cannot be made.
+    graphs: The number of calls over a graph recorded beside them, which pages do not hold.
     """
     try:
         recording.check_recorded()

@@ -39,14 +39,11 @@ def write_mode(
     *,
     kind: str = "",
 ) -> None:
-    """Writes a page in one of its modes.
+    """Writes a page in one of its modes, which decides on its parts and scripts.
 
-    Args:
-        file: Receives the page.
-        mode: The mode, which decides on its parts and scripts.
-        title: Taken literally.
-        contents: Writes arrays into the page, and gives all else that its script knows, for JSON.
-        kind: "small" for a notebook.
+    title: Taken literally.
+    contents: Writes arrays into the page, and gives all else that its script knows, for JSON.
+    kind: "small" for a notebook.
     """
     before, between, after = template(
         "maps/page/page.html",
@@ -72,11 +69,9 @@ def template(
 ) -> list[bytes]:
     """Returns the parts of a page between which its contents go.
 
-    Args:
-        markup: A file of HTML, as a path in ``ikattn``.
-        title: Taken literally.
-        styles, scripts: Files likewise, in the order in which they count.
-        mode: Classes of the page, the first of them its mode.
+    markup, styles, scripts: Files, as paths in ``ikattn``, in the order in which they count.
+    title: Taken literally.
+    mode: Classes of the page, the first of them its mode.
     """
     style, script = ("".join(map(_text, paths)) for paths in (styles, scripts))
     # Whatever should get into the page all the same: it may neither run nor load anything.
