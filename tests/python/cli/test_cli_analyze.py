@@ -442,42 +442,27 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path, bert, bart, text, capsys):
-    out = tmp_path / "out"
-    write = ("--out", out, "--format", "npz")
-    said = refused(capsys, "--model", "./nowhere", "--file", text, *write)
-    assert "there is no model directory ./nowhere" in said
-    said = refused(capsys, "--model", tmp_path, "--file", text, *write)
-    assert f"cannot load the model {tmp_path}" in said
-    said = refused(capsys, "--model", bert, "--file", tmp_path / "none", *write)
-    assert "cannot read" in said
-    assert "none: No such file" in said
     (tmp_path / "latin").write_bytes(b"water\nTier\xe4\n")
-    said = refused(capsys, "--model", bert, "--file", tmp_path / "latin", *write)
-    assert "latin, line 2: must be UTF-8" in said
     os.mkfifo(tmp_path / "pipe")
-    said = refused(capsys, "--model", bert, "--file", tmp_path / "pipe", *write)
-    assert "pipe must be a regular file" in said
-    said = refused(capsys, "--model", bert, "--text", "caf\udce9", *write)
-    assert "--text, line 1: must be text" in said
     (tmp_path / "nothing").touch()
-    said = refused(capsys, "--model", bert, "--file", tmp_path / "nothing", *write)
-    assert "nothing holds no line" in said
-    said = refused(capsys, "--model", bert, "--file", text, "--out", text)
-    assert f"cannot write to {text}" in said
-
-
-def test_target_and_model_must_fit(tmp_path, bert, bart, text, capsys):
-    write = ("--format", "npz", "--out")
-    said = refused(capsys, "--model", bart, "--text", "water", *write, tmp_path / "a")
-    assert "(bart) needs a target text: give --target-text" in said
-    target = ("--text", "water", "--target-text", "Tier")
-    said = refused(capsys, "--model", bert, *target, *write, tmp_path / "b")
-    assert "has no decoder that reads a target text: leave out" in said
-    said = refused(capsys, "--model", bart, "--file", text, *target[2:], *write, tmp_path / "c")
-    assert "as many lines as the text, 5, got 1" in said
-    longer = ("--text", "water", "--max-length", 17)
-    said = refused(capsys, "--model", bert, *longer, *write, tmp_path / "d")
-    assert "--max-length must be at most 16" in said
+    target = ("--target-text", "Tier")
+    cases: list[tuple[Path | str, tuple[object, ...], str]] = [
+        ("./nowhere", ("--file", text), "there is no model directory ./nowhere"),
+        (tmp_path, ("--file", text), f"cannot load the model {tmp_path}"),
+        (bert, ("--file", tmp_path / "none"), "none: No such file"),
+        (bert, ("--file", tmp_path / "latin"), "latin, line 2: must be UTF-8"),
+        (bert, ("--file", tmp_path / "pipe"), "pipe must be a regular file"),
+        (bert, ("--text", "caf\udce9"), "--text, line 1: must be text"),
+        (bert, ("--file", tmp_path / "nothing"), "nothing holds no line"),
+        (bert, ("--file", text, "--out", text), f"cannot write to {text}"),
+        (bart, ("--text", "water"), "(bart) needs a target text: give --target-text"),
+        (bert, ("--text", "water", *target), "no decoder that reads a target text: leave out"),
+        (bart, ("--file", text, *target), "as many lines as the text, 5, got 1"),
+        (bert, ("--text", "water", "--max-length", 17), "--max-length must be at most 16"),
+    ]
+    for number, (model, arguments, message) in enumerate(cases):
+        write = ("--format", "npz", "--out", tmp_path / f"out{number}")
+        assert message in refused(capsys, "--model", model, *write, *arguments)
 
 
 def test_map_that_the_model_has_not_is_said(tmp_path, capsys):

