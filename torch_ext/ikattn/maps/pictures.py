@@ -6,9 +6,9 @@ import math
 import os
 import unicodedata
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -59,10 +59,10 @@ def draw(
         raise ValueError(f"plot: map must be one of {', '.join(_TITLES)}, got {map!r}")
     shown = _chosen_sequence(recording, batch, sequence, tokens, target_tokens)
     layers = [one for one in _chosen_layers(recording, layer) if one.name in shown.layers]
-    there = {name for one in layers for name in _square_maps(shown.layers[one.name])}
-    chosen = _chosen_map(map, there)
-    panels = [_panels(one, shown.layers[one.name], chosen) for one in layers]
-    figure = _figure(shown, layers, panels, single=layer is not None)
+    there = {one.name: _square_maps(shown.layers[one.name]) for one in layers}
+    chosen = _chosen_map(map, {name for names in there.values() for name in names})
+    drawn = [one for one in layers if chosen in there[one.name]]
+    figure = _figure(shown, drawn, chosen, is_single=layer is not None)
     with whole_file(path) as file:
         figure.savefig(file, format=_FORMATS[suffix], dpi=dpi)
 
@@ -129,15 +129,6 @@ def _square_maps(maps: Contributions) -> list[str]:
     return [name for name, axes, _ in tensors_of(maps) if axes.endswith("LS")]
 
 
-def _panels(layer: Layer, maps: Contributions, map: str) -> list[tuple[str, Tensor]]:
-    """Names and maps ``[L, S]`` to stand side by side; empty where the map is not there."""
-    there = _square_maps(maps)
-    if map not in there:
-        return []
-    names = [map] if map == "weights" or "weights" not in there else ["weights", map]
-    return [(name, _over_heads(name, getattr(maps, name))) for name in names]
-
-
 def _over_heads(name: str, values: Tensor) -> Tensor:
     """The mean over heads, or the sum of parts, which add."""
     if values.dim() < 3:
@@ -149,85 +140,76 @@ def _matplotlib(module: str) -> Any:
     return optional(f"matplotlib.{module}", "a picture", "'ikattn[viz]'")
 
 
-@dataclass
-class _Panel:
-    """A map in the picture; lengths in inches."""
+class _Panel(NamedTuple):
+    """A map in the picture; lengths are in inches."""
 
     layer: Layer
     name: str
     values: Tensor  # [L, S]
     queries: list[str]
     keys: list[str]
-    row: int
-    column: int
 
     def height(self, width: float) -> float:
         return width * max(self.values.shape[0], 1) / max(self.values.shape[1], 1)
 
 
-def _figure(
-    shown: SequenceMaps,
-    layers: list[Layer],
-    panels: list[list[tuple[str, Tensor]]],
-    *,
-    single: bool,
-) -> Any:
+def _figure(shown: SequenceMaps, layers: list[Layer], map: str, *, is_single: bool) -> Any:
+    """The map of each layer, beside its weights, in as many columns as there is room for."""
+    panels: list[_Panel] = []
+    for layer in layers:
+        queries, keys = ([_plain(token) for token in tokens] for tokens in shown.labels(layer))
+        maps = shown.layers[layer.name]
+        for name in dict.fromkeys(("weights", map)):
+            if getattr(maps, name) is not None:
+                values = _over_heads(name, getattr(maps, name))
+                panels.append(_Panel(layer, name, values, queries, keys))
+    pairs = sum(panel.layer is layers[0] for panel in panels)
+    columns = pairs if is_single else pairs * min(4 // pairs, len(layers))
+    longest = max(max(panel.values.shape) for panel in panels)
+    least, slope, most, margin = (3.2, 0.2, 9.0, 0.6) if is_single else (2.2, 0.08, 4.0, 1.0)
+    return _drawn(panels, max(least, min(most, slope * longest + margin)), columns)
+
+
+def _drawn(panels: list[_Panel], side: float, columns: int) -> Any:
     """All panels in one pair of axes, measured in inches: axes of their own take most of the time.
 
     Tokens are written once for panels that stand beside, or above, each other with the same.
     """
-    drawn = [(one, found) for one, found in zip(layers, panels, strict=True) if found]
-    pairs = len(drawn[0][1])
-    columns = pairs if single else pairs * min(4 // pairs, len(drawn))
-    placed: list[_Panel] = []
-    for one, found in drawn:
-        queries, keys = (list(map(_plain, tokens)) for tokens in shown.labels(one))
-        for name, values in found:
-            place = divmod(len(placed), columns)
-            placed.append(_Panel(one, name, values, queries, keys, *place))
-    longest = max(max(panel.values.shape) for panel in placed)
-    side = (
-        max(3.2, min(9.0, 0.2 * longest + 0.6)) if single else max(2.2, min(4, 0.08 * longest + 1))
-    )
-    return _drawn(placed, side, columns)
+    at = {divmod(place, columns): panel for place, panel in enumerate(panels)}
+    size = {place: _font_size(panel, side) for place, panel in at.items()}
 
+    def starts_row(row: int, column: int) -> bool:
+        before = at.get((row, column - 1))
+        return before is None or before.queries != at[row, column].queries
 
-def _drawn(panels: list[_Panel], side: float, columns: int) -> Any:
-    at = {(panel.row, panel.column): panel for panel in panels}
-    rows = 1 + max(panel.row for panel in panels)
-    size = {id(panel): _font_size(panel, side) for panel in panels}
-
-    def starts_row(panel: _Panel) -> bool:
-        before = at.get((panel.row, panel.column - 1))
-        return before is None or before.queries != panel.queries
-
-    def ends_column(panel: _Panel) -> bool:
-        below = at.get((panel.row + 1, panel.column))
-        return below is None or below.keys != panel.keys
+    def ends_column(row: int, column: int) -> bool:
+        below = at.get((row + 1, column))
+        return below is None or below.keys != at[row, column].keys
 
     gap, heading = 0.16, 0.42
     lefts, x = [], 0.0
     for column in range(columns):
-        labelled = [p for p in panels if p.column == column and starts_row(p)]
-        x += gap + max((_longest(p.queries, size[id(p)]) for p in labelled), default=0.0)
+        labelled = [p for p in at if p[1] == column and starts_row(*p)]
+        x += gap + max((_longest(at[p].queries, size[p]) for p in labelled), default=0.0)
         lefts.append(x)
         x += side
     tops, y = [], 0.0
-    for row in range(rows):
+    for row in range(1 + max(at)[0]):
         y += heading
         tops.append(y)
-        own = [p for p in panels if p.row == row]
-        below = [_longest(p.keys, size[id(p)]) for p in own if ends_column(p)]
-        y += max(p.height(side) for p in own) + max(below, default=0.0) + gap
+        own = [p for p in at if p[0] == row]
+        below = [_longest(at[p].keys, size[p]) for p in own if ends_column(*p)]
+        y += max(at[p].height(side) for p in own) + max(below, default=0.0) + gap
     width, height = x + 0.2, y + gap
     figure = _matplotlib("figure").Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     axes.axis("off")
-    for panel in panels:
-        place = lefts[panel.column], tops[panel.row]
-        _heat_map(axes, panel, place, side, size[id(panel)], starts_row(panel), ends_column(panel))
+    for (row, column), panel in at.items():
+        place = row, column
+        corner = lefts[column], tops[row]
+        _heat_map(axes, panel, corner, side, size[place], starts_row(*place), ends_column(*place))
     return figure
 
 
