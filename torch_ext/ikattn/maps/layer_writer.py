@@ -69,8 +69,7 @@ class LayerWriter:
         self._suffix = suffix
         self._jobs: queue.Queue[tuple[Path, RecordedMaps] | None] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._failed: Path | None = None  # the file that the error is about
+        self._failure: tuple[Path, BaseException] | None = None
         self._is_told = False
         self._model, self._maps = "", tuple[str, ...]()
         self._counts: dict[int, int] = {}  # layers of each call
@@ -78,7 +77,7 @@ class LayerWriter:
 
     def __enter__(self) -> LayerWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._error, self._failed, self._is_told = None, None, False
+        self._failure, self._is_told = None, False
         self._thread = threading.Thread(target=self._run, name="ikattn-layers", daemon=True)
         self._thread.start()
         return self
@@ -124,14 +123,13 @@ class LayerWriter:
 
     def _check(self) -> None:
         """Raises what has kept a file from being written."""
-        error = self._error
-        if error is None:
+        if self._failure is None:
             return
-        self._is_told = True
+        self._is_told, (path, error) = True, self._failure
         where = f"{len(self.written)} files are complete in {self.folder}"
         if self.written:
             where += f", the last {self.written[-1].name}"
-        what = f"LayerWriter: {self._failed}: {getattr(error, 'strerror', None) or error}; {where}"
+        what = f"LayerWriter: {path}: {getattr(error, 'strerror', None) or error}; {where}"
         if isinstance(error, OSError):
             raise OSError(error.errno, what) from error
         raise RuntimeError(what) from error
@@ -141,9 +139,9 @@ class LayerWriter:
         while (job := self._jobs.get()) is not None:
             path, recording = job
             try:
-                if self._error is None:
+                if self._failure is None:
                     files.save(recording, path)
                     self.written.append(path)
             except BaseException as error:  # told by the thread that runs the model
-                self._error, self._failed = error, path
+                self._failure = path, error
             del job, recording  # maps, which would wait with this thread for the next

@@ -141,16 +141,15 @@ def tokens_by_call(
             target_tokens = _in_turn(recording, [one or [] for one in decoded_target])
     given = _per_sequence("tokens", tokens, recording, sum(counts))
     given_target = _per_sequence("target_tokens", target_tokens, recording, sum(counts))
-    found = []
-    for batch, count, end in zip(recording.batches, counts, accumulate(counts), strict=True):
-        own = slice(end - count, end)
-        found.append(
-            (
-                batch.tokens if given is None else given[own],
-                batch.target_tokens if given_target is None else given_target[own],
-            )
+    ends = list(accumulate(counts))
+    own = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    return [
+        (
+            batch.tokens if given is None else given[place],
+            batch.target_tokens if given_target is None else given_target[place],
         )
-    return found
+        for batch, place in zip(recording.batches, own, strict=True)
+    ]
 
 
 def tensors_of(maps: Contributions) -> Iterator[tuple[str, str, Tensor]]:
