@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def test_interrupted_sums_go_on_and_count_no_line_twice(
             assert analyze(*arguments) == 130
         assert f"interrupted after {finished} of 40 lines" in capsys.readouterr().err
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("line-*")}
+    shutil.copy(tmp_path / "sums-000032.npz", tmp_path / "sums-000016.npz")  # as if killed then
     assert analyze(*arguments) == 0
     assert "resuming: 32 of 40 lines are done" in capsys.readouterr().err
     assert all(path.stat().st_mtime_ns == times[path] for path in times)
@@ -174,10 +176,12 @@ def test_a_full_disk_leaves_no_sums_behind(tmp_path, bert, text, alone, monkeypa
 def test_sums_of_another_job_are_refused_until_a_restart(tmp_path, bert, text, alone, capsys):
     arguments = ("--model", bert, "--file", text, "--format", "sums", "--out", tmp_path)
     assert analyze(*arguments, "--maps", "weights") == 0
-    (tmp_path / "sums-000099.npz").write_bytes(b"of a process that was killed late")
+    (tmp_path / "sums-000032.npz").write_bytes(b"of a process that was killed late")
+    (tmp_path / "sums-mine.npz").write_bytes(b"of another program")
     assert analyze(*arguments, *RESULTS) == 1
     assert "a run with other maps" in capsys.readouterr().err
     assert analyze(*arguments, *RESULTS, "--restart") == 0
+    (tmp_path / "sums-mine.npz").unlink()  # which is there, as it was
     assert_same_sums(tmp_path, alone)
 
 

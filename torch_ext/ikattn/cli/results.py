@@ -90,33 +90,29 @@ class Results:
 
     def save_sums(self) -> None:
         """Writes the sums of the lines added, in the place of those of fewer lines."""
-        if self._summed == self._saved:
-            return
-        before, self._saved = self._saved, self._summed
-        self.sums.save(self._path_of_sums())
-        (self._out / f"sums-{before:06d}.npz").unlink(missing_ok=True)
+        if self.unsaved:
+            self.sums.save(self._path_of_sums(self._summed))
+            before, self._saved = self._saved, self._summed
+            self._path_of_sums(before).unlink(missing_ok=True)
 
     @property
     def unsaved(self) -> int:
         """How many lines have their sums in memory alone."""
         return self._summed - self._saved
 
-    def _path_of_sums(self) -> Path:
-        whole = self._saved == self.total
-        return self._out / (_SUMS if whole else f"sums-{self._saved:06d}.npz")
+    def _path_of_sums(self, lines: int) -> Path:
+        return self._out / (_SUMS if lines == self.total else f"sums-{lines:06d}.npz")
 
     def _read_sums(self) -> None:
         """Reads the sums that an earlier run has saved, and removes those of fewer lines."""
-        parts = sorted(self._out.glob("sums-*.npz"), key=lambda path: int(path.stem[5:]))
-        is_whole = (self._out / _SUMS).is_file()
-        self._saved = self.total if is_whole else int(parts.pop().stem[5:]) if parts else 0
-        self._summed = self._saved
-        if self._saved:
-            path = self._path_of_sums()
+        *fewer, last = sorted({0, *_lines_of_sums(self._out, self.total)})
+        self._summed = self._saved = last
+        if last:
+            path = self._path_of_sums(last)
             with doing(f"remove {path}, and the same command does its lines again"):
                 self.sums = CorpusSums.load(path)
-        for path in parts:
-            path.unlink()
+        for lines in fewer:
+            self._path_of_sums(lines).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -192,7 +188,7 @@ def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
         if not changed:
             return
         entries = _entries(job.out / _LEDGER, source.count)
-        if any(number for _, number in entries) or any(job.out.glob("sums*.npz")):
+        if any(number for _, number in entries) or _lines_of_sums(job.out, source.count):
             raise AnalyzeError(
                 f"{job.out} holds the results of a run with other {', '.join(changed)}; take "
                 "another --out, or --restart to replace them"
@@ -232,6 +228,14 @@ def _fingerprint(folder: Path, out: Path) -> str | None:
                 f"{path.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}\n".encode()
             )
     return digest.hexdigest()
+
+
+def _lines_of_sums(out: Path, total: int) -> list[int]:
+    """The numbers of lines whose sums are in files of their own; a run that was killed left two."""
+    names = [path.name for path in out.glob("sums-*.npz") if _NUMBERED.fullmatch(path.name)]
+    parts = [int(name[len("sums-") : -len(".npz")]) for name in names]
+    whole = [total] if (out / _SUMS).is_file() else []
+    return [lines for lines in parts if lines < total] + whole
 
 
 def _drop_unsound_entries(path: Path, total: int) -> None:
