@@ -64,7 +64,7 @@ class Panic(BaseException):
         (KeyError("heads"), 1, "KeyError: 'heads'; --debug shows where"),
         (MemoryError(), 1, "MemoryError; --debug shows where"),
         (Panic("called on None"), 1, "Panic: called on None; --debug shows where"),
-        (ModuleNotFoundError("a table needs pyarrow: pip install x"), 1, "pip install x"),
+        (ModuleNotFoundError("a picture needs matplotlib: pip install x"), 1, "pip install x"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (KeyboardInterrupt("interrupted after 3 of 5 lines"), 130, "after 3 of 5 lines"),
     ],
