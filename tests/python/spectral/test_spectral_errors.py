@@ -37,11 +37,7 @@ class Wrong(nn.Module):
         (lambda w: (w, w[0]), ValueError, r"w2 must be shaped as w1, .* got \[4, 3, 7\]"),
         (lambda w: (w.long(), None), TypeError, r"w1 must be floating point, got torch\.int64"),
         (lambda w: (w, w + 0j), TypeError, r"w2 must be floating point, got torch\.complex128"),
-        (
-            lambda w: (w, w, w.sum() * math.nan),
-            ValueError,
-            "regularization must be finite, got nan",
-        ),
+        (lambda w: (w, w, w.sum() * math.nan), ValueError, "must be finite, got nan"),
         (lambda w: (w, w, w), TypeError, "scalar, real tensor or None as regularization"),
         (lambda w: (w, w, w.sum() + 0j), TypeError, "regularization, got a tensor .*complex128"),
     ],
@@ -155,8 +151,6 @@ def test_numpys_integers_are_seeds():
         (Mikan, {"faithful": "code", "evaluation": "mean"}, "no other evaluation, got 'mean'"),
         (Ikan, {"kl_weight": "a"}, "kl_weight must be a number >= 0, got 'a'"),
         (Ikan, {"prior_scale": None}, "prior_scale must be positive, got None"),
-        (Ikan, {"seed": 1.5}, r"seed must be an integer of 64 bits or None, got 1\.5"),
-        (Direct, {"seed": 2**64}, "seed must be an integer of 64 bits or None, got 18446744073709"),
     ],
 )
 def test_bad_options_say_what_was_expected_and_got(kind, options, message):

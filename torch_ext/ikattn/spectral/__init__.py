@@ -27,7 +27,7 @@ from ikattn.spectral.generator import Generator
 from ikattn.spectral.ikan import Ikan
 from ikattn.spectral.mikan import Mikan
 from ikattn.spectral.profile import kernel_profile, plot_kernel
-from ikattn.spectral.regularization import regularization_loss
+from ikattn.spectral.regularized import regularization_loss
 
 __all__ = [
     "Direct",

@@ -11,29 +11,11 @@ from torch import Tensor
 def correlation_factor(lower: Tensor) -> Tensor:
     """Makes the Cholesky factor of a correlation matrix of any numbers below the diagonal.
 
-    The rows of I + (what is below the diagonal) are divided by their lengths, so that L L^T has a
-    unit diagonal and is positive definite whatever the numbers (L L^T up to rounding).
-
-    Args:
-        lower: [..., H, H]; only what is below the diagonal is read. Its squares must not overflow.
-
-    Returns:
-        L, [..., H, H], lower triangular with a positive diagonal.
-
-    Raises:
-        ValueError: The matrices are not square.
-
-    Example:
-        >>> import torch
-        >>> from ikattn.spectral.copula import correlation_factor
-        >>> factor = correlation_factor(torch.randn(5, 3, 3))
-        >>> torch.allclose((factor @ factor.mT).diagonal(dim1=-2, dim2=-1), torch.ones(5, 3))
-        True
+    The rows of I + (what is below the diagonal of ``lower``, [..., H, H]) are divided by their
+    lengths, so that L L^T has a unit diagonal and is positive definite whatever the numbers (L L^T
+    up to rounding), whose squares must not overflow.
     """
-    if lower.dim() < 2 or lower.size(-1) != lower.size(-2):
-        raise ValueError(
-            f"correlation_factor: lower must have shape [..., H, H], got {list(lower.shape)}"
-        )
+    _check_square("correlation_factor: lower", lower)
     identity = torch.eye(lower.size(-1), dtype=lower.dtype, device=lower.device)
     rows: Tensor = lower.tril(-1) + identity
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -41,14 +23,7 @@ def correlation_factor(lower: Tensor) -> Tensor:
 
 
 def mutual_information(factor: Tensor) -> Tensor:
-    """Computes the mean log-density of a Gaussian copula: -sum_h log L_hh, in nats.
-
-    Args:
-        factor: Cholesky factor L of the correlation matrix R, [..., H, H].
-
-    Returns:
-        [...]; zero if and only if R = I.
-    """
+    """Computes the mean log-density of a Gaussian copula from L: -sum_h log L_hh, in nats."""
     return -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
@@ -70,21 +45,7 @@ def gaussian_copula_log_density(
     Returns:
         [...], in nats, computed in float64 and rounded to the type of scores. Its mean over draws
         of the copula is ``-log det(R) / 2``, the mutual information of the variables, which is what
-        ``Mikan`` takes as its regulariser.
-
-    Raises:
-        ValueError: The diagonal of R is not 1, or it is not positive definite; its H is not that of
-            scores; both of correlation and factor are given, or none.
-        TypeError: R, or L, is of integers.
-
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), whose code has another formula in this place.
-
-    Example:
-        >>> import torch
-        >>> from ikattn.spectral.copula import gaussian_copula_log_density
-        >>> gaussian_copula_log_density(torch.randn(5, 3), torch.eye(3))
-        tensor([0., 0., 0., 0., 0.])
+        ``Mikan`` takes as its regulariser. The authors' code has another formula in this place.
     """
     if (correlation is None) == (factor is None):
         raise ValueError(
@@ -110,29 +71,17 @@ def gaussian_copula_log_density(
 
 
 def gaussian_kl(location: Tensor, log_scale: Tensor, prior_scale: float = 1.0) -> Tensor:
-    """Computes KL(N(location, exp(log_scale)^2) || N(0, prior_scale^2)) by element, in nats.
-
-    Args:
-        location, log_scale: Of the same shape.
-        prior_scale: Standard deviation of the prior.
-
-    Returns:
-        Shaped like location.
-
-    Raises:
-        ValueError: prior_scale is not positive.
-
-    Example:
-        >>> import torch
-        >>> from ikattn.spectral.copula import gaussian_kl
-        >>> gaussian_kl(torch.tensor(2.0), torch.tensor(0.0))
-        tensor(2.)
-    """
+    """Computes KL(N(location, exp(log_scale)^2) || N(0, prior_scale^2)) by element, in nats."""
     if not 0 < prior_scale < math.inf:
         raise ValueError(f"gaussian_kl: prior_scale must be positive, got {prior_scale}")
     log_ratio = log_scale - math.log(prior_scale)
     squares = (2 * log_ratio).exp() + (location / prior_scale).square()
     return (squares - 1) / 2 - log_ratio
+
+
+def _check_square(name: str, x: Tensor) -> None:
+    if x.dim() < 2 or x.size(-1) != x.size(-2):
+        raise ValueError(f"{name} must have shape [..., H, H], got {list(x.shape)}")
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -147,8 +96,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _check_factor(factor: Tensor) -> None:
     name = "gaussian_copula_log_density: factor"
-    if factor.dim() < 2 or factor.size(-1) != factor.size(-2):
-        raise ValueError(f"{name} must have shape [..., H, H], got {list(factor.shape)}")
+    _check_square(name, factor)
     lower = factor.detach().double()
     tolerance = _tolerance(factor.dtype)
     lengths = torch.linalg.vector_norm(lower, dim=-1)
@@ -161,8 +109,7 @@ def _check_factor(factor: Tensor) -> None:
 
 def _check_correlation(correlation: Tensor) -> None:
     name = "gaussian_copula_log_density: correlation"
-    if correlation.dim() < 2 or correlation.size(-1) != correlation.size(-2):
-        raise ValueError(f"{name} must have shape [..., H, H], got {list(correlation.shape)}")
+    _check_square(name, correlation)
     matrix = correlation.detach()
     tolerance = _tolerance(matrix.dtype)
     if not matrix.isfinite().all():

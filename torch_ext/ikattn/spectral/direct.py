@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ikattn._heads import HeadShare, local, whole
 
@@ -24,22 +25,14 @@ def unit_angle_scale(head_dim: int) -> float:
 
 
 def checked_size(name: str, size: int) -> int:
-    """Returns a size as an int, whatever integer it was given as.
-
-    Raises:
-        ValueError: It is none, or less than 1.
-    """
+    """Returns a size as an int, whatever integer it was given as."""
     if not isinstance(size, Integral) or size < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
     return int(size)
 
 
 def checked_seed(seed: int | None) -> int | None:
-    """Returns a seed as an int, whatever integer it was given as.
-
-    Raises:
-        ValueError: It is none, or of more than 64 bits.
-    """
+    """Returns a seed as an int, whatever integer it was given as."""
     if seed is None:
         return None
     if not isinstance(seed, Integral) or not -(2**63) <= seed < 2**64:
@@ -65,8 +58,7 @@ class Direct(nn.Module):
             frequencies where the other does not; docs/guide/spectral.md compares them.
         seed: If given, the initial frequencies are a function of it alone: the same on every device
             and, to rounding, in every dtype. Nothing is drawn from torch's default generator then.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        device, dtype: Of the parameters.
 
     Raises:
         ValueError: A size is less than 1, initial is unknown, or seed no integer of 64 bits.
@@ -139,12 +131,9 @@ class Direct(nn.Module):
 
         H is the number of this rank's heads where tensor parallelism shares them out.
         """
-        if self.head_share is None:
-            return self.w1.view(self._shape), None if self.w2 is None else self.w2.view(self._shape)
-        shape = (self.head_share.own_heads, self.head_dim, self.num_frequencies)
-        w1, w2 = (None if w is None else local(w).view(shape) for w in (self.w1, self.w2))
-        assert w1 is not None
-        return w1, w2
+        heads = self.num_heads if self.head_share is None else self.head_share.own_heads
+        shape = (heads, self.head_dim, self.num_frequencies)
+        return local(self.w1).view(shape), None if self.w2 is None else local(self.w2).view(shape)
 
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
@@ -152,7 +141,9 @@ class Direct(nn.Module):
         """Returns w1 and w2 of shape [H, d, M]; they do not depend on the input."""
         w1, w2 = self.frequencies()
         is_recorded = torch.compiler.is_compiling() or torch._C._is_tracing()
-        if is_recorded or torch.is_grad_enabled() or _are_duals_active():
+        # detach() would end forward-mode differentiation
+        has_duals = torch.autograd.forward_ad._current_level >= 0
+        if is_recorded or torch.is_grad_enabled() or has_duals:
             return w1, w2
         # Views of parameters require grad even here, without a gradient function, which hooks on
         # modules (torch's ModuleTracker) take for an error.
@@ -166,39 +157,31 @@ class Direct(nn.Module):
             metadata["shape"] = list(self._shape)
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *lists: Any
     ) -> None:
         # other tools' checkpoints have no metadata; where w1 was taken out, it tells nothing
         shape, w1 = local_metadata.get("shape", self._shape), state_dict.get(f"{prefix}w1")
         if w1 is not None and w1.numel() == math.prod(shape) and tuple(shape) != self._shape:
-            error_msgs.append(
+            lists[-1].append(  # of errors
                 f"size mismatch for {prefix}w1: copying frequencies of shape [H, d, M] = "
                 f"{list(shape)}, H the number of heads, from checkpoint, the shape in current "
                 f"model is {list(self._shape)}."
             )
             return
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
 
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
             f"num_frequencies={self.num_frequencies}, stationary={self.stationary}"
         )
+
+
+class _Options(TypedDict, total=False):
+    initial: Initial
+    seed: int | None
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
 
 
 class Stationary(Direct):
@@ -223,31 +206,9 @@ class Stationary(Direct):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_frequencies: int,
-        *,
-        initial: Initial = "paper",
-        seed: int | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        self, num_heads: int, head_dim: int, num_frequencies: int, **options: Unpack[_Options]
     ) -> None:
-        super().__init__(
-            num_heads,
-            head_dim,
-            num_frequencies,
-            stationary=True,
-            initial=initial,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
-
-
-def _are_duals_active() -> bool:
-    """Whether there is forward-mode differentiation, which detach() would end."""
-    return torch.autograd.forward_ad._current_level >= 0
+        super().__init__(num_heads, head_dim, num_frequencies, stationary=True, **options)
 
 
 def check_sizes(num_heads: int, head_dim: int, num_frequencies: int) -> None:

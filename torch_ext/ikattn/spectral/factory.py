@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from ikattn.spectral.direct import Direct, Stationary, checked_seed
@@ -15,25 +14,17 @@ from ikattn.spectral.mikan import Mikan
 # A name, a source, or what makes one of these for an attention module
 Spectral: TypeAlias = "str | nn.Module | Callable[[nn.MultiheadAttention], str | nn.Module]"
 
-SOURCES = ("direct", "stationary", "ikan", "mikan")
+_KINDS = {"direct": Direct, "stationary": Stationary, "ikan": Ikan, "mikan": Mikan}
+SOURCES = tuple(_KINDS)
 _NAMES = ", ".join(map(repr, SOURCES))
 
 
 def make_spectral(
-    spectral: str | nn.Module,
-    *,
-    num_heads: int,
-    head_dim: int,
-    num_frequencies: int,
-    stationary: bool,
-    seed: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    spectral: str | nn.Module, *, stationary: bool, seed: int | None, **options: Any
 ) -> nn.Module:
     """Returns the spectral source of that name, or the module that was given in place of a name.
 
-    Raises:
-        ValueError: The name is unknown, or an option is out of range or for names alone.
+    Options are those that all sources take: sizes, device and dtype.
     """
     check_spectral(spectral, seed)
     if not isinstance(spectral, str | nn.Module):
@@ -48,16 +39,10 @@ def make_spectral(
                 "says itself whether it returns w2"
             )
         return spectral
-    sizes = (num_heads, head_dim, num_frequencies)
-    options: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype}
-    if spectral == "stationary":
-        return Stationary(*sizes, **options)
-    options["stationary"] = stationary
-    if spectral == "direct":
-        return Direct(*sizes, **options)
-    if spectral == "ikan":
-        return Ikan(*sizes, **options)
-    return Mikan(*sizes, **options)
+    if spectral != "stationary":
+        options["stationary"] = stationary
+    kind: Callable[..., nn.Module] = _KINDS[spectral]
+    return kind(seed=seed, **options)
 
 
 def check_spectral(spectral: Spectral, seed: int | None) -> None:

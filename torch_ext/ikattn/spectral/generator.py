@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,18 @@ Evaluation = Literal["points", "mean", "random"]
 EVALUATIONS = get_args(Evaluation)
 
 _POINTS_SEED = 2021  # any: the points are the same in every module and process
+
+
+class GeneratorOptions(TypedDict, total=False):
+    """The options that all generators have."""
+
+    stationary: bool
+    evaluation: Evaluation
+    prior_scale: float
+    kl_weight: float
+    seed: int | None
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
 
 
 class Generator(nn.Module):
@@ -37,8 +49,7 @@ class Generator(nn.Module):
         prior_scale: Standard deviation of the prior of z, N(0, prior_scale^2).
         kl_weight: Weight of the KL divergence from the prior in the regulariser.
         seed: If given, initial values are a function of it alone.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        device, dtype: Of the parameters.
 
     Raises:
         ValueError: An option is out of range.
@@ -120,8 +131,13 @@ class Generator(nn.Module):
             self.gain.fill_(1.0 if published else unit_angle_scale(self.head_dim))
 
     def _fill_points(self) -> None:
-        """Makes the points for the device and type of the parameters."""
-        points = torch.empty(self._shape) if self.gain.is_meta else _fixed_points(*self._shape)
+        """Makes the points, in float64, for the device and type of the parameters.
+
+        Pseudo-random: scrambled Sobol points, as many as frequencies, evaluated no better.
+        """
+        points = torch.empty(self._shape, dtype=torch.float64, device="cpu")
+        if not self.gain.is_meta:
+            points.normal_(generator=torch.Generator().manual_seed(_POINTS_SEED))
         self.points = points.to(device=self.gain.device, dtype=self.gain.dtype)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,13 +196,3 @@ def check_weight(name: str, weight: float) -> None:
 
 def _is_finite(number: Any) -> bool:
     return isinstance(number, Real) and math.isfinite(number)
-
-
-def _fixed_points(heads: int, size: int, count: int) -> Tensor:
-    """Draws standard normal numbers [H, d, M] in float64, the same at every call.
-
-    Pseudo-random: scrambled Sobol points, as many as frequencies, evaluated no better.
-    """
-    generator = torch.Generator().manual_seed(_POINTS_SEED)
-    shape = (heads, size, count)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -6,9 +6,10 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ikattn.spectral.copula import gaussian_kl
-from ikattn.spectral.generator import Evaluation, Generator
+from ikattn.spectral.generator import Generator, GeneratorOptions
 
 
 class Ikan(Generator):
@@ -20,18 +21,8 @@ class Ikan(Generator):
     networks are shared by the heads.
 
     Args:
-        num_heads: H.
-        head_dim: d, the head size of query and key.
-        num_frequencies: M, per head; even.
-        stationary: One network, w2 = w1, in place of two.
-        evaluation: Noise in eval mode. "points": fixed draws, the same in every module. "mean":
-            none, so z is +-location. "random": as in training.
-        prior_scale: Standard deviation of the prior of z, N(0, prior_scale^2).
-        kl_weight: Weight of the KL divergence from the prior, a sum over heads and dimensions in
-            nats, in the regulariser.
-        seed: If given, initial values are a function of it alone.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        num_heads, head_dim, num_frequencies, options: As for ``Generator``. The KL divergence from
+            the prior is a sum over heads and dimensions, in nats.
 
     Raises:
         ValueError: num_frequencies is odd, or another option is out of range.
@@ -53,30 +44,11 @@ class Ikan(Generator):
         num_heads: int,
         head_dim: int,
         num_frequencies: int,
-        *,
-        stationary: bool = False,
-        evaluation: Evaluation = "points",
-        prior_scale: float = 1.0,
-        kl_weight: float = 0.1,
-        seed: int | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[GeneratorOptions],
     ) -> None:
-        super().__init__(
-            num_heads,
-            head_dim,
-            num_frequencies,
-            stationary=stationary,
-            evaluation=evaluation,
-            prior_scale=prior_scale,
-            kl_weight=kl_weight,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
-        size = num_heads * head_dim
-        self.location = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.log_scale = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        super().__init__(num_heads, head_dim, num_frequencies, **options)
+        self.location = nn.Parameter(torch.empty_like(self.gain))
+        self.log_scale = nn.Parameter(torch.empty_like(self.gain))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -40,24 +40,14 @@ def call_source(
 ) -> Drawn:
     """Calls a spectral source as ``ikattn.spectral`` describes it.
 
-    Args:
-        source: The source.
-        query: [B, H, L, d].
-        key: [B, H, S, d].
-        key_padding_mask: [B, S] bool, True = ignore the key, or None.
-        query_padding_mask: [B, L] bool, or None; for a source with ``pools = True``.
-        parameters: By name, in place of the source's own, which must be a module.
-
-    Returns:
-        w1, w2 and the regulariser; the last two may be None.
-
-    Raises:
-        TypeError, ValueError: The source is for heads of other sizes, or returned something else,
-            frequencies of a wrong shape, or, on the CPU and outside of torch.compile, numbers that
-            are not finite.
+    Parameters by name stand in for those of the source, which must be a module then.
     """
-    if isinstance(source, Generator):
-        _check_heads(source, query)
+    heads, size = query.size(1), query.size(3)
+    if isinstance(source, Generator) and (source.num_heads, source.head_dim) != (heads, size):
+        raise ValueError(
+            f"{_name(source)} is for H, d = {source.num_heads}, {source.head_dim}, got queries of "
+            f"H, d = {heads}, {size}"
+        )
     arguments = [query, key, key_padding_mask]
     if getattr(source, "pools", False):
         arguments.append(query_padding_mask)
@@ -91,16 +81,6 @@ def call_source(
         if not math.isfinite(value):
             raise ValueError(f"{_name(source)}: regularization must be finite, got {value}")
     return w1, w2, regularization
-
-
-def _check_heads(source: Generator, query: Tensor) -> None:
-    """Raises ValueError for queries that the networks do not fit."""
-    _, heads, _, size = query.shape
-    if (source.num_heads, source.head_dim) != (heads, size):
-        raise ValueError(
-            f"{_name(source)} is for H, d = {source.num_heads}, {source.head_dim}, got queries of "
-            f"H, d = {heads}, {size}"
-        )
 
 
 def _check_shapes(source: object, w1: object, w2: object, query: Tensor) -> None:
@@ -146,12 +126,10 @@ def _check_finite(source: object, name: str, w: Tensor) -> None:
     bad = ~w.isfinite()
     if not bad.any():
         return
-    heads = bad.any(-1).any(-1)
+    heads, where = bad.any(-1).any(-1), ""
     if heads.dim() == 2:
-        samples, heads = heads.any(1), heads.any(0)
-        where = f" of samples {samples.nonzero().flatten().tolist()}"
-    else:
-        where = ""
+        where = f" of samples {heads.any(1).nonzero().flatten().tolist()}"
+        heads = heads.any(0)
     raise ValueError(
         f"{_name(source)}: {name} must be finite, got {int(bad.sum())} of {bad.numel()} that are "
         f"NaN or infinite, in heads {heads.nonzero().flatten().tolist()}{where}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ikattn.spectral.copula import correlation_factor, gaussian_kl, mutual_information
-from ikattn.spectral.generator import Evaluation, Generator, check_weight
+from ikattn.spectral.generator import Generator, GeneratorOptions, check_weight
 from ikattn.spectral.networks import PosteriorNetwork
 from ikattn.spectral.published import published_noise
 
@@ -41,23 +42,14 @@ class Mikan(Generator):
     decoder that must not look ahead, use ``pool="key"``.
 
     Args:
-        num_heads: H.
-        head_dim: d, the head size of query and key.
-        num_frequencies: M, per head; even.
-        stationary: One network, w2 = w1, in place of two.
+        num_heads, head_dim, num_frequencies, options: As for ``Generator``; ``kl_weight`` is the
+            authors'.
         pool: "both": average queries and keys. "key": keys alone.
-        evaluation: Noise in eval mode. "points": fixed draws, the same in every module. "mean":
-            none, so z is +-location. "random": as in training.
-        prior_scale: Standard deviation of the prior of z, N(0, prior_scale^2).
-        kl_weight: Weight of the KL divergences in the regulariser; the authors'.
         copula_weight: Weight of the copula in the regulariser; the authors'.
         faithful: None, or "code": compute what the authors' code computes, draw for draw, its
             faults included: one sample only, no padding masks, heads not correlated, random in eval
             mode. docs/guide/spectral.md lists them. ``prior_scale`` is then its ``prior_var``, 0.1
             by default.
-        seed: If given, initial values are a function of it alone.
-        device: Of the parameters.
-        dtype: Of the parameters.
 
     Raises:
         ValueError: num_frequencies is odd, or another option is out of range.
@@ -82,48 +74,32 @@ class Mikan(Generator):
         head_dim: int,
         num_frequencies: int,
         *,
-        stationary: bool = False,
         pool: Literal["both", "key"] = "both",
-        evaluation: Evaluation = "points",
-        prior_scale: float | None = None,
-        kl_weight: float = 0.1,
         copula_weight: float = 1.0,
         faithful: Literal["code"] | None = None,
-        seed: int | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[GeneratorOptions],
     ) -> None:
         if pool not in ("both", "key"):
             raise ValueError(f"pool must be 'both' or 'key', got {pool!r}")
         if faithful not in (None, "code"):
             raise ValueError(f"faithful must be None or 'code', got {faithful!r}")
-        if faithful and (pool != "both" or stationary):
+        if faithful and (pool != "both" or options.get("stationary")):
             raise ValueError("faithful='code' needs pool='both' and stationary=False")
-        if faithful and evaluation != "points":
+        if faithful and options.get("evaluation", "points") != "points":
             raise ValueError(
                 "faithful='code' draws in evaluation as in training, and takes no other "
-                f"evaluation, got {evaluation!r}"
+                f"evaluation, got {options['evaluation']!r}"
             )
         check_weight("copula_weight", copula_weight)
-        if prior_scale is None:
-            prior_scale = 0.1 if faithful else 1.0
-        super().__init__(
-            num_heads,
-            head_dim,
-            num_frequencies,
-            stationary=stationary,
-            evaluation=evaluation,
-            prior_scale=prior_scale,
-            kl_weight=kl_weight,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
+        if faithful:
+            options.setdefault("prior_scale", 0.1)
+        super().__init__(num_heads, head_dim, num_frequencies, **options)
         self.pool = pool
         self.copula_weight = copula_weight
         self.faithful = faithful
         inputs = head_dim if pool == "key" else 2 * head_dim
-        self.posterior = PosteriorNetwork(inputs, head_dim, device, dtype)
+        placed = options.get("device"), options.get("dtype")
+        self.posterior = PosteriorNetwork(inputs, head_dim, *placed)
         if faithful:
             self.gain.requires_grad_(False)
         self.reset_parameters()
@@ -154,14 +130,19 @@ class Mikan(Generator):
             Location and log scale [B, H, d], and the Cholesky factor [B, d, H, H] of the
             correlation matrix of the heads in each dimension.
         """
-        dtype = self.gain.dtype
-        pooled = average(key, key_padding_mask, dtype)
-        if self.pool == "both":
-            pooled = torch.cat([average(query, query_padding_mask, dtype), pooled], dim=-1)
-        location, log_scale, copula = self.posterior(pooled)
+        location, log_scale, copula = self._posterior_of(
+            query, key, key_padding_mask, query_padding_mask
+        )
         a = copula.transpose(1, 2)  # [B, d, H]
         factor = correlation_factor(REACH * a.unsqueeze(-1) * a.unsqueeze(-2))
         return location, log_scale + math.log(self.prior_scale), factor
+
+    def _posterior_of(self, query: Tensor, key: Tensor, *paddings: Tensor | None) -> Any:
+        """Returns what the network makes of averages, with paddings of keys and queries."""
+        pooled = average(key, paddings[0], self.gain.dtype)
+        if self.pool == "both":
+            pooled = torch.cat([average(query, paddings[1], self.gain.dtype), pooled], dim=-1)
+        return self.posterior(pooled)
 
     def forward(
         self,
@@ -204,9 +185,7 @@ class Mikan(Generator):
                 f"{query.size(0)} samples, key_padding_mask "
                 f"{'None' if key_padding_mask is None else 'given'}"
             )
-        dtype = self.gain.dtype
-        pooled = torch.cat([average(query, None, dtype), average(key, None, dtype)], dim=-1)
-        location, log_scale, copula = self.posterior(pooled)
+        location, log_scale, copula = self._posterior_of(query, key, None, None)
         z, divergence, entropy = published_noise(
             location, log_scale, copula, self.num_frequencies, self.prior_scale
         )

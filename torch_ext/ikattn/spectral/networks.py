@@ -22,22 +22,10 @@ SLOPE = 0.2  # slope of the leaky rectifiers, the authors'
 class OddNetwork(nn.Module):
     """Three layers that map noise z to frequencies, odd in z: w = sign(z) net(|z|).
 
-    Because w(-z) = -w(z), noise with a symmetric density gives frequencies with one.
-
-    Args:
-        size: d, of the layers too.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        generator: On the CPU, of the initial values; None: torch's default one.
+    Because w(-z) = -w(z), noise with a symmetric density gives frequencies with one. All layers are
+    of size d. A generator of initial values is on the CPU.
 
     Source: "Implicit Kernel Attention", AAAI 2021; ``WNet`` of the authors' code.
-
-    Example:
-        >>> import torch
-        >>> from ikattn.spectral.networks import OddNetwork
-        >>> z, network = torch.randn(2, 4, 8, 16), OddNetwork(8)
-        >>> torch.equal(network(-z), -network(z))
-        True
     """
 
     def __init__(
@@ -58,10 +46,8 @@ class OddNetwork(nn.Module):
     ) -> None:
         """Draws weights that keep the mean square of standard normal z; biases become zero.
 
-        Args:
-            generator: On the CPU; None: torch's default one.
-            published: Draw from U(-1/sqrt(d), 1/sqrt(d)), as the authors' code, instead. Then the
-                output is about a tenth as large as z.
+        Published ones are from U(-1/sqrt(d), 1/sqrt(d)), as in the authors' code, where the output
+        is about a tenth as large as z.
         """
         bound = 1 / math.sqrt(self.size)
         bounds = [bound] * 3
@@ -86,12 +72,6 @@ class OddNetwork(nn.Module):
 
 class PosteriorNetwork(nn.Module):
     """Maps what was pooled from a head's queries and keys to the parameters of that head's noise.
-
-    Args:
-        inputs: Size of what was pooled.
-        size: d.
-        device: Of the parameters.
-        dtype: Of the parameters.
 
     Source: "Implicit Kernel Attention", AAAI 2021; ``CopulaNet`` of the authors' code.
     """
@@ -119,12 +99,7 @@ class PosteriorNetwork(nn.Module):
         """Draws weights from U(-1/sqrt(d), 1/sqrt(d)); those of location and log scale become zero.
 
         So the noise starts as its prior, whatever the mean of the tokens, and the kernel as wide as
-        that makes it.
-
-        Args:
-            generator: On the CPU; None: torch's default one.
-            copula_bias: Initial bias of the layer for correlations; the others' is zero.
-            published: Leave the drawn weights everywhere, as the authors' code.
+        that makes it. The authors' code (``published``) leaves the drawn weights everywhere.
         """
         size = self.size
         with whole(self.weights) as weights:

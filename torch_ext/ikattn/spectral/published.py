@@ -19,16 +19,11 @@ from torch.distributions import Normal, kl_divergence
 def published_noise(
     location: Tensor, log_scale: Tensor, copula: Tensor, num_frequencies: int, prior_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws z as the authors' code, in its order.
+    """Draws z [1, H, d, M] as the authors' code, in its order.
 
-    Args:
-        location, log_scale: [1, H, d]; log_scale without the prior's.
-        copula: [1, H, d], in (-1, 1).
-        num_frequencies: M.
-        prior_scale: Its ``prior_var``.
-
-    Returns:
-        z [1, H, d, M], the sum of KL divergences and the sum called entropy.
+    Location, log scale (without the prior's) and copula vector in (-1, 1) are [1, H, d].
+    ``prior_scale`` is the code's ``prior_var``. Beside z stand the sum of KL divergences and the
+    sum called entropy.
     """
     standard = Normal(location.new_zeros(()), location.new_ones(()))
     mean = location.transpose(1, 2).unsqueeze(-1)  # [1, d, H, 1]

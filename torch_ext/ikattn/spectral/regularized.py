@@ -1,4 +1,4 @@
-"""Modules that ask a spectral source and keep what it wants added to the loss."""
+"""Modules that ask a spectral source, and the regularisers that they keep for the loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Regularized(nn.Module):
         # an exported program has no attributes to assign to (is_exporting() of torch 2.11 is true
         # of a compiled one, too); what a checkpoint computes again in the backward pass has been
         # taken already
-        if not torch.compiler._is_exporting_flag and not _is_in_backward():
+        backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        if not torch.compiler._is_exporting_flag and backward == -1:
             if regularization is not None:
                 self._regularized_in = (self.training, torch.is_grad_enabled())
                 self.regularization = regularization.view(())  # a parameter would be registered
@@ -59,5 +60,79 @@ class Regularized(nn.Module):
         return {**self.__dict__, "regularization": None}
 
 
-def _is_in_backward() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def regularization_loss(model: nn.Module) -> Tensor:
+    """Adds up what the generators of all attention layers ask to be added to the loss.
+
+    Every layer keeps the regulariser of its last call until it is taken here, once: call this
+    function once for every forward pass, in the same mode. A layer that is used several times in
+    one pass counts once, with that of its last use; one that is left out of a pass adds nothing.
+
+    Args:
+        model: Any module that has been called.
+
+    Returns:
+        A scalar, in nats times the generators' weights; 0 where no generator has a regulariser. It
+        is a mean over the samples of the batch and, as in an evidence lower bound, belongs to a
+        log-likelihood of the whole data set: divide it by the number of training examples where the
+        loss is a mean.
+
+    Raises:
+        RuntimeError: No generator has been called since the last time, or one without a graph, as
+            torch.utils.checkpoint does with ``use_reentrant=True``, so that it would learn nothing.
+
+    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
+    (arXiv 2006.06147), whose code adds the last layer's alone.
+
+    Example:
+        >>> import torch, ikattn
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> model = ikattn.convert(torch.nn.TransformerEncoder(layer, 2), spectral="mikan")
+        >>> loss = model(torch.randn(3, 5, 16)).square().mean()
+        >>> loss = loss + ikattn.regularization_loss(model) / 1000
+        >>> loss.backward()
+    """
+    terms: list[Tensor] = []
+    missing: str | None = None
+    for name, module in model.named_modules():
+        if not isinstance(module, Regularized):
+            continue
+        term, module.regularization = module.regularization, None
+        if term is not None and _is_dead(term):
+            term = None
+        in_training, with_grad = module._regularized_in
+        if term is not None and in_training == module.training:
+            if in_training and not with_grad:
+                _check_nothing_is_lost(name, module)
+            terms.append(term)
+        elif getattr(module.spectral, "regularizes", False):
+            missing = missing or name or "the attention"
+    if terms:
+        device = terms[0].device
+        return torch.stack([term.to(device) for term in terms]).sum()
+    if missing is not None:
+        raise RuntimeError(
+            f"{missing} has no regulariser: call the model first, in this process, without "
+            "exporting it, and take the regulariser once for every forward pass, within the same "
+            "torch.func transformation"
+        )
+    first = next(model.parameters(), None)
+    return torch.zeros((), device=None if first is None else first.device)
+
+
+def _is_dead(term: Tensor) -> bool:
+    """Whether it belongs to a transformation of torch.func that has ended, such as vmap."""
+    transformations: Any = torch._C._functorch  # torch has no types for these
+    level: int = transformations.maybe_get_level(term)  # 0 or less outside
+    return level > (transformations.maybe_current_level() or 0)
+
+
+def _check_nothing_is_lost(name: str, module: Regularized) -> None:
+    """Raises RuntimeError where a loss would train the generator of a call without a graph."""
+    assert module.spectral is not None
+    learns = any(parameter.requires_grad for parameter in module.spectral.parameters())
+    if torch.is_grad_enabled() and learns:
+        raise RuntimeError(
+            f"the regulariser of {name or 'the attention'} has no gradient, as it was called in "
+            "training mode without grad: pass use_reentrant=False to torch.utils.checkpoint; to "
+            "read the value alone, call regularization_loss under torch.no_grad()"
+        )

@@ -35,10 +35,7 @@ def check_shareable(source: nn.Module | None) -> None:
 def shard_frequencies(source: nn.Module, share: HeadShare, src_data_rank: int | None = 0) -> None:
     """Makes a source's parameters those of this rank's heads, in place.
 
-    Args:
-        source: ``Direct``, ``Ikan`` or ``Mikan``.
-        share: The heads.
-        src_data_rank: The rank of the mesh whose values count; None: each rank's own.
+    Values of the rank ``src_data_rank`` of the mesh count; None: each rank's own.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -59,18 +56,9 @@ def call_shared_source(
     key_padding_mask: Tensor | None,
     query_padding_mask: Tensor | None,
 ) -> Drawn:
-    """Calls a source for this rank's heads.
+    """Calls a source for queries and keys of this rank's heads, [B, H / n, .., d].
 
-    Args:
-        source: What ``shard_frequencies`` has sharded.
-        share: The heads.
-        query: [B, H / n, L, d].
-        key: [B, H / n, S, d].
-        key_padding_mask: [B, S] bool, True = ignore the key, or None.
-        query_padding_mask: [B, L] bool, or None.
-
-    Returns:
-        w1 and w2 (or None) of H / n heads, and the regulariser of all heads, or None.
+    Frequencies are of H / n heads, and the regulariser is that of all heads.
     """
     if not isinstance(source, Generator):
         return call_source(source, query, key, key_padding_mask, query_padding_mask)
