@@ -96,18 +96,6 @@ def _sharing(layout: Layout, rank: int, heads: int) -> _Sharing:
     return _Sharing(call, tokens, tokens[..., 0], tokens)
 
 
-def test_heads_that_share_a_group_of_values_stay_together() -> None:
-    sharing = _sharing(Layout("contiguous", 2), 0, 6)
-    assert [x.queries for x in sharing.groups] == [slice(n, n + 1) for n in range(6)]
-    grouped = _Sharing(
-        sharing.call, torch.zeros(1, 12, 8, 2), torch.zeros(1, 6, 8), torch.zeros(1, 3, 8, 2)
-    )
-    for group in grouped.groups:
-        ends = [(x.start, x.stop) for x in group]
-        assert ends[0] == tuple(4 * n for n in ends[2])
-        assert ends[1] == tuple(2 * n for n in ends[2])
-
-
 def test_zigzag_gives_every_rank_as_many_pairs() -> None:
     def pairs(layout: Layout, rank: int) -> int:
         total = 0

@@ -9,6 +9,7 @@ from ikattn.parallel._ranks import Ranks
 from ikattn.parallel._ring import Call
 
 _NUMBERS, _REASON = 80, 1024  # numbers of a row that ranks compare, bytes of a reason
+_ALGORITHMS = ("quadratic", "linear", None)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -19,11 +20,7 @@ def refuse(ranks: Ranks, device: torch.device, why: str) -> None:
 
 
 def _tell_refusals(ranks: Ranks, rows: Tensor, why: str | None) -> None:
-    """Exchanges the reasons of ranks that refuse, where there are any.
-
-    Raises:
-        ValueError: Another rank refuses, and this one does not.
-    """
+    """Exchanges the reasons of ranks that refuse, where there are any."""
     refuses = rows[:, 0].isnan()
     if not bool(refuses.any()):
         return
@@ -44,9 +41,6 @@ def agree(
     """Compares what the ranks were called with, before anything else is exchanged.
 
     The call gets what all have to know of each other: threads, and the first rank's dropout seed.
-
-    Raises:
-        ValueError: They differ; the same sentence on every rank.
     """
     query, _, _, w1, w2, _ = tensors
     assert query is not None
@@ -55,7 +49,7 @@ def agree(
         sizes = () if x is None else tuple(x.shape)
         for axis in range(4):
             signature[f"size {axis} of {name}"] = sizes[axis] if axis < len(sizes) else -1
-        signature[f"dtype of {name}"] = -1 if x is None else _number_of(x.dtype)
+        signature[f"dtype of {name}"] = -1 if x is None else _DTYPES.index(x.dtype)
         signature[f"requires_grad of {name}"] = (
             torch.is_grad_enabled() and x is not None and x.requires_grad
         )
@@ -67,7 +61,7 @@ def agree(
         signature[name] = -1.0 if option is None else float(option)
     signature["is_causal"] = call.is_causal
     signature["layout"] = call.layout.count
-    signature["algorithm"] = ("quadratic", "linear", None).index(algorithm)
+    signature["algorithm"] = _ALGORITHMS.index(algorithm)
     seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
     halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
     for n, half in enumerate(halves):
@@ -97,15 +91,11 @@ def agree(
         call.dropout_seed = torch.tensor(signed, device=query.device)
 
 
-def _number_of(dtype: torch.dtype) -> int:
-    return _DTYPES.index(dtype)
-
-
 def _told(name: str, number: Tensor) -> str:
     """Names a number of a signature by the argument it stands for."""
     value = float(number)
     if name.startswith("dtype"):
         return "none" if value < 0 else str(_DTYPES[int(value)])
     if name == "algorithm":
-        return str(("quadratic", "linear", None)[int(value)])
+        return str(_ALGORITHMS[int(value)])
     return f"{value:.17g}"

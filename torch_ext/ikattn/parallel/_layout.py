@@ -27,9 +27,6 @@ class Layout:
         name: "contiguous": rank r of W holds chunk r of W. "zigzag": chunks r and 2W - 1 - r of 2W,
             so that every rank has as many pairs of a causal call.
         size: W, the number of ranks.
-
-    Raises:
-        ValueError: The name is another one.
     """
 
     def __init__(self, name: LayoutName, size: int) -> None:
@@ -49,11 +46,7 @@ class Layout:
         return min(chunk, self.count - 1 - chunk) if self.name == "zigzag" else chunk
 
     def shard(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """Returns the tokens of a rank.
-
-        Raises:
-            ValueError: The length is no multiple of the number of chunks.
-        """
+        """Returns the tokens of a rank."""
         length = whole.size(dim)
         if length % self.count != 0:
             raise ValueError(

@@ -35,10 +35,6 @@ class Ranks:
 
     Args:
         group: A one-dimensional ``DeviceMesh``, a process group, or None: all ranks.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised.
-        ValueError: The mesh has several dimensions.
     """
 
     def __init__(self, group: DeviceMesh | dist.ProcessGroup | None) -> None:
@@ -94,13 +90,14 @@ class Ranks:
         ]
         return self._start(operations, into, of).wait()
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over all ranks, element by element."""
-        return self._reduced(tensor, dist.ReduceOp.SUM)
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        """Returns the largest over all ranks, element by element."""
-        return self._reduced(tensor, dist.ReduceOp.MAX)
+    def reduced(self, tensor: Tensor, operation: Any) -> Tensor:
+        """Returns the sum, or the largest, of a tensor's elements over all ranks."""
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        try:
+            dist.all_reduce(result, operation, group=self.group)
+        except RuntimeError as error:
+            raise self.lost(None, error) from error
+        return result
 
     def gather(self, row: Tensor) -> Tensor:
         """Gathers the rows of all ranks, [size, n], each by itself: one who is lost is named."""
@@ -137,14 +134,6 @@ class Ranks:
         here = self._everywhere(self.number)
         who = "a rank of the group" if name is None else f"rank {name}"
         return RuntimeError(f"context_parallel: on rank {here}: {who} does not answer: {error}")
-
-    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
-        result = tensor.clone(memory_format=torch.contiguous_format)
-        try:
-            dist.all_reduce(result, operation, group=self.group)
-        except RuntimeError as error:
-            raise self.lost(None, error) from error
-        return result
 
     def _everywhere(self, number: int) -> int:
         """Returns a rank's number among all processes."""

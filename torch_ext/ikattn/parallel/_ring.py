@@ -50,11 +50,11 @@ class Call:
             apart=self.dropout_seed is not None,
         )
 
-    def options_of(self, block: Block, heads: int, key_bias: Tensor | None) -> dict[str, Any]:
-        """Returns the operator's options for a block; key_bias is that of the block's rank."""
+    def options_of(self, block: Block, heads: int, key_bias: list[Tensor]) -> dict[str, Any]:
+        """Returns the operator's options for a block, with the bias of its rank, if any."""
         options = dict(self.options, is_causal=block.is_causal)
-        if key_bias is not None:
-            options["key_bias"] = key_bias[:, :, block.keys]
+        for bias in key_bias:
+            options["key_bias"] = bias[:, :, block.keys]
         if self.dropout_seed is not None:
             options["dropout_seed"] = place_dropout_seed(
                 self.dropout_seed, heads=heads, query=block.first_query, key=block.first_key
@@ -73,12 +73,6 @@ class Merged:
 
     output: Tensor
     log_normalizer: Tensor
-
-    @classmethod
-    def of_no_key(cls, output: Tensor) -> Merged:
-        """Returns the beginning, zeros in the output's place."""
-        options: Any = {"dtype": torch.float64, "device": output.device}
-        return cls(output.zero_(), torch.full(output.shape[:3], -torch.inf, **options))
 
     def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
         """Takes in the output of some queries over further keys."""
@@ -101,16 +95,9 @@ def ring_attention(
 ) -> Tensor:
     """Computes the output [B, H, L, d_v] of this rank's queries over the keys of all ranks.
 
-    Args:
-        call: Who takes part, and the options.
-        query: [B, H, L, d], this rank's.
-        key: [B, G, S, d], this rank's, as value and key_bias.
-        value: [B, G, S, d_v].
-        w1, w2: Frequencies [H or G, d, M], those of all ranks; w2 None: stationary.
-        key_bias: [B, heads, S], or None.
-
-    Gradients of frequencies are this rank's part: those of all ranks add up, as with every
-    parameter of a model that gets a part of the tokens.
+    Frequencies [H or G, d, M] are those of all ranks, all else is this rank's. Gradients of
+    frequencies are this rank's part: those of all ranks add up, as with every parameter of a model
+    that gets a part of the tokens.
     """
     apply: Any = _Ring.apply
     return apply(call, query, key, value, w1, w2, key_bias)  # type: ignore[no-any-return]
@@ -118,10 +105,6 @@ def ring_attention(
 
 def _arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _present(*tensors: Tensor | None) -> list[Tensor]:
-    return [x for x in tensors if x is not None]
 
 
 class _Ring(torch.autograd.Function):
@@ -138,19 +121,16 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         B, H, L, _ = query.shape
         shape, dtype = (B, H, L, value.size(3)), _arithmetic(query.dtype)
-        merged = Merged.of_no_key(query.new_empty(shape, dtype=dtype))
-        for source, held in _sources(call.ranks, _present(key, value, key_bias)):
-            bias = held[2] if key_bias is not None else None
+        nothing = query.new_full((B, H, L), -torch.inf, dtype=torch.float64)
+        merged = Merged(query.new_zeros(shape, dtype=dtype), nothing)
+        for source, (k, v, *bias) in _sources(call.ranks, key, value, key_bias):
             for block in call.blocks(source, L, key.size(2)):
-                output, log_normalizer = torch.ops.ikattn.implicit_kernel_attention(
-                    query[:, :, block.queries],
-                    held[0][:, :, block.keys],
-                    held[1][:, :, block.keys],
-                    w1,
-                    w2,
+                rows, columns = block.queries, block.keys
+                part = torch.ops.ikattn.implicit_kernel_attention(
+                    *(query[:, :, rows], k[:, :, columns], v[:, :, columns], w1, w2),
                     **call.options_of(block, H, bias),
                 )
-                merged.add(block.queries, output, log_normalizer)
+                merged.add(rows, *part)
         output = merged.output.to(query.dtype)
         ctx.call = call
         ctx.save_for_backward(query, key, value, w1, w2, key_bias, output, merged.log_normalizer)
@@ -159,12 +139,15 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
-        return (None, *_ring_backward(ctx.call, grad_output, wanted, *ctx.saved_tensors))
+        return (
+            None,
+            *_ring_backward(ctx.call, grad_output, ctx.needs_input_grad[1:], *ctx.saved_tensors),
+        )
 
 
-def _sources(ranks: Ranks, held: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+def _sources(ranks: Ranks, *tensors: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:
     """Yields, rank after rank, whose tensors are here, and these; the next are on their way."""
+    held = [x for x in tensors if x is not None]
     for step in range(ranks.size):
         last = step == ranks.size - 1
         coming: Exchange | None = None if last else ranks.send_on(held)
@@ -195,22 +178,16 @@ def _ring_backward(
     of_w1, of_w2 = torch.zeros_like(w1), torch.zeros_like(w1)
     travelling: Exchange | None = None
     of_held: list[Tensor] = []
-    for source, held in _sources(call.ranks, _present(key, value, key_bias)):
-        bias = held[2] if key_bias is not None else None
+    for source, held in _sources(call.ranks, key, value, key_bias):
+        k, v, *bias = held
         of_held = [
             torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in held
         ]
         for block in call.blocks(source, L, key.size(2)):
             rows, columns = block.queries, block.keys
             gradients = torch.ops.ikattn.implicit_kernel_attention_backward(
-                grad_output[:, :, rows],
-                query[:, :, rows],
-                held[0][:, :, columns],
-                held[1][:, :, columns],
-                w1,
-                w2,
-                output[:, :, rows],
-                log_normalizer[:, :, rows],
+                *(grad_output[:, :, rows], query[:, :, rows], k[:, :, columns], v[:, :, columns]),
+                *(w1, w2, output[:, :, rows], log_normalizer[:, :, rows]),
                 **call.options_of(block, H, bias),
                 wanted=[*wanted, False],
             )

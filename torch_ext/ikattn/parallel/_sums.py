@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,22 +28,10 @@ from ikattn.parallel._ranks import Exchange
 from ikattn.parallel._ring import Call
 
 
-class _State(NamedTuple):
-    """Moments of keys, or gradients of such, with what they are relative to.
-
-    Attributes:
-        moments: [B, K, E, d_v + 1].
-        reference: float64 [B, K]: they are to be multiplied with its exponential; -inf where there
-            is no key.
-    """
-
-    moments: Tensor
-    reference: Tensor
-
-    def scaled(self, log_factor: Tensor) -> Tensor:
-        """Scales the moments by exp(log_factor), of the reference's shape; zero for no number."""
-        factor = log_factor.exp().nan_to_num(0.0, 0.0).to(self.moments.dtype)
-        return self.moments * factor[..., None, None]
+def _scaled(moments: Tensor, log_factor: Tensor) -> Tensor:
+    """Scales moments [B, K, E, d_v + 1] by exp(log_factor), [B, K]; zero for no number."""
+    factor = log_factor.exp().nan_to_num(0.0, 0.0).to(moments.dtype)
+    return moments * factor[..., None, None]
 
 
 def sums_attention(
@@ -91,15 +80,15 @@ class _Whole(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, phi_q: Tensor, phi_k: Tensor, logits: Tensor, value: Tensor
     ) -> Tensor:
-        own = _State(*key_moments(phi_k, logits, value))
-        reference = call.ranks.largest(own.reference)
-        total = call.ranks.sum(own.scaled(own.reference - reference))
+        moments, own = key_moments(phi_k, logits, value)
+        reference = call.ranks.reduced(own, dist.ReduceOp.MAX)
+        total = call.ranks.reduced(_scaled(moments, own - reference), dist.ReduceOp.SUM)
         output, log_normalizer = attention_from_moments(
             phi_q, total, reference, eps=call.options["eps"]
         )
         ctx.call = call
         ctx.save_for_backward(
-            phi_q, phi_k, logits, value, total, reference, own.reference, output, log_normalizer
+            phi_q, phi_k, logits, value, total, reference, own, output, log_normalizer
         )
         return output
 
@@ -113,7 +102,8 @@ class _Whole(torch.autograd.Function):
         of_queries, of_total = operators.attention_from_moments_backward(
             grad_output, phi_q, total, reference, output, log_normalizer, eps, [True, True]
         )
-        of_moments = _State(ctx.call.ranks.sum(of_total), reference).scaled(own - reference)
+        of_total = ctx.call.ranks.reduced(of_total, dist.ReduceOp.SUM)
+        of_moments = _scaled(of_total, own - reference)
         of_keys = operators.key_moments_backward(
             of_moments, phi_k, logits, value, own, [True, True, True]
         )
@@ -136,13 +126,8 @@ class _Sharing:
     for the first group of the rank before, which waits itself. The ``first`` groups are summed
     before anything else is computed, once more than the rest, and passed on: as many as there are
     ranks to wait for. A rank computes as many of them as there are chunks before its own; then the
-    groups that come from rank to rank; then what is left of the first ones.
-
-    Args:
-        call: Who takes part.
-        phi_q: [B, H, L, F], this rank's.
-        logits: [B, K, L].
-        value: [B, G, L, d_v].
+    groups that come from rank to rank; then what is left of the first ones. Tensors are this
+    rank's: phi_q [B, H, L, F], logits [B, K, L] and value [B, G, L, d_v].
     """
 
     def __init__(self, call: Call, phi_q: Tensor, logits: Tensor, value: Tensor) -> None:
@@ -189,12 +174,9 @@ def _scan(
 ) -> None:
     """Computes all parts of this rank, each from the sums that the part before it gave.
 
-    Args:
-        sharing: Which parts there are.
-        nothing: Sums of a group of heads before the first part.
-        total: Of chunk, number of a group and sums before: the sums after, and nothing else.
-        compute: The same, and the part.
-        reverse: From the last chunk to the first.
+    ``nothing`` gives the sums of a group of heads before the first part; ``total``, of a chunk, the
+    number of a group and the sums before, those after; ``compute`` does so, and computes the part.
+    In reverse it goes from the last chunk to the first.
     """
     ranks, owner = sharing.call.ranks, sharing.call.layout.owner
     places = range(len(sharing.chunks))[:: -1 if reverse else 1]
@@ -304,8 +286,7 @@ class _Causal(torch.autograd.Function):
                 grad, x, moments, reference, own, log_z, eps, [False, True]
             )
             # relative to moments, gradients have the inverse factor
-            rest = _State(after[0], reference_after).scaled(reference - reference_after)
-            return [of_own + rest]
+            return [of_own + _scaled(after[0], reference - reference_after)]
 
         def compute(place: int, group: int, after: _Sums) -> _Sums:
             heads, tokens = sharing.groups[group], sharing.tokens[place]

@@ -5,7 +5,6 @@ Symbols as in ``ikattn.ops``; W ranks. L queries and S keys are those of one ran
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -91,8 +90,7 @@ def context_parallel_attention(
         torch.Size([1, 2, 64, 8])
         >>> dist.destroy_process_group()
     """
-    named = changed("context_parallel_attention", options, torch.empty(0))
-    named = DEFAULTS | named
+    named = DEFAULTS | changed("context_parallel_attention", options, torch.empty(0))
     is_drawn = options.get("dropout_seed") is None
     key_bias, attn_mask = named.pop("key_bias", None), named.pop("attn_mask", None)
     seed, is_causal = named.pop("dropout_seed", None), named.pop("is_causal")
@@ -113,8 +111,7 @@ def context_parallel_attention(
         if key_bias is not None:
             shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
             bias = key_bias.expand(shape)
-        is_linear = _is_linear(call, query, key, value, w1, w2, algorithm)
-        attend = sums_attention if is_linear else ring_attention
+        attend = sums_attention if _is_linear(call, tensors, algorithm) else ring_attention
         return attend(call, query, key, value, w1, w2, bias)
 
 
@@ -128,10 +125,7 @@ def _lowered(*tokens: Tensor) -> list[Tensor]:
 
 
 def _check_here(
-    call: Call,
-    tensors: tuple[Tensor | None, ...],
-    algorithm: str | None,
-    attn_mask: Tensor | None,
+    call: Call, tensors: tuple[Any, ...], algorithm: str | None, attn_mask: Tensor | None
 ) -> None:
     """Refuses what one process would refuse, in its words, and what cannot be shared out."""
     if attn_mask is not None:
@@ -150,9 +144,7 @@ def _check_here(
     if call.dropout_seed is not None:
         options["dropout_seed"] = call.dropout_seed
     torch.ops.ikattn.check_implicit_kernel_attention(query, key, value, w1, w2, **options)
-    assert query is not None
-    assert key is not None
-    if w1 is not None and w1.dim() != 3:
+    if w1.dim() != 3:
         raise ValueError(
             "context_parallel_attention: w1 must have shape [H, d, M] or [G, d, M], the same for "
             f"all batch items, got {list(w1.shape)}"
@@ -186,33 +178,21 @@ def _check_here(
         )
 
 
-def _is_linear(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None,
-    algorithm: str | None,
-) -> bool:
+def _is_linear(call: Call, tensors: tuple[Any, ...], algorithm: str | None) -> bool:
     """Whether one process would take linear time for the whole, or the caller asks for it."""
     if algorithm is not None:
         return algorithm == "linear"
-    if call.dropout_seed is not None or 0 in (*query.shape, *key.shape, *value.shape):
+    *tokens, w1, w2, _ = tensors
+    if call.dropout_seed is not None or any(x.numel() == 0 for x in tokens):
         return False
 
     def whole(x: Tensor) -> Tensor:  # one token for all: nobody reads them
         return x.detach()[:, :, :1].expand(-1, -1, x.size(2) * call.ranks.size, -1)
 
-    kernels = which_kernels(
-        whole(query),
-        whole(key),
-        whole(value),
-        w1.detach(),
-        None if w2 is None else w2.detach(),
-        is_causal=call.is_causal,
-        enable_gqa=call.options["enable_gqa"],
-    )
+    frequencies = w1.detach(), None if w2 is None else w2.detach()
+    options = {"is_causal": call.is_causal, "enable_gqa": call.options["enable_gqa"]}
+    query, key, value = map(whole, tokens)
+    kernels = which_kernels(query, key, value, *frequencies, **options)
     return kernels.forward.algorithm == "linear"
 
 
@@ -274,16 +254,11 @@ class ContextParallel:
             for module in self._modules:
                 self._handles.append(AttendingBy(module, self._attend))
         except RuntimeError:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._handles:
             self._handles.pop().remove()
 
@@ -332,11 +307,7 @@ def context_parallel(
 
 
 def _attention_in(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose attention is to be shared out.
-
-    Raises:
-        ValueError: There is none, or one that cannot be.
-    """
+    """Returns the modules whose attention is to be shared out."""
     found = []
     for name, module in model.named_modules():
         of_torch = isinstance(module, nn.MultiheadAttention)
