@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close
-from ikattn.integrations.transformers import _padding, attention, decoding_cache
+from ikattn.integrations.transformers import _masks, attention, decoding_cache
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 from transformers_models import build, convert
 
@@ -122,16 +122,16 @@ def mask_of(**changes: Any) -> Tensor:
 
 def test_the_padding_of_a_mask_is_known_by_how_it_was_made() -> None:
     mask = mask_of()
-    row = _padding.padding_of_causal(mask, 6)
+    row = _masks.padding_of_causal(mask, 6)
     assert row is not None
     assert row.stride(2) == 0
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     assert torch.equal(row & causal, mask)
-    first = _padding.padding_of_causal(mask[..., :4], 4)
+    first = _masks.padding_of_causal(mask[..., :4], 4)
     assert first is not None
     assert torch.equal(first & causal[:, :4], mask[..., :4])
     longer = mask_of(kv_length=8)  # keys that are still to come
-    row = _padding.padding_of_causal(longer, 8)
+    row = _masks.padding_of_causal(longer, 8)
     assert row is not None
     assert torch.equal(row & torch.ones(6, 8, dtype=torch.bool).tril(), longer)
 
@@ -148,16 +148,16 @@ def test_nothing_else_is_taken_for_it() -> None:
     }
     for name, changes in others.items():
         mask = mask_of(**changes)
-        assert _padding.padding_of_causal(mask, mask.size(3)) is None, name
+        assert _masks.padding_of_causal(mask, mask.size(3)) is None, name
     mask = mask_of()
-    assert _padding.padding_of_causal(mask.clone(), 6) is None
-    assert _padding.padding_of_causal(mask[:, :, 1:], 6) is None
-    assert _padding.padding_of_causal(mask[1:], 6) is None
-    assert _padding.padding_of_causal(mask[..., 1:], 5) is None
+    assert _masks.padding_of_causal(mask.clone(), 6) is None
+    assert _masks.padding_of_causal(mask[:, :, 1:], 6) is None
+    assert _masks.padding_of_causal(mask[1:], 6) is None
+    assert _masks.padding_of_causal(mask[..., 1:], 5) is None
     mask[0, 0, 5, 4] = False  # no longer what was made
-    assert _padding.padding_of_causal(mask, 6) is None
+    assert _masks.padding_of_causal(mask, 6) is None
     with torch.inference_mode():  # where nobody counts changes
-        assert _padding.padding_of_causal(mask_of(), 6) is None
+        assert _masks.padding_of_causal(mask_of(), 6) is None
 
 
 def test_windows_packed_rows_and_masks_of_users_stay_as_they_are(
@@ -173,8 +173,8 @@ def test_windows_packed_rows_and_masks_of_users_stay_as_they_are(
 
 
 def test_masks_are_not_kept() -> None:
-    before = len(_padding._OF_CAUSAL)
+    before = len(_masks._OF_CAUSAL)
     mask = mask_of()
-    assert len(_padding._OF_CAUSAL) == before + 1
+    assert len(_masks._OF_CAUSAL) == before + 1
     del mask
-    assert len(_padding._OF_CAUSAL) == before
+    assert len(_masks._OF_CAUSAL) == before

@@ -1,4 +1,4 @@
-"""The snippets of docs/guide/integrations.md run as shown, where their libraries are installed."""
+"""Snippets of the guide's pages on libraries and devices run as shown where these are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,14 @@ from ikattn.integrations.opacus import prepare
 from ikattn.integrations.peft import with_trainable_frequencies
 from transformers_models import keyword_of_cache
 
-PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "integrations.md").read_text()
-SNIPPETS = dict(
-    re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE)
-)
+GUIDE = Path(__file__).parents[3] / "docs" / "guide"
+PAGES = {name: (GUIDE / f"{name}.md").read_text() for name in ("integrations", "parallel")}
+SECTION = re.compile(r"^## ([^\n]*)\n\n```python\n(.*?)```", re.DOTALL | re.MULTILINE)
+SNIPPETS = {
+    (page, section): snippet
+    for page, text in PAGES.items()
+    for section, snippet in SECTION.findall(text)
+}
 LIBRARIES = {
     "transformers": "transformers",
     "PEFT": "peft",
@@ -36,34 +40,43 @@ LIBRARIES = {
 
 
 def test_every_section_has_a_snippet() -> None:
-    assert SNIPPETS.keys() == LIBRARIES.keys()
-    assert len(re.findall("```python", PAGE)) == len(SNIPPETS)
+    assert {section for page, section in SNIPPETS if page == "integrations"} == {*LIBRARIES}
+    assert sum(len(re.findall("```python", text)) for text in PAGES.values()) == len(SNIPPETS)
 
 
-@pytest.mark.parametrize("section", LIBRARIES)
-def test_the_snippet_of_each_section_runs(
-    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip(LIBRARIES[section], reason=f"{LIBRARIES[section]} is not installed")
-    monkeypatch.chdir(tmp_path)  # which is where snippets save
+@pytest.fixture
+def folder(
+    page: str, section: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[None]:
+    """A folder where snippets save; for those of several devices torchrun's only process."""
+    monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    of_torchrun = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if section == "DDP and FSDP2":
-        for name, value in of_torchrun.items():
+    of_torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
+    if page == "parallel" or section == "DDP and FSDP2":
+        for name, value in (of_torchrun | {"MASTER_ADDR": "127.0.0.1"}).items():
             monkeypatch.setenv(name, str(value))
-    torch.manual_seed(0)
-    snippet = SNIPPETS[section]
-    if section == "transformers":
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("page", "section"), sorted(SNIPPETS))
+def test_the_snippet_of_each_section_runs(page: str, section: str) -> None:
+    library = LIBRARIES.get(section, "torch.distributed")
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    snippet = SNIPPETS[page, section]
+    if " cache=cache" in snippet:
         snippet = snippet.replace(" cache=cache", f" {keyword_of_cache()}=cache")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the libraries
-            exec(compile(snippet, f"docs/guide/integrations.md, {section}", "exec"), {})
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    if page == "parallel" and "init_process_group" not in snippet:  # the first one begins for all
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries
+        exec(compile(snippet, f"docs/guide/{page}.md, {section}", "exec"), {})
+    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft", "opacus"])

@@ -194,7 +194,6 @@ def test_masks_with_four_axes_hide_keys(masked: str) -> None:
         hidden = model(tokens, attention_mask=mask).last_hidden_state
         tokens[0, 2] = 17  # nobody sees it
         same = model(tokens, attention_mask=mask).last_hidden_state
-        padded = model(tokens, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]])).last_hidden_state
     others = torch.arange(6) != 2
     assert torch.equal(hidden[:, others], same[:, others])
     assert not torch.equal(hidden[:, 2], same[:, 2])
@@ -486,13 +485,10 @@ def test_models_compile_as_one_graph_and_export(family: str) -> None:
     assert_close(exported["last_hidden_state"], eager["last_hidden_state"], TOLERANCE)
 
 
-def test_a_stock_checkpoint_is_told_apart(tmp_path: Path) -> None:
+def test_another_attention_implementation_is_refused_with_the_way_out(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="saved without implicit attention"):
         from_pretrained(transformers.AutoModel, tmp_path)
-
-
-def test_another_attention_implementation_is_refused_with_the_way_out(tmp_path: Path) -> None:
     convert(build("bert")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"got 'sdpa'; model\.set_attn_implementation"):
         from_pretrained(transformers.AutoModel, tmp_path, attn_implementation="sdpa")
@@ -650,3 +646,38 @@ def test_scaled_models_give_the_kernel_what_unscaled_ones_would() -> None:
     )
     found = attention(x)[0]
     assert_close(found, attention.o(expected.transpose(1, 2).flatten(2)), TOLERANCE)
+
+
+# --- Switches under way
+
+
+def test_a_switch_under_way_is_told_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = convert(build("bert")), inputs_of("bert")
+    model(**inputs)
+    assert not caplog.records
+    model.config._attn_implementation = "eager"  # as code of a library does
+    for _ in range(2):
+        model(**inputs)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert 'BertSelfAttention runs the attention "eager" and not its implicit kernel' in (
+        record.getMessage()
+    )
+    assert f"since {__file__}, line " in record.getMessage()
+    model.set_attn_implementation("ikattn_implicit")
+    model(**inputs)
+    assert len(caplog.records) == 1
+
+
+def test_whisper_with_timestamps_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = convert(build("whisper", head="ForConditionalGeneration"))
+    model.generation_config.alignment_heads = [[0, 0]]
+    model.generation_config.no_timestamps_token_id = 25
+    model.generate(
+        torch.randn(1, 4, 12),
+        return_token_timestamps=True,
+        return_timestamps=True,
+        max_new_tokens=2,
+    )
+    messages = [record.getMessage() for record in caplog.records if record.name == "ikattn"]
+    assert any("generation_whisper.py, line " in message for message in messages)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from ikattn.integrations.transformers import _packed, attention, decoding_cache
+from ikattn.integrations.transformers import _masks, attention, decoding_cache
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -129,8 +129,8 @@ def test_a_cache_of_features_keeps_sequences_apart(calls):
 
 def test_a_mask_is_looked_at_once_for_all_layers(monkeypatch):
     looks = []
-    look_at = _packed._look_at
-    monkeypatch.setattr(_packed, "_look_at", lambda mask: looks.append(1) or look_at(mask))
+    look_at = _masks._look_at
+    monkeypatch.setattr(_masks, "_look_at", lambda mask: looks.append(1) or look_at(mask))
     llama()(TEXTS, position_ids=POSITIONS, use_cache=False)
     assert len(looks) == 1
 

@@ -19,9 +19,8 @@ from ikattn.spectral import Direct, Generator
 
 CacheKind = Literal["auto", "features", "state"]
 
-# Keys that a layer has handed out, and a weak reference to it.
-FEATURE_LAYERS = WeakTensorKeyDictionary()
-STATE_LAYERS = WeakTensorKeyDictionary()
+# Keys that a layer has handed out, and a weak reference to it, by the kind of cache.
+LAYERS = {kind: WeakTensorKeyDictionary() for kind in ("features", "state")}
 
 
 def decoding_cache(
@@ -96,11 +95,14 @@ def decoding_cache(
         )
     if kind == "state" or (kind == "auto" and tokens is not None and tokens >= _break_even(model)):
         try:
-            return _cache_of_states(model, config, dtype)
+            configs = _configs_of_kernels(model)
+            from ikattn.integrations.transformers._layers import StateCache
+
+            return StateCache(dtype, configs, type(model).__name__, config)
         except NotImplementedError:
             if kind == "state":
                 raise
-    from ikattn.integrations.transformers._feature_layer import FeatureCache, FeatureCaches
+    from ikattn.integrations.transformers._layers import FeatureCache, FeatureCaches
 
     own = FeatureCache(config=config)
     if not getattr(config, "is_encoder_decoder", False):
@@ -108,16 +110,9 @@ def decoding_cache(
     return FeatureCaches(own, FeatureCache())
 
 
-def feature_layer_of(key: Tensor) -> Any:
-    """Returns the layer with features that handed these keys out, or None."""
-    reference = FEATURE_LAYERS.get(key)
-    layer = None if reference is None else reference()
-    return layer if layer is not None and layer.keys is key else None
-
-
-def state_layer_of(key: Tensor) -> Any:
-    """Returns the layer with a state that handed these keys on, or None."""
-    reference = STATE_LAYERS.get(key)
+def layer_of(key: Tensor, kind: str) -> Any:
+    """Returns the layer of a kind of cache that handed these keys out last, or None."""
+    reference = LAYERS[kind].get(key)
     layer = None if reference is None else reference()
     return layer if layer is not None and layer.handed is key else None
 
@@ -125,25 +120,11 @@ def state_layer_of(key: Tensor) -> Any:
 def _break_even(model: nn.Module) -> float:
     """Returns from how many tokens on a state is faster than features, 2 F^2."""
     sources = [module for module in model.modules() if isinstance(module, Direct | Generator)]
-    if not sources:
-        return float("inf")
-    features = 2 * max(source.num_frequencies for source in sources)
-    return float(2 * features**2)
-
-
-def _cache_of_states(model: nn.Module, config: Any, dtype: torch.dtype) -> Any:
-    configs = _configs_of_kernels(model)
-    from ikattn.integrations.transformers._state_layer import StateCache
-
-    return StateCache(dtype, configs, type(model).__name__, config)
+    return max((8.0 * source.num_frequencies**2 for source in sources), default=float("inf"))
 
 
 def _configs_of_kernels(model: Any) -> list[Any]:
-    """Returns the configs that say which attention the modules of a model have.
-
-    Raises:
-        NotImplementedError: The model is an encoder-decoder, or attention needs all keys.
-    """
+    """Returns the configs that say which attention the modules of a model have."""
     configs = []
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(

@@ -11,20 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikattn.integrations.transformers._cache import feature_layer_of, state_layer_of
-from ikattn.integrations.transformers._packed import Sequences, given_sequences, sequences_in
-from ikattn.integrations.transformers._padding import (
+from ikattn.integrations.transformers._cache import LAYERS, layer_of
+from ikattn.integrations.transformers._masks import (
+    Sequences,
+    given_sequences,
     one_row_for_all,
     padding_of_causal,
+    sequences_in,
     shown_keys,
 )
-from ikattn.integrations.transformers._switches import watch_configs
 from ikattn.integrations.transformers.interface import (
     Given,
     import_transformers,
     is_causal,
     mask_of,
     register_attention,
+    watch_configs,
 )
 from ikattn.integrations.transformers.kernels import IMPLICIT, SAVED, kernel_of
 from ikattn.integrations.transformers.parallel import check_heads, register_style
@@ -37,6 +39,12 @@ from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
 
 _FEW_QUERIES = 8  # that take features from a cache
+# Options of a call that change attention and have no meaning here.
+_REFUSED = {
+    "softcap": "caps logits, which the implicit kernel does not have",
+    "s_aux": "adds attention sinks to the logits, which the implicit kernel does not have",
+    "cache": "is a paged cache, which is not supported",
+}
 
 
 def register_implicit() -> None:
@@ -68,54 +76,58 @@ def _implicit_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes implicit-kernel attention as transformers calls its attention functions.
 
-    Args:
-        module: The attention module, with its kernel.
-        query: [B, H, L, d].
-        key, value: [B, G, S, d] and [B, G, S, d_v].
-        attention_mask: Broadcastable to [B, H, L, S]; bool, True = may attend, or floating point.
-        dropout: Probability on the weights; 0 outside training.
-        scaling: Of query . key; see ``ikattn.convert``.
-        options: position_bias, added to the logits; is_causal; output_attentions.
+    Tensors are as ``Given`` has them. ``scaling`` is that of query . key, see ``ikattn.convert``;
+    among the options are position_bias, added to the logits, is_causal and output_attentions.
 
     Returns:
         The output [B, L, H, d_v], and the weights [B, H, L, S] with output_attentions, else None.
     """
-    _refuse(module, options)
+    reasons = {
+        f"{name}, which {why}": options.get(name) is not None for name, why in _REFUSED.items()
+    }
+    _refuse(module, reasons, 'passes {}; use model.set_attn_implementation("eager")')
     if not torch.compiler.is_compiling():
         refuse_context_parallel(IMPLICIT)
-    if is_over_ranks():
-        _refuse_over_ranks(module, query, key, options)
     kernel = kernel_of(module)
+    given = Given(scaled_query(query, scaling), key, value, attention_mask, IMPLICIT, options)
+    if is_over_ranks():
+        _refuse_over_ranks(module, given)
     check_heads(module, kernel, query, key)
-    query = scaled_query(query, scaling)
-    layer = None if torch.compiler.is_compiling() else state_layer_of(key)
+    layer = None if torch.compiler.is_compiling() else layer_of(key, "state")
     if layer is not None:
-        tokens = (query, key, value)
-        decoded = _from_state(module, kernel, layer, tokens, attention_mask, options)
+        decoded = _from_state(module, kernel, layer, given)
         return decoded.transpose(1, 2).contiguous(), None
-    given = Given(query, key, value, attention_mask, IMPLICIT, options)
     visibility = _visibility(module, kernel, given)
     if is_over_ranks():
         passed = options.get("is_causal")  # one token a rank is causal, too
         causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
         visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
     split = _split_of(kernel)
+    share = getattr(kernel, "head_share", None)
     if split is not None:
-        _refuse_softmax_heads(module, kernel, options)
-    packed = None if split is not None else _sequences(module, query, key, visibility, options)
-    if packed is not None and isinstance(getattr(kernel, "spectral", None), Mikan):
+        wrong = {
+            "context_parallel": is_over_ranks(),
+            "tensor parallelism": share is not None,
+            "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
+        }
+        _refuse(
+            module,
+            wrong,
+            "has heads that compute softmax, which {} does not support; calibrate without keep, or "
+            "call keep_softmax(None) of its kernel",
+        )
+    packed = None if split is not None else _sequences(module, given, visibility)
+    if packed is not None and _averages(kernel):
         raise NotImplementedError(
             f'{IMPLICIT}: spectral="mikan" averages over whole rows, where {type(module).__name__} '
             'got several sequences in one; use spectral="ikan", or rows of one sequence'
         )
-    w1, w2 = kernel(query, key, _padding(kernel, key, visibility))
+    w1, w2 = kernel(given.query, key, _padding(kernel, key, visibility))
     if split is not None:
-        wants_weights = bool(options.get("output_attentions"))
-        mixed, weights = _hybrid_attention(
-            split, (query, key, value), (w1, w2), kernel.p, visibility, dropout, wants_weights
-        )
+        mixed, weights = _hybrid_attention(split, given, (w1, w2), kernel.p, visibility, dropout)
         return mixed.transpose(1, 2).contiguous(), weights
-    share = getattr(kernel, "head_share", None)
+    if packed is not None:
+        return _packed_attention(packed, given, w1, w2, kernel.p, dropout), None
     arguments: dict[str, Any] = {
         "p": kernel.p,
         **visibility,
@@ -124,27 +136,32 @@ def _implicit_attention(
         "dropout_seed": dropout_seed_for(dropout, query.device, share),
         "enable_gqa": key.size(1) != query.size(1),
     }
-    if packed is not None:
-        return _packed_attention(packed, query, key, value, w1, w2, kernel.p, dropout), None
-    output = _from_kept_features(kernel, query, key, value, w1, w2, arguments, options)
+    output = _from_kept_features(kernel, given, w1, w2, arguments)
     if output is None:
-        output = attention_function()(query, key, value, w1, w2, **arguments)
+        output = attention_function()(*given[:3], w1, w2, **arguments)
     output = output.transpose(1, 2).contiguous()
     if not options.get("output_attentions"):
         return output, None
-    return output, implicit_kernel_weights(query, key, w1, w2, **arguments)
+    return output, implicit_kernel_weights(*given[:2], w1, w2, **arguments)
 
 
-def _from_state(
-    module: nn.Module,
-    kernel: Any,
-    layer: Any,
-    tokens: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
+def _refuse(module: nn.Module, reasons: dict[str, bool], sentence: str) -> None:
+    """Raises NotImplementedError for the first reason that holds, with it in a sentence."""
+    for reason, holds in reasons.items():
+        if holds:
+            said = f"{type(module).__name__} {sentence.format(reason)}"
+            raise NotImplementedError(f"{IMPLICIT}: {said}")
+
+
+def _averages(kernel: Any) -> bool:
+    """Whether frequencies depend on whole sequences, also where PEFT has wrapped the kernel."""
+    return isinstance(getattr(kernel, "spectral", None), Mikan)
+
+
+def _from_state(module: nn.Module, kernel: Any, layer: Any, given: Given) -> Tensor:
     """Returns the output [B, H, L, d_v] of the tokens that a layer with a state handed on."""
-    w1, w2 = kernel(*tokens[:2], None)
+    w1, w2 = kernel(given.query, given.key, None)
+    options = given.options
     reasons = {
         "output_attentions": options.get("output_attentions"),
         "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
@@ -153,8 +170,7 @@ def _from_state(
         "gradients": torch.is_grad_enabled(),
         "frequencies of each batch item": w1.dim() != 3,
         "softmax heads": _split_of(kernel) is not None,
-        "is_causal=False": not is_causal(module, Given(*tokens, mask, IMPLICIT, options))
-        and tokens[0].size(2) > 1,
+        "is_causal=False": given.query.size(2) > 1 and not is_causal(module, given),
     }
     wrong = [name for name, holds in reasons.items() if holds]
     if wrong:
@@ -162,69 +178,56 @@ def _from_state(
             f"{IMPLICIT}: a cache of states decodes causally, in eval mode, under torch.no_grad(), "
             f"and makes no weights; {type(module).__name__} has {', '.join(wrong)}"
         )
-    return layer.attend(module, (kernel.p, w1, w2), tokens, mask)  # type: ignore[no-any-return]
+    found: Tensor = layer.attend(module, (kernel.p, w1, w2), given[:3], given.attention_mask)
+    return found
 
 
 def _from_kept_features(
-    kernel: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None,
-    arguments: dict[str, Any],
-    options: dict[str, Any],
+    kernel: Any, given: Given, w1: Tensor, w2: Tensor | None, arguments: dict[str, Any]
 ) -> Tensor | None:
     """Returns the output [B, H, L, d_v] where a cache has the features of keys, else None.
 
     Kept features are those of frequencies that stay as they are, the same for the batch. Many
     queries, as those of a prompt, are worth making them in the operator, which keeps no weights.
     """
-    if torch.compiler.is_compiling() or query.size(2) > _FEW_QUERIES or torch.is_grad_enabled():
+    queries, keys = given.query.size(2), given.key.size(2)
+    if torch.compiler.is_compiling() or queries > _FEW_QUERIES or torch.is_grad_enabled():
         return None
-    layer = feature_layer_of(key)
-    is_top_left = arguments.get("is_causal", False) and query.size(2) != key.size(2)
+    layer = layer_of(given.key, "features")
+    is_top_left = arguments.get("is_causal", False) and queries != keys
     if layer is None or w1.dim() != 3 or is_top_left:
         return None
-    if arguments["dropout_p"] > 0.0 or options.get("output_attentions"):
+    if arguments["dropout_p"] > 0.0 or given.options.get("output_attentions"):
         return None
     features = layer.features_of(kernel, w1, w2)
     return features.attend(  # type: ignore[no-any-return]
-        query,
-        value,
+        given.query,
+        given.value,
         attn_mask=arguments.get("attn_mask"),
         # with as many keys as queries, the only case left, the operator's is_causal is the same
         causal_lower_right=arguments.get("is_causal", False),
     )
 
 
-def _sequences(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    visibility: dict[str, Any],
-    options: dict[str, Any],
-) -> Sequences | None:
-    """Returns the sequences of a packed batch; None: it is none, or the mask serves better.
-
-    Raises:
-        ValueError, NotImplementedError: The call's options say of sequences what cannot be done.
-    """
-    mask = visibility.get("attn_mask")
-    seen = None if visibility.get("is_causal") else sequences_in(mask, query, key)
-    begins = given_sequences(module, query, options)
+def _sequences(module: nn.Module, given: Given, visibility: dict[str, Any]) -> Sequences | None:
+    """Returns the sequences of a packed batch; None: it is none, or the mask serves better."""
+    mask, options = visibility.get("attn_mask"), given.options
+    seen = None if visibility.get("is_causal") else sequences_in(mask, given.query, given.key)
+    begins = given_sequences(module, given.query, options)
+    wants_weights = bool(options.get("output_attentions"))
     if begins is not None:
-        if mask is not None and seen is None:
-            raise NotImplementedError(
-                f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q beside a mask that hides "
-                "more than other sequences; expected one of the two"
-            )
-        if options.get("sliding_window") is not None:
-            raise NotImplementedError(
-                f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q with a sliding window; "
-                "pass position_ids that restart in its place"
-            )
-        if seen is not None and not _begin_alike(seen, begins):
+        instead = "pass position_ids that restart in its place"
+        wrong = {
+            "beside a mask that hides more than other sequences; expected one of the two": (
+                mask is not None and seen is None
+            ),
+            f"with a sliding window; {instead}": options.get("sliding_window") is not None,
+            f"with output_attentions; {instead}": mask is None and wants_weights,
+        }
+        _refuse(module, wrong, "got cu_seq_lens_q {}")
+        if seen is not None and not all(
+            torch.equal(seen.queries, x.to(seen.queries)) for x in begins
+        ):
             raise ValueError(
                 f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q and cu_seq_lens_k "
                 f"{[x.tolist() for x in begins]} beside positions that restart at "
@@ -232,28 +235,13 @@ def _sequences(
             )
         causal = bool(visibility["is_causal"]) if seen is None else seen.is_causal
         seen = Sequences(*begins, causal)
-    if seen is not None and options.get("output_attentions"):
-        if mask is None:
-            raise NotImplementedError(
-                f"{IMPLICIT}: {type(module).__name__} got cu_seq_lens_q with output_attentions; "
-                "pass position_ids that restart in its place"
-            )
-        return None
-    return seen
-
-
-def _begin_alike(seen: Sequences, begins: tuple[Tensor, Tensor]) -> bool:
-    return all(torch.equal(seen.queries, x.to(seen.queries)) for x in begins)
+    return None if wants_weights else seen
 
 
 def _padding_over_ranks(
     module: nn.Module, key: Tensor, mask: Tensor | None, causal: bool
 ) -> dict[str, Any]:
-    """Returns a rank's mask as a bias of its keys, which every rank has, with or without padding.
-
-    Raises:
-        NotImplementedError: The mask says more than padding, and causality.
-    """
+    """Returns a rank's mask as a bias of its keys, which every rank has, padded or not."""
     shown = torch.ones(key.size(0), key.size(2), dtype=torch.bool, device=key.device)
     if mask is not None:
         found = shown_keys(mask, is_causal=causal) if mask.dtype == torch.bool else None
@@ -271,29 +259,18 @@ def _padding_over_ranks(
 
 def _packed_attention(
     sequences: Sequences,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    given: Given,
     w1: Tensor,
     w2: Tensor | None,
     p: float | None,
     dropout: float,
 ) -> Tensor:
     """Computes the output [B, L, H, d_v] of sequences that are packed in rows."""
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    output = implicit_kernel_attention_varlen(
-        q,
-        k,
-        v,
-        w1,
-        w2,
-        sequences.queries,
-        sequences.keys,
-        dropout_p=dropout,
-        causal=sequences.is_causal,
-        p=p,
-    )
-    return output.view(query.size(0), query.size(2), *output.shape[1:])
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in given[:3])
+    options: Any = {"dropout_p": dropout, "causal": sequences.is_causal, "p": p}
+    begins = sequences.queries, sequences.keys
+    output = implicit_kernel_attention_varlen(q, k, v, w1, w2, *begins, **options)
+    return output.view(given.query.size(0), given.query.size(2), *output.shape[1:])
 
 
 def _split_of(kernel: Any) -> Split | None:
@@ -302,33 +279,17 @@ def _split_of(kernel: Any) -> Split | None:
     return None if split_heads is None else split_heads()
 
 
-def _refuse_softmax_heads(module: nn.Module, kernel: Any, options: dict[str, Any]) -> None:
-    """Raises NotImplementedError for what heads with softmax cannot take part in."""
-    wrong = {
-        "context_parallel": is_over_ranks(),
-        "tensor parallelism": getattr(kernel, "head_share", None) is not None,
-        "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
-    }
-    for what, is_there in wrong.items():
-        if is_there:
-            raise NotImplementedError(
-                f"{IMPLICIT}: {type(module).__name__} has heads that compute softmax, which "
-                f"{what} does not support; calibrate without keep, or call keep_softmax(None) of "
-                "its kernel"
-            )
-
-
 def _hybrid_attention(
     split: Split,
-    tokens: tuple[Tensor, Tensor, Tensor],
+    given: Given,
     frequencies: tuple[Tensor, Tensor | None],
     p: float | None,
     visibility: dict[str, Any],
     dropout: float,
-    wants_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the output [B, H, L, d_v], and weights, where some heads compute softmax."""
-    query, key, value = tokens
+    query, key, value = given[:3]
+    wants_weights = bool(given.options.get("output_attentions"))
     groups = query.size(1) // key.size(1)
     mask, causal = visibility.get("attn_mask"), visibility.get("is_causal", False)
     if mask is None and causal and wants_weights:
@@ -380,7 +341,7 @@ def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:
         return {"is_causal": is_causal(module, given)}
     # where causality is not asked for by itself
     is_plain = not has_bias and not is_over_ranks() and _split_of(kernel) is None
-    if mask is not None and is_plain and not isinstance(getattr(kernel, "spectral", None), Mikan):
+    if mask is not None and is_plain and not _averages(kernel):
         padding = padding_of_causal(mask, given.key.size(2))
         if padding is not None:
             return {"attn_mask": padding, "is_causal": True}
@@ -389,7 +350,7 @@ def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:
 
 def _padding(kernel: nn.Module, key: Tensor, visibility: dict[str, Any]) -> Tensor | None:
     """Returns which keys no query sees, bool [B, S], for kernels that depend on their input."""
-    if not isinstance(getattr(kernel, "spectral", None), Mikan):  # PEFT may have wrapped the kernel
+    if not _averages(kernel):
         return None
     if visibility.get("is_causal"):
         raise RuntimeError(
@@ -403,37 +364,12 @@ def _padding(kernel: nn.Module, key: Tensor, visibility: dict[str, Any]) -> Tens
     return away.all(1).all(1).expand(key.size(0), -1)
 
 
-def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
-    """Raises NotImplementedError for what changes attention and has no meaning here."""
-    reasons = {
-        "softcap": "caps logits, which the implicit kernel does not have",
-        "s_aux": "adds attention sinks to the logits, which the implicit kernel does not have",
-        "cache": "is a paged cache, which is not supported",
-    }
-    for option, reason in reasons.items():
-        if options.get(option) is not None:
-            raise NotImplementedError(
-                f"{IMPLICIT}: {type(module).__name__} passes {option}, which {reason}; use "
-                'model.set_attn_implementation("eager")'
-            )
-
-
-def _refuse_over_ranks(
-    module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]
-) -> None:
+def _refuse_over_ranks(module: nn.Module, given: Given) -> None:
     """Raises NotImplementedError for what needs the tokens that other ranks have."""
-    wrong = {
-        "output_attentions": bool(options.get("output_attentions")),
-        "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
-        "position_bias": options.get("position_bias") is not None,
-        "sliding_window": options.get("sliding_window") is not None,
-        "a cache": feature_layer_of(key) is not None
-        or state_layer_of(key) is not None
-        or (getattr(module, "is_causal", False) and query.size(2) != key.size(2)),
-    }
-    for what, is_there in wrong.items():
-        if is_there:
-            raise NotImplementedError(
-                f"{IMPLICIT}: {type(module).__name__} got {what}, which context_parallel does not "
-                "support"
-            )
+    query, key, options = given.query, given.key, given.options
+    names = ("cu_seq_lens_q", "position_bias", "sliding_window")
+    wrong = {"output_attentions": bool(options.get("output_attentions"))}
+    wrong |= {name: options.get(name) is not None for name in names}
+    is_later = getattr(module, "is_causal", False) and query.size(2) != key.size(2)
+    wrong["a cache"] = is_later or any(layer_of(key, kind) is not None for kind in LAYERS)
+    _refuse(module, wrong, "got {}, which context_parallel does not support")

@@ -89,7 +89,7 @@ class InterfaceAttention(Kind):
 
     def change(self, model: nn.Module, module: Any, settings: KernelSettings) -> None:
         if not self.is_ours(module):
-            options = _options_of(settings) | _of_softmax_heads(settings_of(module.config))
+            options = _options_of(settings, module.config)
             attach_kernel(type(module).__name__, module, options, settings.seed, settings.sizes)
 
     def undo(self, module: Any) -> None:
@@ -105,7 +105,7 @@ class InterfaceAttention(Kind):
                 before = part.config._attn_implementation
                 if before not in (IMPLICIT, SAVED):
                     part.__dict__.setdefault(_BEFORE, before)
-                options = _options_of(settings) | _of_softmax_heads(settings_of(part.config))
+                options = _options_of(settings, part.config)
                 options |= {"others": True} if _others_are_alike(part, options) else {}
                 register_implicit()
                 part.set_attn_implementation(IMPLICIT)
@@ -149,17 +149,19 @@ def _models_in(model: nn.Module) -> list[Any]:
     return found
 
 
-def _options_of(settings: KernelSettings) -> dict[str, Any]:
-    """Returns the settings as configs keep them, in types that JSON knows."""
+def _options_of(settings: KernelSettings, config: Any = None) -> dict[str, Any]:
+    """Returns the settings as configs keep them, with what a config says of softmax heads."""
+    before = settings_of(config) or {}
     count = settings.num_frequencies
     count = MultiheadAttention.default_frequencies if count is None else count
     is_stationary = settings.spectral == "stationary"
-    return {
+    options = {
         "p": None if settings.p is None else float(settings.p),
         "num_frequencies": checked_size("num_frequencies", count),
         "spectral": "direct" if is_stationary else settings.spectral,
         "stationary": bool(settings.stationary) or is_stationary,
     }
+    return options | ({"softmax_heads": True} if before.get("softmax_heads") else {})
 
 
 def _others_are_alike(model: nn.Module, options: dict[str, Any]) -> bool:
@@ -169,11 +171,6 @@ def _others_are_alike(model: nn.Module, options: dict[str, Any]) -> bool:
         getattr(module, "kernel", None) == "implicit" and module.p == options["p"]
         for module in others
     )
-
-
-def _of_softmax_heads(before: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the note that some heads compute softmax, which ``calibrate`` made in a config."""
-    return {"softmax_heads": True} if before and before.get("softmax_heads") else {}
 
 
 def _forget_kernels(model: Any) -> None:
@@ -293,23 +290,16 @@ def _note_in_configs(model: Any, options: dict[str, Any]) -> None:
 
 def note_softmax_heads(model: nn.Module) -> None:
     """Tells the configs whether kernels have heads with softmax, so that checkpoints find them."""
-    kernels = [module for module in model.modules() if isinstance(module, KERNELS)]
+    kernels: list[Any] = [module for module in model.modules() if isinstance(module, KERNELS)]
     has_some = any(kernel.split_heads() is not None for kernel in kernels)
     for kernel in kernels:
-        none = torch.zeros(_heads_of(kernel), dtype=torch.bool) if has_some else None
         if kernel.split_heads() is None:
-            kernel.keep_softmax(none)
+            heads = int(getattr(kernel, "num_heads", None) or kernel.spectral.num_heads)
+            kernel.keep_softmax(torch.zeros(heads, dtype=torch.bool) if has_some else None)
     for config in configs_of(model):
-        if getattr(config, _SETTINGS, None) is None:  # a model without kernels within this one
-            continue
-        settings = {**getattr(config, _SETTINGS)}
-        settings.pop("softmax_heads", None)
-        setattr(config, _SETTINGS, settings | ({"softmax_heads": True} if has_some else {}))
-
-
-def _heads_of(kernel: Any) -> int:
-    """Returns H of a kernel."""
-    return int(getattr(kernel, "num_heads", None) or kernel.spectral.num_heads)
+        if settings := settings_of(config):  # None: a model without kernels within this one
+            settings.pop("softmax_heads", None)
+            setattr(config, _SETTINGS, settings | ({"softmax_heads": True} if has_some else {}))
 
 
 def settings_of(config: Any) -> dict[str, Any] | None:

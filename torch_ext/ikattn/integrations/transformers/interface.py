@@ -9,11 +9,13 @@ Sizes: B batch, H query heads, G key/value heads, L queries, S keys, d head size
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,17 @@ from ikattn._precision import widened
 
 # The lowest float16: what masks of any type mean by "never" is at most that.
 _LOWEST = -65504.0
-_on_purpose: set[int] = set()  # ids of configs
+_logger = logging.getLogger("ikattn")
+_on_purpose: set[int] = set()  # ids of configs that softmax_in_place has changed
+# Modules whose frames hand a setting on, and did not decide on it.
+_HANDS_ON = (
+    "huggingface_hub.dataclasses",
+    "transformers.configuration_utils",
+    "transformers.modeling_utils",
+    __name__,
+)
+_lines: dict[int, str] = {}  # file and line, by id of a config
+_told: set[tuple[int, str]] = set()  # ids of configs, and attention implementations
 
 
 class Given(NamedTuple):
@@ -45,16 +57,10 @@ def calls_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def uses_interface(module: nn.Module) -> bool:
-    """Whether the module has a config that names its attention implementation."""
-    return hasattr(getattr(module, "config", None), "_attn_implementation_internal")
-
-
 def configs_of(model: nn.Module) -> list[Any]:
     """Returns every config in the model that names an attention implementation, once."""
-    found = {
-        id(module.config): module.config for module in model.modules() if uses_interface(module)
-    }
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = {id(x): x for x in configs if hasattr(x, "_attn_implementation_internal")}
     return list(found.values())
 
 
@@ -73,17 +79,8 @@ def softmax_in_place(model: nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def is_softmax_on_purpose(config: Any) -> bool:
-    """Whether ``softmax_in_place`` has changed the config."""
-    return id(config) in _on_purpose
-
-
 def import_transformers() -> Any:
-    """Imports the library.
-
-    Raises:
-        ModuleNotFoundError: It is not installed; the message says how to install it.
-    """
+    """Imports the library."""
     install = "'ikattn[transformers]'"
     return optional("transformers", "ikattn.integrations.transformers", install)
 
@@ -142,3 +139,63 @@ def is_causal(module: nn.Module, given: Given) -> bool:
         return False
     passed = given.options.get("is_causal")
     return bool(getattr(module, "is_causal", True) if passed is None else passed)
+
+
+# --- Code of a library may set another attention in a model's config, as Whisper's ``generate``
+# does for timestamps; the model then computes softmax without a word.
+
+
+def watch_configs(kernel: str) -> None:
+    """Notes from now on which line sets another attention where a config names ``kernel``."""
+    config_class = import_transformers().PreTrainedConfig
+    watched = config_class._attn_implementation
+    if getattr(watched.fset, "is_watched", False):
+        return
+
+    def set_implementation(config: Any, value: Any) -> None:
+        before = getattr(config, "_attn_implementation_internal", None)
+        watched.fset(config, value)
+        if before == kernel and config._attn_implementation_internal != kernel:
+            if id(config) not in _lines:
+                finalize(config, _forget, id(config))
+            _lines[id(config)] = _line()
+        elif config._attn_implementation_internal == kernel:
+            _forget(id(config))
+
+    set_implementation.is_watched = True  # type: ignore[attr-defined]
+    config_class._attn_implementation = property(watched.fget, set_implementation)
+
+
+def tell_of_another_kernel(module: nn.Module, kernel: str) -> None:
+    """Logs, once a config, that a module runs another attention than ``kernel``, which it has."""
+    config: Any = getattr(module, "config", None)
+    name = getattr(config, "_attn_implementation_internal", None)
+    if name is None or kernel in name or id(config) in _on_purpose:
+        return
+    if (id(config), name) in _told:
+        return
+    if not any(number == id(config) for number, _ in _told):
+        finalize(config, _forget, id(config))
+    _told.add((id(config), name))
+    line = _lines.get(id(config))
+    _logger.warning(
+        '%s runs the attention "%s" and not its implicit kernel, for its config says so%s; '
+        'model.set_attn_implementation("%s") takes that back',
+        type(module).__name__,
+        name,
+        f" since {line}" if line else "",
+        kernel,
+    )
+
+
+def _line() -> str:
+    """Returns the file and line outside of the code that hands settings on."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _HANDS_ON:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+def _forget(number: int) -> None:
+    _lines.pop(number, None)
+    _told.difference_update([told for told in _told if told[0] == number])

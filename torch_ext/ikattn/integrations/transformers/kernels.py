@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._heads import local
-from ikattn.integrations.transformers._switches import tell_of_another_kernel
+from ikattn.integrations.transformers.interface import tell_of_another_kernel
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.kinds import Sizes
 from ikattn.nn.softmax_heads import SoftmaxHeads
@@ -31,33 +31,15 @@ _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_siz
 class ImplicitKernel(Direct, SoftmaxHeads):
     """The kernel of one attention layer: frequencies for each query head, and the norm's order.
 
-    Args:
-        num_heads, head_dim, num_frequencies, stationary, seed, device, dtype: As for
-            ``ikattn.spectral.Direct``.
-        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
-
-    Raises:
-        ValueError: num_frequencies or p is out of range.
-
-    Example:
-        >>> from ikattn.integrations.transformers.kernels import ImplicitKernel
-        >>> ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, p=3.0)
-        ImplicitKernel(num_heads=2, head_dim=4, num_frequencies=8, stationary=False, p=3.0)
+    Sizes and options are those of ``ikattn.spectral.Direct``; p is the order of the norm in a key's
+    magnitude, a real number >= 1, or None: no magnitude.
     """
 
     key_heads: int | None = None  # where the model's config tells
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_frequencies: int,
-        *,
-        p: float | None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *sizes: int, p: float | None, **options: Any) -> None:
         check_kernel("implicit", p)
-        super().__init__(num_heads, head_dim, num_frequencies, **options)
+        super().__init__(*sizes, **options)
         self.p = p
 
     def extra_repr(self) -> str:
@@ -65,16 +47,9 @@ class ImplicitKernel(Direct, SoftmaxHeads):
 
 
 class GeneratedKernel(Regularized, SoftmaxHeads):
-    """The kernel of one attention layer whose frequencies a generator makes.
+    """The kernel of one attention layer whose frequencies a generator makes, and the norm's order.
 
-    Args:
-        num_heads, head_dim, num_frequencies, stationary, seed, device, dtype: As for
-            ``ikattn.spectral.Ikan``.
-        spectral: "ikan", or "mikan", which averages keys alone here.
-        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
-
-    Raises:
-        ValueError: num_frequencies or p is out of range.
+    Sizes and options are those of ``ikattn.spectral.Ikan``; "mikan" averages keys alone here.
     """
 
     drawn: tuple[Tensor, Tensor | None] | None = None  # the frequencies of the last call
@@ -117,10 +92,6 @@ class Frequencies:
     """The order p and the frequencies of a call, and whether those of a later call are the same.
 
     It looks at numbers, not at modules: something may be around a kernel, as PEFT's wrapper is.
-
-    Args:
-        p: Order of the norm in a key's magnitude.
-        w1, w2: Frequencies; w2 is None for stationary ones.
     """
 
     def __init__(self, p: float | None, w1: Tensor, w2: Tensor | None) -> None:
@@ -157,11 +128,7 @@ def _place_of(w: Tensor) -> tuple[Any, ...] | None:
 
 
 def kernel_of(module: nn.Module) -> Any:
-    """Returns the kernel of an attention module, or what has been put in its place.
-
-    Raises:
-        RuntimeError: There is none, or a source of frequencies alone.
-    """
+    """Returns the kernel of an attention module, or what has been put in its place."""
     kernel = getattr(module, "spectral", None)
     if kernel is None:
         raise RuntimeError(
@@ -180,12 +147,7 @@ def kernel_of(module: nn.Module) -> Any:
 def attach_kernel(
     name: str, module: nn.Module, options: dict[str, Any], seed: int | None, sizes: Sizes | None
 ) -> None:
-    """Gives a module that calls the interface a kernel as its child ``spectral``.
-
-    Raises:
-        ValueError: The module is causal and its kernel would average, it is offloaded, or its
-            sizes are not known.
-    """
+    """Gives a module that calls the interface a kernel as its child ``spectral``."""
     spectral = options["spectral"]
     if spectral == "mikan" and getattr(module, "is_causal", True):
         raise ValueError(
@@ -200,14 +162,9 @@ def attach_kernel(
     kind = ImplicitKernel if spectral == "direct" else partial(GeneratedKernel, spectral=spectral)
     heads, head_size = (sizes or _sizes_of)(module)
     like = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
-    kernel = kind(
-        heads,
-        head_size,
-        seed=seed,
-        device=like.device,
-        dtype=like.dtype,
-        **{name: options[name] for name in ("p", "num_frequencies", "stationary")},
-    ).train(module.training)
+    own = {name: options[name] for name in ("p", "stationary")}
+    own |= {"seed": seed, "device": like.device, "dtype": like.dtype}
+    kernel = kind(heads, head_size, options["num_frequencies"], **own).train(module.training)
     if options.get("softmax_heads", False):
         kernel.keep_softmax(torch.zeros(heads, dtype=torch.bool))
     kernel.key_heads = _first_int(_KEY_HEADS, getattr(module, "config", None))
@@ -236,11 +193,7 @@ def _tell_if_unused(module: nn.Module, args: Any) -> None:
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Returns H and d of an attention module.
-
-    Raises:
-        ValueError: It does not say.
-    """
+    """Returns H and d of an attention module."""
 
     heads = _first_int(_HEADS, module, getattr(module, "config", None))
     head_size = _first_int(_HEAD_SIZE, module)

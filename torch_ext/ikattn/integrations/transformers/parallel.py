@@ -34,14 +34,7 @@ def share_kernel(
 ) -> None:
     """Makes a kernel that of this rank's heads, in place.
 
-    Args:
-        kernel: Of one attention module.
-        mesh: Of one dimension; its size divides the heads.
-        src_data_rank: The rank of the mesh whose frequencies count; None: each rank's own.
-
-    Raises:
-        ValueError: The mesh has several dimensions, or its ranks do not divide the heads of queries
-            or of keys.
+    Frequencies of the rank ``src_data_rank`` of the mesh count; None: each rank's own.
     """
     if kernel.head_share is not None:
         return  # the module has several names in the model
@@ -89,11 +82,7 @@ def share_kernels(model: nn.Module) -> None:
 
 
 def check_heads(module: nn.Module, kernel: Any, query: Tensor, key: Tensor) -> None:
-    """Checks the heads of queries [B, H, L, d] and, where they are shared out, keys [B, G, S, d].
-
-    Raises:
-        RuntimeError: Under tensor parallelism, they are not those of the kernel's part.
-    """
+    """Checks heads of queries [B, H, L, d] and, where they are shared out, keys [B, G, S, d]."""
     share = getattr(kernel, "head_share", None)
     heads = getattr(_source_of(kernel), "num_heads", None) if share is None else share.own_heads
     if heads is not None and query.size(1) != heads:
