@@ -131,9 +131,8 @@ class PerSample(nn.Module):
 
         Opacus reads the size of the batch from the input, and where the batch is in the output.
         """
-        if self.batch_first:
-            return self.value.expand(batch.size(0), *self.value.shape)
-        return self.value.expand(1, batch.size(1), *self.value.shape)
+        sizes = (batch.size(0),) if self.batch_first else (1, batch.size(1))
+        return self.value.expand(*sizes, *self.value.shape)
 
 
 class _Private(nn.Module):
@@ -143,16 +142,13 @@ class _Private(nn.Module):
 
     def value_of(self, name: str) -> nn.Parameter | None:
         """Returns the parameter of that name; None if there is none."""
-        return self._held(name).value if name in self.per_sample else None
+        held: Any = self.per_sample._modules.get(name)
+        return None if held is None else held.value
 
     def _for_samples(self, name: str, batch_size: int) -> Tensor | None:
         """Returns the parameter of a name for each sample, [N, *shape]; None if there is none."""
-        return self._held(name).of_each(batch_size) if name in self.per_sample else None
-
-    def _held(self, name: str) -> PerSample:
-        held = self.per_sample[name]
-        assert isinstance(held, PerSample)
-        return held
+        held: Any = self.per_sample._modules.get(name)
+        return None if held is None else held.of_each(batch_size)
 
     def _wants_samples(self) -> bool:
         """Whether Opacus' hooks look: exactly where they do, the gradient of each sample is due."""
@@ -232,12 +228,9 @@ class PrivateMultiheadAttention(_Private, MultiheadAttention):
             inputs = [x.transpose(0, 1) for x in inputs]
         N = inputs[0].size(0)
         packed = self._for_samples("in_proj_weight", N)  # [N, 3 E, E]
-        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        weights = (
-            [self._for_samples(name, N) for name in names]
-            if packed is None
-            else packed.chunk(3, dim=1)
-        )
+        names = () if packed is not None else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        separate = [self._for_samples(name, N) for name in names]
+        weights = separate if packed is None else packed.chunk(3, dim=1)
         bias = self._for_samples("in_proj_bias", N)  # [N, 3 E]
         biases = (None, None, None) if bias is None else bias.unsqueeze(1).chunk(3, dim=2)
         heads = []
@@ -261,12 +254,8 @@ def _move_parameters(module: Any, kind: type[_Private], batch_first: bool) -> No
         del module._parameters[name]
     module.__dict__["_class_before"] = type(module)
     module.__class__ = kind
-    module.register_module(
-        "per_sample",
-        nn.ModuleDict({name: PerSample(w, batch_first) for name, w in own.items()}).train(
-            module.training
-        ),
-    )
+    held = nn.ModuleDict({name: PerSample(w, batch_first) for name, w in own.items()})
+    module.register_module("per_sample", held.train(module.training))
 
 
 def _register_samplers() -> None:

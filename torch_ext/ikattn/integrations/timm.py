@@ -132,17 +132,9 @@ class ImplicitAttention(Regularized):
         query, key, value = heads.unbind(0)
         query, key = self.q_norm(query), self.k_norm(key)
         w1, w2 = self._frequencies(query, key, None, None)
-        output = implicit_kernel_attention(
-            query,
-            key,
-            value,
-            w1,
-            w2,
-            p=self.p,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-        )
+        drops = self.attn_drop.p if self.training else 0.0
+        options: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": drops}
+        output = implicit_kernel_attention(query, key, value, w1, w2, p=self.p, **options)
         output = self.norm(output.transpose(1, 2).flatten(2))
         projected: Tensor = self.proj_drop(self.proj(output))
         return projected

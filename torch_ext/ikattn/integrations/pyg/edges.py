@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +29,6 @@ class Graph(NamedTuple):
     edges: Edges
 
 
-class _Kept(NamedTuple):
-    """The sorted edges of an edge_index, and how that was then."""
-
-    was: Any
-    key: Any
-    made: Any
-
-
 # Sorted edges of a plain edge_index, without and with self loops, for the last number of nodes.
 # A model's layers share them, and so do its epochs.
 _sorted_edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -58,13 +52,17 @@ def _as_it_is(edge_index: Tensor) -> Any:
     return (edge_index._version, edge_index.data_ptr(), edge_index.shape, edge_index.stride())
 
 
-def _get(kept: WeakIdKeyDictionary, edge_index: Tensor, key: Any) -> Any:
-    found = kept.get(edge_index)
-    if found is None or found.key != key:
-        return None
-    now: Any = edge_index if edge_index.device.type == "cpu" else _as_it_is(edge_index)
-    same = torch.equal(now, found.was) if isinstance(now, Tensor) else now == found.was
-    return found.made if same else None
+def _kept(kept: WeakIdKeyDictionary, edge_index: Tensor, key: Any, make: Callable[[], Any]) -> Any:
+    """Returns what was made of an edge_index with this key, as long as that is as it was then."""
+    was, key_then, made = kept.get(edge_index, (None, None, None))
+    if key_then == key:
+        now: Any = edge_index if edge_index.device.type == "cpu" else _as_it_is(edge_index)
+        if torch.equal(now, was) if isinstance(now, Tensor) else now == was:
+            return made
+    with torch.inference_mode(False):  # or no later call could train with it
+        made = make()
+        kept[edge_index] = (_as_it_is(edge_index), key, made)
+    return made
 
 
 def ends_of(edge_index: Any, flow: str) -> tuple[Tensor, Tensor, bool]:
@@ -97,15 +95,10 @@ def attributes_of(edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
 def graph_of(edge_index: Any, flow: str, num_targets: int) -> Graph:
     """Returns the edges, sorted; those of a plain tensor are kept as long as it is."""
     source, target, is_sorted = ends_of(edge_index, flow)
+    make = partial(Edges.from_coo, source, target, num_targets, is_sorted=is_sorted)
     if is_sorted or not _may_be_kept(edge_index):
-        edges = Edges.from_coo(source, target, num_targets, is_sorted=is_sorted)
-        return Graph(source, target, edges)
-    key = (flow, num_targets)
-    edges = _get(_sorted_edges, edge_index, key)
-    if edges is None:
-        with torch.inference_mode(False):  # or no later call could train with them
-            edges = Edges.from_coo(source, target, num_targets)
-            _sorted_edges[edge_index] = _Kept(_as_it_is(edge_index), key, edges)
+        return Graph(source, target, make())
+    edges = _kept(_sorted_edges, edge_index, (flow, num_targets), make)
     return Graph(source, target, edges)
 
 
@@ -113,36 +106,26 @@ def with_self_loops(
     edge_index: Tensor, edge_attr: Tensor | None, fill_value: Any, num_nodes: int
 ) -> tuple[Tensor, Tensor | None]:
     """Adds self loops, as PyG adds them."""
-    may_be_kept = edge_attr is None and _may_be_kept(edge_index)
-    if may_be_kept:
-        looped = _get(_with_loops, edge_index, num_nodes)
-        if looped is not None:
-            return looped, None
-    with torch.inference_mode(torch.is_inference_mode_enabled() and not may_be_kept):
-        looped, attributes = remove_self_loops(edge_index, edge_attr)
-        looped, attributes = add_self_loops(
-            looped, attributes, fill_value=fill_value, num_nodes=num_nodes
-        )
-        if may_be_kept:
-            _with_loops[edge_index] = _Kept(_as_it_is(edge_index), num_nodes, looped)
-    return looped, attributes
+
+    def make() -> tuple[Tensor, Tensor | None]:
+        without = remove_self_loops(edge_index, edge_attr)
+        looped: tuple[Tensor, Tensor | None]
+        looped = add_self_loops(*without, fill_value=fill_value, num_nodes=num_nodes)
+        return looped
+
+    if edge_attr is None and _may_be_kept(edge_index):
+        return _kept(_with_loops, edge_index, num_nodes, make)  # type: ignore[no-any-return]
+    return make()
 
 
 def num_targets_of(
-    flow: str,
-    edge_index: Any,
-    target: Tensor | None,
-    source: Tensor,
-    size: tuple[int, int] | None,
+    flow: str, edge_index: Any, nodes: int, size: tuple[int | None, int | None] | None
 ) -> int:
-    """Returns how many nodes get an output, as PyG's propagate finds it."""
+    """Returns how many nodes get an output, as PyG's propagate finds it, if nothing is told."""
     if isinstance(edge_index, SparseTensor) or is_torch_sparse_tensor(edge_index):
         return int(edge_index.size(0))
-    if size is not None:
-        given = size[1] if flow == "source_to_target" else size[0]
-        if given is not None:
-            return int(given)
-    return (source if target is None else target).size(0)
+    given = None if size is None else size[1 if flow == "source_to_target" else 0]
+    return nodes if given is None else int(given)
 
 
 def with_weights(output: Tensor, edge_index: Any, weights: Tensor) -> Any:

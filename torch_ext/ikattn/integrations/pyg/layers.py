@@ -30,18 +30,8 @@ from ikattn.ops.edges import gat_edge_attention, softmax_edge_attention
 Nodes: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
 Pair: TypeAlias = "tuple[Tensor, Tensor | None]"
 
-_HOOKS = (
-    "_propagate_forward_pre_hooks",
-    "_propagate_forward_hooks",
-    "_message_forward_pre_hooks",
-    "_message_forward_hooks",
-    "_aggregate_forward_pre_hooks",
-    "_aggregate_forward_hooks",
-    "_message_and_aggregate_forward_pre_hooks",
-    "_message_and_aggregate_forward_hooks",
-    "_edge_update_forward_pre_hooks",
-    "_edge_update_forward_hooks",
-)
+_STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_HOOKS = [f"_{step}_forward{when}_hooks" for step in _STEPS for when in ("_pre", "")]
 
 
 class Mapped(NamedTuple):
@@ -66,12 +56,7 @@ class GraphAttention(WithKernel):
     propagate = MessagePassing.propagate
     edge_updater = MessagePassing.edge_updater
 
-    def __init__(
-        self,
-        *args: Any,
-        kernel: Kernel = "implicit",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, kernel: Kernel = "implicit", **kwargs: Any) -> None:
         names = [name for name in ModuleOptions.__annotations__ if name in kwargs]
         options: Any = {name: kwargs.pop(name) for name in names}
         super().__init__(*args, **kwargs)
@@ -81,11 +66,7 @@ class GraphAttention(WithKernel):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def set_kernel(
-        self,
-        kernel: Kernel,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+    def set_kernel(self, kernel: Kernel, **options: Unpack[ModuleOptions]) -> None:
         """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
 
         Args:
@@ -139,9 +120,16 @@ class GraphAttention(WithKernel):
 
 
 class _GATForm(GraphAttention):
-    """The paper's form for GAT: a learned vector and the concatenated ends of an edge."""
+    """The paper's form for GAT: a learned vector and the concatenated ends of an edge.
+
+    A layer has ``_map_nodes``, which returns the mapped sources and targets, [N, H C] each, of
+    which the latter may be None, and ``_attend_as_stock``, which computes what PyG's does.
+    """
 
     _size_of_frequencies = 2
+    # Names of the learned vector's halves, first that for targets, and of that for edges.
+    _halves: tuple[str, str]
+    _of_edges: str
 
     def _forward(
         self,
@@ -168,7 +156,8 @@ class _GATForm(GraphAttention):
         num_nodes = source.size(0) if target is None else min(source.size(0), target.size(0))
         num_nodes = min(size) if size is not None else num_nodes
         edge_index, edge_attr = self._with_loops(edge_index, edge_attr, num_nodes)
-        num_targets = num_targets_of(self.flow, edge_index, target, source, size)
+        nodes = (source if target is None else target).size(0)
+        num_targets = num_targets_of(self.flow, edge_index, nodes, size)
         ends = source.new_zeros((num_targets, *source.shape[1:])) if target is None else target
         graph = graph_of(edge_index, self.flow, num_targets)
         needs_messages = self._needs_messages()
@@ -184,14 +173,10 @@ class _GATForm(GraphAttention):
             output = self.propagate(edge_index, x=(source, target), alpha=weights, size=size)
         return self._finish(output, weights, edge_index, residual, return_attention_weights)
 
-    def _map_nodes(self, of_source: Tensor, of_target: Tensor | None) -> Pair:
-        """Returns the mapped sources and targets, [N, H C] each; the latter may be None."""
-        raise NotImplementedError
-
     @property
     def _vector(self) -> Tensor:
-        """The learned vector, [H, 2 C], first the part for targets."""
-        raise NotImplementedError
+        """The learned vector, [H, 2 C]."""
+        return torch.cat([getattr(self, name) for name in self._halves], -1).squeeze(0)
 
     def _attend_by_kernel(self, mapped: Mapped, options: dict[str, Any]) -> Any:
         vector, (target, source, graph, of_edges) = self._vector, mapped
@@ -206,28 +191,12 @@ class _GATForm(GraphAttention):
         if self.magnitude is not None:
             learned = self.magnitude.of_edges(target, source, graph.target, graph.source)
             edge_bias = learned if edge_bias is None else edge_bias + learned
-        return gat_edge_attention(
-            vector,
-            target,
-            source,
-            source,
-            graph.edges,
-            w1,
-            w2,
-            p=self.p,
-            edge_bias=edge_bias,
-            **options,
-        )
-
-    def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        tensors = vector, target, source, source, graph.edges, w1, w2
+        return gat_edge_attention(*tensors, p=self.p, edge_bias=edge_bias, **options)
 
     def _bias_of(self, of_edges: Tensor | None) -> Tensor | None:
         """Returns what features of edges [E, H, C] add to their logits, [E, H]."""
-        if of_edges is None:
-            return None
-        bias: Tensor = (of_edges * self._attention_of_edges).sum(-1)
-        return bias
+        return None if of_edges is None else (of_edges * getattr(self, self._of_edges)).sum(-1)
 
     def _with_loops(
         self, edge_index: Any, edge_attr: Tensor | None, num_nodes: int
@@ -248,10 +217,8 @@ class _GATForm(GraphAttention):
     def _map_edges(self, edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
         """Returns features of edges, [E, H, C]."""
         edge_attr = None if self.lin_edge is None else attributes_of(edge_index, edge_attr)
-        if edge_attr is None:
-            return None
-        mapped: Tensor = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        return mapped
+        shape = (-1, self.heads, self.out_channels)
+        return None if edge_attr is None else self.lin_edge(edge_attr).view(shape)
 
     def _finish(
         self,
@@ -312,6 +279,8 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         torch.Size([3, 32])
     """
 
+    _halves, _of_edges = ("att_dst", "att_src"), "att_edge"
+
     def forward(
         self,
         x: Nodes,
@@ -345,27 +314,11 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
             return source, source
         return source, None if of_target is None else self.lin(of_target)
 
-    @property
-    def _vector(self) -> Tensor:
-        return torch.cat([self.att_dst, self.att_src], -1).squeeze(0)
-
-    @property
-    def _attention_of_edges(self) -> Tensor:
-        attention: Tensor = self.att_edge
-        return attention
-
     def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
         vector, (target, source, graph, of_edges) = self._vector, mapped
-        return gat_edge_attention(
-            vector * vector.size(-1) ** 0.5,  # the operator divides by it
-            target,
-            source,
-            source,
-            graph.edges,
-            edge_bias=self._bias_of(of_edges),
-            negative_slope=self.negative_slope,
-            **options,
-        )
+        vector = vector * vector.size(-1) ** 0.5  # the operator divides by it
+        options |= {"edge_bias": self._bias_of(of_edges), "negative_slope": self.negative_slope}
+        return gat_edge_attention(vector, target, source, source, graph.edges, **options)
 
 
 class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
@@ -392,6 +345,8 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         torch.Size([3, 32])
     """
 
+    _halves, _of_edges = ("att", "att"), "att"
+
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -409,15 +364,6 @@ class ImplicitKernelGATv2Conv(_GATForm, GATv2Conv):  # type: ignore[misc]
         if self.share_weights and of_target is of_source:
             return source, source
         return source, None if of_target is None else self.lin_r(of_target)
-
-    @property
-    def _vector(self) -> Tensor:
-        return torch.cat([self.att, self.att], -1).squeeze(0)
-
-    @property
-    def _attention_of_edges(self) -> Tensor:
-        attention: Tensor = self.att
-        return attention
 
     def _attend_as_stock(self, mapped: Mapped, options: dict[str, Any]) -> Any:
         target, source, graph, of_edges = mapped

@@ -109,33 +109,17 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
     def _attend_pairs(
         self, query: Tensor, key: Tensor, value: Tensor, edges: Edges
     ) -> tuple[Tensor, Tensor]:
-        of_keys = None
+        options: dict[str, Any] = {"dropout_p": self._drop(), "return_weights": True}
         if self.magnitude is not None:
-            of_keys = self.magnitude(key.transpose(0, 1).unsqueeze(0))[0].t()
+            options["key_bias"] = self.magnitude(key.transpose(0, 1).unsqueeze(0))[0].t()
+        found: tuple[Tensor, Tensor]
         if self.kernel == "implicit":
-            w1, w2 = self._drawn(query, key)
-            return implicit_kernel_edge_attention(
-                query,
-                key,
-                value,
-                edges,
-                w1,
-                w2,
-                p=self.p,
-                key_bias=of_keys,
-                dropout_p=self._drop(),
-                return_weights=True,
-            )
-        return softmax_edge_attention(
-            query,
-            key,
-            value,
-            edges,
-            p=2.0 if self.kernel == "dot" else self.p,
-            key_bias=of_keys,
-            dropout_p=self._drop(),
-            return_weights=True,
-        )
+            tensors = (query, key, value, edges, *self._drawn(query, key))
+            found = implicit_kernel_edge_attention(*tensors, p=self.p, **options)
+        else:
+            p = 2.0 if self.kernel == "dot" else self.p
+            found = softmax_edge_attention(query, key, value, edges, p=p, **options)
+        return found
 
     def message(self, value: Tensor, alpha: Tensor) -> Tensor:
         """Returns the weighted values of edges [E, H, C], for those who look at messages."""
