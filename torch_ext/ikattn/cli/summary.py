@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ikattn._whole_files import whole_file
-from ikattn.explain.corpora.corpus import CorpusSums
+from ikattn.explain.corpora import CorpusSums
 from ikattn.explain.sinks import LARGEST_PART, LEAST_WEIGHT
 from ikattn.maps.contribution_maps import SUMMED_MAPS
 from ikattn.maps.ledger import FACTORS

@@ -7,8 +7,6 @@ from ikattn.explain.alignment import (
     word_alignment,
     words_of_subwords,
 )
-from ikattn.explain.alti_plus import alti_plus
-from ikattn.explain.attention_flow import attention_flow
 from ikattn.explain.attribution import (
     Attribution,
     Faithfulness,
@@ -20,9 +18,10 @@ from ikattn.explain.attribution import (
 )
 from ikattn.explain.comparison.compare import compare
 from ikattn.explain.comparison.probe import MapProbe
-from ikattn.explain.corpora.corpus import CorpusSums, token_types
+from ikattn.explain.corpora import CorpusSums, token_types
 from ikattn.explain.patches import patch_maps, plot_patches
 from ikattn.explain.sinks import sinks
+from ikattn.explain.through_layers import alti_plus, attention_flow
 
 __all__ = [
     "Alignments",

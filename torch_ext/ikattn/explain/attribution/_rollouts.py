@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikattn.explain.alti_plus import alti_plus
 from ikattn.explain.attribution._decompx import check_sum, has_tokens_first, parts_of
 from ikattn.explain.attribution._linear import LinearModel, activations_as_one
 from ikattn.explain.attribution._model import (
@@ -30,6 +29,7 @@ from ikattn.explain.attribution._places import readers_of
 from ikattn.explain.attribution._targets import Task
 from ikattn.explain.attribution.attribution import Attribution
 from ikattn.explain.attribution.zeroing import value_zeroing
+from ikattn.explain.through_layers import alti_plus
 from ikattn.maps.recording import Recording
 from ikattn.maps.sequences import AXES
 from ikattn.maps.summary import row_shares

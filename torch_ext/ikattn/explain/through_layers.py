@@ -1,17 +1,24 @@
-"""ALTI+: what each token of the source and of the target before it brings to a translation.
+"""Recorded maps followed through the layers: ALTI+ of encoder-decoders, and attention flow.
 
-Sizes: B batch, S source tokens, L target tokens.
-Source: J. Ferrando, G. I. Gállego, B. Alastruey, C. Escolano, M. R. Costa-jussà, "Towards Opening
-the Black Box of Neural Machine Translation", EMNLP 2022.
+Sizes: B batch, S source tokens, L tokens of one text or of the target, N layers.
+Sources: J. Ferrando, G. I. Gállego, B. Alastruey, C. Escolano, M. R. Costa-jussà, "Towards Opening
+the Black Box of Neural Machine Translation", EMNLP 2022, for ALTI+; S. Abnar, W. Zuidema,
+"Quantifying Attention Flow in Transformers", ACL 2020, section 3, for the flow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ikattn._optional import optional
+from ikattn.maps.importance import token_index
 from ikattn.maps.layers import RecordedMaps, check_whole
-from ikattn.maps.through_layers import rollout
+from ikattn.maps.summary import Maps
+from ikattn.maps.through_layers import Residual, padding_of, rollout, steps_of
 
 
 def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tensor]:
@@ -103,3 +110,69 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
     if padding is not None:
         own, source = (x.masked_fill(padding.unsqueeze(-1), 0) for x in (own, source))
     return source, own
+
+
+def attention_flow(
+    maps: Maps,
+    position: int | Tensor,
+    *,
+    map: str = "encoder",
+    normalize: bool = True,
+    layers: Iterable[str] | None = None,
+    residual: Residual = None,
+    padding: Tensor | None = None,
+) -> Tensor:
+    """Measures how much can flow from an output token to each input token, maps being capacities.
+
+    An edge from token i after layer l to token j before it carries at most ``A_l[i, j]``, A_l being
+    the layer's map. Rollout adds the products along all paths; the largest flow takes no more
+    through a token than its edges carry. Needs networkx. Time O(L) maximum flows a sequence, each
+    through N L^2 edges: for sentences, not for documents.
+
+    Args:
+        maps, map, normalize, layers, residual, padding: Arguments of :func:`ikattn.rollout`;
+            attention flow as published is ``map="weights", residual=0.5``.
+        position: A token's place, as for :func:`token_importance`, or one for each sequence.
+
+    Returns:
+        ``[B, L]``, 0 at padding; not normalised: each is at most the sum of a row.
+
+    Raises:
+        ModuleNotFoundError: networkx is missing.
+        ValueError, KeyError, LookupError: Errors of :func:`token_importance`.
+
+    Example:
+        >>> import pytest, torch
+        >>> networkx = pytest.importorskip("networkx")
+        >>> from ikattn.explain import attention_flow
+        >>> weights = [torch.full((1, 2, 2), 0.5) for _ in range(3)]
+        >>> attention_flow(weights, 0)
+        tensor([[1., 1.]])
+    """
+    networkx = optional("networkx", "attention_flow", "networkx")
+    if isinstance(position, slice):
+        raise TypeError(
+            f"attention_flow: position must be an int or an int64 tensor [B], got {position}"
+        )
+    layers = None if layers is None else list(layers)
+    steps = steps_of(maps, normalize, map, layers, residual, padding, "attention_flow")
+    hidden = padding_of(maps, layers, padding, "attention_flow")
+    B, L = steps[-1].shape[:2]
+    index = token_index(position, hidden, B, L, steps[-1].device)
+    found = steps[-1].new_zeros(B, L)
+    for b, i in enumerate(index.tolist()):
+        graph = _graph(networkx, [step[b] for step in steps])
+        for j in range(L):
+            if graph.has_node((0, j)) and graph.has_node((len(steps), i)):
+                found[b, j] = networkx.maximum_flow_value(graph, (len(steps), i), (0, j))
+    return found
+
+
+def _graph(networkx: Any, steps: list[Tensor]) -> Any:
+    """Nodes (l, i), token i after layer l, and edges to the tokens before it."""
+    graph = networkx.DiGraph()
+    for layer, step in enumerate(steps, start=1):
+        pairs = step.detach().double().cpu()
+        for i, j in (pairs > 0).nonzero().tolist():
+            graph.add_edge((layer, i), (layer - 1, j), capacity=float(pairs[i, j]))
+    return graph

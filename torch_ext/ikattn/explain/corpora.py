@@ -5,6 +5,7 @@ Symbols: H heads, L queries, S keys, A types of tokens. Padding is cut off befor
 
 from __future__ import annotations
 
+import functools
 import os
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ikattn._library import version
-from ikattn.explain.comparison._distances import Sums, add_to
-from ikattn.explain.corpora._sums import CELLS, sums_of_layer
+from ikattn.explain.comparison._distances import Sums, add_to, entropy, shares
+from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.files import MapFileError, read_arrays, write_arrays
 from ikattn.maps.layers import Layer, RecordedMaps
-from ikattn.maps.ledger import FACTORS, Shares, Split
-from ikattn.maps.sequences import SequenceMaps, sequences
+from ikattn.maps.ledger import FACTORS, LEDGER, Shares, Split
+from ikattn.maps.ledger import shares as shares_of_factors
+from ikattn.maps.sequences import AXES, SequenceMaps, batch_of_one, sequences
 from ikattn.maps.tokens import Tokens, is_special
 from ikattn.maps.words import texts_of, words_of_text
 
@@ -28,6 +30,8 @@ TOKEN_TYPES = ("special", "word", "piece", "punctuation")
 
 _FORMAT = "ikattn corpus sums"
 _VERSION = 1  # raised when an older ikattn could no longer read what this one writes
+_CELLS = 16  # rows and columns of a mean map
+_PAIRS_AT_ONCE = 1 << 22  # heads are gone through in pieces of 32 MiB
 
 
 def token_types(tokens: Sequence[str]) -> list[str]:
@@ -308,27 +312,23 @@ class CorpusSums:
     def _add_sequence(
         self, sequence: SequenceMaps, types_of: Callable[[Sequence[str]], Sequence[str]]
     ) -> None:
-        known: dict[tuple[str, ...], Tensor] = {}  # most layers read the same tokens
-
-        def one_hot(tokens: list[str]) -> Tensor:
-            """Returns ``[L, A]``, float64."""
-            key = tuple(tokens)
-            if key not in known:
-                known[key] = self._one_hot(tokens, types_of)
-            return known[key]
+        @functools.cache  # most layers read the same tokens
+        def one_hot(*tokens: str) -> Tensor:
+            return self._one_hot(tokens, types_of)
 
         for name, maps in sequence.layers.items():
             labels = sequence.labels(self.layers[name])
             _check_tokens(sequence, self.layers[name], len(labels[1]))
-            queries, keys = map(one_hot, labels)
-            for map_name, sums in sums_of_layer(maps, queries, keys):
+            queries, keys = (one_hot(*tokens) for tokens in labels)
+            for map_name, sums in _sums_of_layer(maps, queries, keys):
                 add_to(self._of_map(name, map_name), sums)
         self.sequences += 1
 
     def _one_hot(
         self, tokens: Sequence[str], types_of: Callable[[Sequence[str]], Sequence[str]]
     ) -> Tensor:
-        types = list(types_of(tokens))
+        """Returns ``[L, A]``, float64, one where a token is of a type."""
+        types = list(types_of(list(tokens)))
         if len(types) != len(tokens) or not set(types) <= set(self.types):
             raise ValueError(
                 f"CorpusSums.add: types_of must give each of {len(tokens)} tokens one of "
@@ -341,13 +341,12 @@ class CorpusSums:
 
     def _rows_of_table(self, sums: Sums) -> Iterator[tuple[int | None, dict[str, Any]]]:
         rows, taken, bits = sums["rows"], sums["sum_of_shares"], sums["sum_of_entropies"]
-        has_heads = rows.dim() == 2
-        for head in range(rows.shape[0] if has_heads else 1):
-            where = (head,) if has_heads else ()
+        for head in range(len(rows)) if rows.dim() == 2 else [None]:
+            where = () if head is None else (head,)
             count = rows[where].sum()
             row = {"rows": int(count), "entropy": float(bits[where].sum() / count)}
             to = (taken[where].sum(0) / count).tolist()
-            yield head if has_heads else None, row | dict(zip(self.types, to, strict=True))
+            yield head, row | dict(zip(self.types, to, strict=True))
 
 
 # The last axes of what is added up: A types of tokens, 16 cells, or F factors of the ledger.
@@ -358,7 +357,7 @@ _AXES |= {"split_rows": "", "split_left_out": ""}
 
 def _check_statistic(key: str, statistic: str, x: Tensor, types: int) -> None:
     """Raises unless an array of a file has the shape of what it stands for."""
-    sizes = [{"A": types, "C": CELLS, "F": len(FACTORS)}[axis] for axis in _AXES[statistic]]
+    sizes = [{"A": types, "C": _CELLS, "F": len(FACTORS)}[axis] for axis in _AXES[statistic]]
     if x.dtype != torch.float64 or list(x.shape)[x.dim() - len(sizes) :] != sizes:
         raise ValueError(f"{key} must end in {sizes} float64, got {list(x.shape)} {x.dtype}")
 
@@ -380,3 +379,67 @@ def _check_tokens(sequence: SequenceMaps, layer: Layer, keys: int) -> None:
             f"CorpusSums.add: {where} must have a token for each of the {keys} keys of layer "
             f"{layer.name!r}; of calls that go on from a cache add recording.joined()"
         )
+
+
+# --- One sequence's part of the sums
+
+
+def _sums_of_layer(
+    maps: Contributions, queries: Tensor, keys: Tensor
+) -> Iterator[tuple[str, Sums]]:
+    """Adds up each map of one sequence, and of the ledger the covariances of its factors.
+
+    Queries and keys are ``[L, A]`` and ``[S, A]``, one where a token is of a type.
+    """
+    found = {name: getattr(maps, name) for name in AXES}
+    found |= {f"mixing_ratio.{name}": ratio for name, ratio in maps.mixing_ratio.items()}
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    for name, x in found.items():
+        if x is None:
+            continue
+        if not x.isfinite().all():
+            yield name, {"left_out": one}
+            continue
+        axes = AXES.get(name, "L")
+        if axes.endswith("LS"):
+            sums = _sums_of_pairs(x, queries.to(x.device), keys.to(x.device))
+            sums |= {"count": queries.sum(0)[:, None] * keys.sum(0)}
+        else:
+            types = keys if axes.endswith("S") else queries
+            sums = {"sum_of_values": x.double() @ types.to(x.device), "count": types.sum(0)}
+        yield name, {key: value.cpu() for key, value in sums.items()} | {"sequences": one}
+    if all(found[name] is not None for name in LEDGER):
+        split = shares_of_factors({"": batch_of_one(maps)})[""]
+        counts = {"split_rows": split.rows.double(), "split_left_out": split.left_out.double()}
+        yield "ledger", {"sum_of_covariances": split.sums, **counts}
+
+
+def _sums_of_pairs(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
+    """Adds up one map ``[L, S]`` or ``[H, L, S]``, a few heads at a time."""
+    if x.dim() == 2:
+        return _sums_of_heads(x, queries, keys)
+    size = max(1, _PAIRS_AT_ONCE // max(1, x[0].numel()))
+    pieces = [_sums_of_heads(part, queries, keys) for part in x.split(size)]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _sums_of_heads(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
+    x = x.double()
+    p, L = shares(x), x.shape[-2]
+    means = _cells_of(L, x).mT * (_CELLS / max(1, L))  # over the tokens of a cell
+    counted = (p != 0).any(-1).double()
+    return {
+        "sum_of_values": queries.mT @ x @ keys,
+        "sum_of_shares": queries.mT @ p @ keys,
+        "rows": counted @ queries,
+        "sum_of_entropies": entropy(p) @ queries,
+        "sum_of_maps": means @ p @ _cells_of(x.shape[-1], x),
+    }
+
+
+def _cells_of(size: int, like: Tensor) -> Tensor:
+    """Returns ``[size, 16]``, how much of each token lies in each of the 16 cells of an axis."""
+    edges = torch.arange(_CELLS + 1, dtype=torch.float64, device=like.device) * size / _CELLS
+    token = torch.arange(size, dtype=torch.float64, device=like.device)[:, None]
+    upper = torch.minimum(edges[1:], token + 1)
+    return (upper - torch.maximum(edges[:-1], token)).clamp_min(0)

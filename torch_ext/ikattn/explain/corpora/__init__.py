@@ -1,1 +1,0 @@
-"""Maps of any number of texts, added up."""
