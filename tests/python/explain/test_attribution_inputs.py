@@ -245,7 +245,8 @@ def test_modes_around_a_call_change_nothing() -> None:
         torch.testing.assert_close(found(), expected)
     with torch.inference_mode():
         torch.testing.assert_close(found(), expected)
-        assert value_zeroing(model, {"x": x.clone()}).isfinite().all()
+        for function in (value_zeroing, block_maps, decomposed_norms):
+            assert function(model, {"x": x.clone()}).isfinite().all()
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(found(), expected, rtol=0.2, atol=0.05)
         model(x).sum().backward()  # keeps weights in bfloat16, with their graph

@@ -121,11 +121,3 @@ def test_what_is_no_block_with_a_feed_forward_part_is_refused() -> None:
         block_maps(model, {"x": x}, "feed_forward")
     with pytest.raises(ValueError, match='scope must be "block" or'):
         block_maps(model, {"x": x}, "ff")
-
-
-def test_under_inference_mode() -> None:
-    model, x = encoder(norm_first=True), torch.randn(1, 3, 16, dtype=torch.float64)
-    expected = block_maps(model, {"src": x}), decomposed_norms(model, {"src": x})
-    with torch.inference_mode():
-        found = block_maps(model, {"src": x}), decomposed_norms(model, {"src": x})
-    torch.testing.assert_close(found, expected)

@@ -186,6 +186,8 @@ def test_layers_of_other_names_are_paired_by_order() -> None:
     found = compare(Looks(1), Looks(3, name="attends"), TOKENS)
     assert found.pairs == {"attention": "attends"}
     assert float(found["attention"]["summed"].total_variation) > 0
+    with pytest.raises(KeyError, match="no layer 'x' was compared; there are attention"):
+        found["x"]
 
 
 def test_a_map_that_one_model_alone_has_is_named() -> None:
@@ -236,6 +238,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3, 3\] in model_a and \[4, 3, 3\] in model_b"):
         compare(two, Several("a", "b", heads=4), x)
     compare(two, Several("a", "b", heads=4), x, maps="summed")
+    with pytest.raises(ValueError, match=r"model_b must be a torch.nn.Module in eval mode"):
+        compare(two, Several("a", "b").train(), x)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +254,6 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_wrong_inputs_are_refused(inputs: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         compare(Several("a"), Several("a"), inputs)
-
-
-def test_a_model_in_training_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model_b must be a torch.nn.Module in eval mode"):
-        compare(Several("a"), Several("a").train(), torch.randn(1, 3, 4))
 
 
 def test_outputs_of_other_shapes_have_no_distance() -> None:
@@ -281,12 +280,6 @@ def test_half_precision_is_near_its_float32() -> None:
     found = compare(model, half, torch.randn(2, 5, 16), maps=("weights", "summed"))
     assert 0 < found.output_distance < 0.05
     assert all(0 < row["total_variation"] < 0.05 for row in found.table())
-
-
-def test_an_unknown_layer_is_named_with_those_there_are() -> None:
-    found = compare(Looks(1), Looks(3), TOKENS)
-    with pytest.raises(KeyError, match="no layer 'x' was compared; there are attention"):
-        found["x"]
 
 
 # --- Texts

@@ -1,4 +1,4 @@
-"""The linear model's replacements of torch functions against torch's own."""
+"""The linear model's replacements of torch functions: torch's values, as linear functions."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ ANY: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(input=x, p=0.5, training=False),
     "glu": lambda x: F.glu(input=x),
     "float_power": lambda x: torch.float_power(x, 2),
+    "difference from a number": lambda x: x * (1 - x),
+    "sum and product in place": lambda x: x.clone().add_(2).mul_(x),
+    "gate": lambda x: x * torch.sigmoid(1.7 * x),
+    "gelu as a formula": lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * x**3))),
 }
 SIX: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm": lambda x: F.layer_norm(x, (6,), B, B),
@@ -46,6 +50,7 @@ SIX: dict[str, Callable[[Tensor], Tensor]] = {
     "matmul": lambda x: torch.matmul(input=x, other=W),
     "scores": lambda x: x @ x.mT,
     "view of a norm": lambda x: F.layer_norm(x, (6,)).view(-1),
+    "einsum": lambda x: torch.einsum("...ij,...kj->...ik", x, x),
 }
 MATRIX: dict[str, Callable[[Tensor], Tensor]] = {
     "addmm": lambda x: torch.addmm(input=B, mat1=x, mat2=W, beta=0.5, alpha=2),
@@ -89,14 +94,20 @@ def test_replacements_return_what_torch_returns(kind: str) -> None:
         except (RuntimeError, IndexError):  # torch has it not for this input
             continue
         for activation in ("slope", "tangent"):
-            own = x.detach().requires_grad_()
-            with LinearModel(activation):  # type: ignore[arg-type]
+            own, linear = x.detach().requires_grad_(), LinearModel(activation)  # type: ignore[arg-type]
+            with linear:
                 found = function(own)
             assert found.dtype == expected.dtype, name
             assert found.stride() == expected.stride() or not found.numel(), name
             assert (found.data_ptr() == own.data_ptr()) == (expected.data_ptr() == x.data_ptr())
             torch.testing.assert_close(found.detach(), expected, rtol=tolerance, atol=tolerance)
             compared += 1
+            if found.requires_grad and x.dtype == torch.float32:
+                value = found.sum()
+                (gradient,) = torch.autograd.grad(value, own)
+                total = float((gradient * own).sum()) + linear.constants
+                assert total == pytest.approx(float(value), rel=1e-3, abs=1e-3), name
+                assert linear.lost == 0
     assert compared > 30
 
 

@@ -146,10 +146,10 @@ def attribute(
         found = _of_given_tokens(found, task)
     found.method = method
     are_tokens = predicts_next(model)
-    found.label(tokenizer, task.source_ids(), task.choice.ids if are_tokens else [])
+    found.label(tokenizer, task.source_ids(), task.ids if are_tokens else [])
     names = getattr(getattr(model, "config", None), "id2label", None)
-    if not are_tokens and tokenizer is not None and names and all(task.choice.ids):
-        labels = [[str(names.get(i, i)) for i in own] for own in task.choice.ids]
+    if not are_tokens and tokenizer is not None and names and all(task.ids):
+        labels = [[str(names.get(i, i)) for i in own] for own in task.ids]
         found.target_tokens = labels or None
     return found
 

@@ -14,17 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from ikattn.explain.attribution._linear import (
-    Activation,
-    LinearModel,
-    activations_as_one,
-    tolerance_of,
-)
+from ikattn.explain.attribution._linear import Activation, LinearModel, tolerance_of
 from ikattn.explain.attribution._model import (
     Stack,
     activation_bytes,
+    called_linear,
     checkpointed,
-    frozen_parameters,
+    products_of,
     replaced,
     stacks_of,
 )
@@ -49,15 +45,13 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
         if activation_bytes(stacks, task.inputs) > _MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
-        opened.enter_context(frozen_parameters(model))
+        opened.enter_context(called_linear(model, linear))
         readers = stacks
         if len(stacks) > 1 and not task.is_seq2seq:
             readers = readers_of(model, stacks, task.inputs, task.output)
         make = partial(_entering, entered, B, readers, len(stacks) == 1)
         for stack in stacks:
             opened.enter_context(replaced(stack, partial(make, stack)))
-        opened.enter_context(activations_as_one(model, linear))
-        opened.enter_context(torch.enable_grad())
         values = task.values(linear)
         order = [stack for stack, _ in entered]
         ran = order
@@ -142,18 +136,10 @@ def _found(
     task: Task,
     each: bool,
 ) -> Attribution:
-    """Makes the attribution of n targets.
+    """Makes the attribution of n targets, which stay apart with ``each``; otherwise there is one.
 
-    Args:
-        rows: Parts ``[B, S]`` by target and stack of blocks.
-        values: ``[B, n]``, those of the linear map.
-        expected: ``[B, n]``, those of the model.
-        source: A vector that enters the model.
-        task: The task.
-        each: Whether targets stay apart; otherwise there is one.
-
-    Raises:
-        RuntimeError: The values are not the same.
+    Rows are parts ``[B, S]`` by target and stack of blocks, values ``[B, n]`` those of the linear
+    map, and those expected the model's. ``source`` is what enters a stack.
     """
     parts = [torch.stack(own, 1) for own in zip(*rows, strict=True)]  # [B, n, S] each
     used = parts  # an encoder may add nothing
@@ -187,17 +173,8 @@ def _found(
 
 def parts_of(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor]:
     """Returns the part of each source token, ``[B, S]`` for each stack, in float64."""
-    parts = []
-    for gradient, x in zip(gradients, sources, strict=True):
-        x = x if x.dim() > 2 else x.unsqueeze(0)
-        if gradient is None:
-            parts.append(x.new_zeros(x.shape[:-1], dtype=torch.float64).flatten(1))
-            continue
-        gradient = gradient.detach().double().view(x.shape)
-        products = gradient * x.detach().double()
-        # a vector that nothing reads may hold NaN
-        parts.append(products.masked_fill(gradient == 0, 0).sum(-1).flatten(1))
-    return parts
+    products = [x if x.dim() > 2 else x.unsqueeze(0) for x in products_of(gradients, sources)]
+    return [x.sum(-1).flatten(1) for x in products]
 
 
 def check_sum(

@@ -146,10 +146,7 @@ class LinearModel(TorchFunctionMode):
             return before.copy_(own)
         result = rule(func, *args, **kwargs)
         self._follow(name, args, kwargs, result)
-        calls_it = rule in (
-            self._attention,
-            self._product,
-        )  # results of func itself, or sums of them
+        calls_it = rule in (self._attention, self._product)  # func itself, or sums of its results
         if calls_it or not self._depends(result):
             return result
         return laid_out(result, func, args, kwargs)
@@ -199,7 +196,7 @@ class LinearModel(TorchFunctionMode):
             return slope_of(x, y), None if is_zero else torch.where(x.detach() == 0, y, 0)
 
         slope, at_zero = self._keep(at_point)
-        return self._with_constant(x * slope, at_zero)
+        return self.with_constant(x * slope, at_zero)
 
     def _tangent(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         def at_point() -> tuple[Tensor, Tensor]:
@@ -210,7 +207,7 @@ class LinearModel(TorchFunctionMode):
             return slope, value.detach() - slope * x.detach()
 
         slope, rest = self._keep(at_point)
-        return self._with_constant(x * slope, rest)
+        return self.with_constant(x * slope, rest)
 
     def _fix(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(self._depends(x) for x in tensors_in((args, kwargs))):
@@ -220,8 +217,6 @@ class LinearModel(TorchFunctionMode):
 
     def _product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         where = [i for i, x in enumerate(args) if self._depends(x)]
-        if len(where) == 1 and isinstance(args[-1], (list, tuple)):  # einsum of a list
-            return func(*args, **kwargs)
         if len(where) < 2:
             return func(*args, **kwargs)
         i, j = where[-2:]
@@ -259,7 +254,7 @@ class LinearModel(TorchFunctionMode):
         is_fixed = isinstance(other_part, Tensor) and other_part in self._fixed
         if is_fixed:
             self._functions_added[self._fixed[other_part]] = None
-        return self._with_constant(moving, constant, is_fixed=is_fixed)
+        return self.with_constant(moving, constant, is_fixed=is_fixed)
 
     def _join(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Joins tensors, of which some may be constants."""
@@ -271,33 +266,23 @@ class LinearModel(TorchFunctionMode):
             pairs = zip(tensors, kept, strict=True)
             return func([x if own else torch.zeros_like(x) for x, own in pairs], *args, **kwargs)
 
-        result = alone(moving)
+        result, pairs = alone(moving), list(zip(tensors, moving, strict=True))
         for is_fixed in (False, True):
-            own = [
-                not m and (x in self._fixed) == is_fixed
-                for x, m in zip(tensors, moving, strict=True)
-            ]
+            own = [not m and (x in self._fixed) == is_fixed for x, m in pairs]
             if any(own):
-                result = self._with_constant(result, alone(own), is_fixed=is_fixed)
+                result = self.with_constant(result, alone(own), is_fixed=is_fixed)
         return result
 
     def _linear(
         self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        return self._with_constant(func(input, weight), bias)
+        return self.with_constant(func(input, weight), bias)
 
     def _addmm(
-        self,
-        func: Any,
-        bias: Any,
-        *factors: Tensor,
-        beta: float = 1,
-        alpha: float = 1,
-        **named: Any,
+        self, func: Any, bias: Any, *factors: Tensor, beta: float = 1, alpha: float = 1, **kw: Any
     ) -> Tensor:
-        both = [*factors, *(named[name] for name in _FACTORS if name in named)]
-        x, y = both[0], both[1]
-        product = self._product(torch.matmul, x, y)
+        both = [*factors, *(kw[name] for name in _FACTORS if name in kw)]
+        product = self._product(torch.matmul, *both)
         product = product if alpha == 1 else product * alpha
         bias = bias if beta == 1 else bias * beta
         return self._sum(torch.add, product, bias)  # type: ignore[no-any-return]
@@ -307,7 +292,7 @@ class LinearModel(TorchFunctionMode):
     ) -> Tensor:
         made = func(input, weight, None, *rest, **kwargs)
         shape = (-1,) + (1,) * (weight.dim() - 2)
-        return self._with_constant(made, None if bias is None else bias.view(shape))
+        return self.with_constant(made, None if bias is None else bias.view(shape))
 
     def _layer_norm(self, func: Any, x: Tensor, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
         weight, bias, eps = _given(args, kwargs, weight=None, bias=None, eps=1e-5)
@@ -318,7 +303,7 @@ class LinearModel(TorchFunctionMode):
 
         y = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
         y = y if weight is None else y * weight
-        return self._with_constant(y, bias).to(x.dtype)
+        return self.with_constant(y, bias).to(x.dtype)
 
     def _rms_norm(self, func: Any, x: Tensor, shape: Any, *args: Any, **kwargs: Any) -> Tensor:
         weight, eps = _given(args, kwargs, weight=None, eps=None)
@@ -337,7 +322,7 @@ class LinearModel(TorchFunctionMode):
         y = self._layer_norm(F.layer_norm, own, own.shape[2:], eps=eps).reshape(x.shape)
         shape = (-1,) + (1,) * (x.dim() - 2)
         y = y if weight is None else y * weight.view(shape)
-        return self._with_constant(y, None if bias is None else bias.view(shape)).to(x.dtype)
+        return self.with_constant(y, None if bias is None else bias.view(shape)).to(x.dtype)
 
     def _batch_norm(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         names = ["running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
@@ -354,24 +339,20 @@ class LinearModel(TorchFunctionMode):
         with torch.no_grad():
             zero = F.batch_norm(torch.zeros_like(x[:1]), mean, variance, **own)
         y = F.batch_norm(x, torch.zeros_like(mean), variance, **own | {"bias": None})
-        return self._with_constant(y, zero)
+        return self.with_constant(y, zero)
 
     def _normalize(
         self, func: Any, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **kw: Any
     ) -> Tensor:
-        norm = self._keep(lambda: x.detach().norm(p, dim, keepdim=True).clamp_min(eps))
-        scaled: Tensor = x / norm
-        return scaled
+        return x / self._keep(lambda: x.detach().norm(p, dim, keepdim=True).clamp_min(eps))  # type: ignore[no-any-return]
 
     def _glu(self, func: Any, x: Tensor, dim: int = -1) -> Tensor:
         y, gate = x.chunk(2, dim)
-        gated: Tensor = y * self._keep(lambda: gate.detach().sigmoid())
-        return gated
+        return y * self._keep(lambda: gate.detach().sigmoid())  # type: ignore[no-any-return]
 
     def _attention(self, func: Any, query: Any, key: Any, value: Any, *rest: Any, **kw: Any) -> Any:
         """Fixes the weights; the output is linear in ``value``."""
-        fixed = detached((query, key)), detached(rest), detached(kw)
-        return func(*fixed[0], value, *fixed[1], **fixed[2])
+        return func(detached(query), detached(key), value, *detached(rest), **detached(kw))
 
     def _dropout(
         self, func: Any, x: Tensor, p: float = 0.5, training: bool = True, *rest: Any
@@ -380,12 +361,8 @@ class LinearModel(TorchFunctionMode):
             raise ValueError("attribute: the model must be in eval mode, without dropout")
         return x
 
-    def plus_constant(self, x: Tensor, constant: Tensor) -> Tensor:
-        """Returns ``x`` plus what counts as a bias, outside of the linear map."""
-        return _WithConstant.apply(x, constant, self._constants)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
-        """Returns ``x`` plus a constant, a tensor or a number."""
+    def with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
+        """Returns ``x`` plus a constant, a tensor or a number, which counts as a bias."""
         if constant is None:
             return x
         c = constant.detach() if isinstance(constant, Tensor) else x.new_tensor(constant)
@@ -399,8 +376,7 @@ class LinearModel(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if self.activation == "tangent":
                 return self._tangent(f, x)
-            made: Tensor = x * self._keep(lambda: slope_of(x, y.detach()))
-            return made
+            return x * self._keep(lambda: slope_of(x, y.detach()))  # type: ignore[no-any-return]
 
 
 @contextmanager

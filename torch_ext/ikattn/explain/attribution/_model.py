@@ -34,10 +34,6 @@ def alone(model: nn.Module, caller: str) -> Iterator[None]:
 
     There is no inference mode, whose tensors have no gradients, no graph of torch.compile, none of
     torch's fused layers, which hide their parts, and no weight that autocast has kept.
-
-    Raises:
-        ValueError: The model is in training, or was made in inference mode.
-        RuntimeError: A transform of torch.func, or a compiled function, calls it.
     """
     is_transformed = torch._C._functorch.maybe_current_level() is not None
     if is_transformed or torch.compiler.is_compiling():
@@ -93,11 +89,7 @@ class Stack:
 
 
 def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
-    """Returns the model's blocks, list by list; a model without a list of blocks is one block.
-
-    Raises:
-        ValueError: The model has no attention.
-    """
+    """Returns the model's blocks, list by list; a model without a list of blocks is one block."""
     names = {module: name for name, module in model.named_modules()}
     stacks: dict[nn.Module, Stack] = {}
     paths = [(site.module, *site.ancestors) for site in find_attention(model)]
@@ -124,11 +116,7 @@ def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
 
 
 def the_stack_of(model: nn.Module, inputs: Mapping[str, Any], caller: str) -> Stack:
-    """Returns the only list of blocks of a model that is called with tensors of one batch.
-
-    Raises:
-        ValueError: The model has several, or the inputs are no tensors of one batch.
-    """
+    """Returns the only list of blocks of a model that is called with tensors of one batch."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(inputs, Mapping):
@@ -190,11 +178,9 @@ def _mixers(
 
 @contextmanager
 def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Has the first block that runs called with another tensor, in its first call.
+    """Has the first block that runs called with another tensor, made of ``[B, S, D]``, once.
 
-    Args:
-        stack: Blocks, whose ``source`` becomes the other tensor.
-        make: Makes it of ``[B, S, D]``.
+    It becomes the ``source`` of the stack.
     """
     stack.source = None
 
@@ -256,38 +242,24 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
     """Has blocks keep their inputs alone, and run once more in the backward pass."""
     blocks = [block for stack in stacks for block in stack.blocks]
-
-    def twice(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(
-                forward,
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                determinism_check="none",
-                context_fn=lambda: (nullcontext(), linear),
-                **kwargs,
-            )
-
-        return call
-
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    options |= {"determinism_check": "none", "context_fn": lambda: (nullcontext(), linear)}
     own = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:
-            block.forward = twice(block.forward)
+            block.forward = partial(checkpoint, block.forward, **options)
         yield
     finally:
         for block, forward in zip(blocks, own, strict=True):
-            if forward is None:
-                vars(block).pop("forward", None)
-            else:
+            vars(block).pop("forward", None)
+            if forward is not None:
                 block.forward = forward
 
 
 @contextmanager
 def called_linear(model: nn.Module, linear: LinearModel) -> Iterator[None]:
-    """Has calls of the model be those of the linear map."""
-    with frozen_parameters(model), activations_as_one(model, linear), torch.enable_grad(), linear:
+    """Has calls of the model be those of a linear map, within which it is entered."""
+    with frozen_parameters(model), activations_as_one(model, linear), torch.enable_grad():
         yield
 
 
@@ -305,25 +277,32 @@ def activation_bytes(stacks: Sequence[Stack], inputs: Mapping[str, Any]) -> int:
 
 
 def logits_of(output: Any, caller: str) -> Tensor:
-    """Returns the logits in what a model gave.
-
-    Raises:
-        ValueError: It holds no logits.
-    """
-    found = getattr(output, "logits", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("logits")
-    if found is None and isinstance(output, Tensor):
-        found = output
+    """Returns the logits in what a model gave."""
+    found: Any = output.get("logits") if isinstance(output, Mapping) else output
+    found = getattr(output, "logits", found)
     if not isinstance(found, Tensor) or found.dim() not in (2, 3):
-        kind = type(output).__name__
-        if isinstance(found, Tensor):
-            kind = f"logits {list(found.shape)}"
+        is_tensor = isinstance(found, Tensor)
+        kind = f"logits {list(found.shape)}" if is_tensor else type(output).__name__
         raise ValueError(
             f"{caller}: the model must give logits [B, V] or [B, L, V], got {kind}: take one with "
             "a head, or a function of its output as target"
         )
     return found
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether the config of a model of transformers says so."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def products_of(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields gradients times numbers in float64, 0 where there is no gradient."""
+    for gradient, x in zip(gradients, sources, strict=True):
+        if gradient is None:
+            yield x.new_zeros(x.shape, dtype=torch.float64)
+        else:  # a vector that nothing reads may hold NaN
+            products = gradient.detach().double() * x.detach().double()
+            yield products.masked_fill(gradient == 0, 0)
 
 
 def takes(model: nn.Module, argument: str) -> bool:

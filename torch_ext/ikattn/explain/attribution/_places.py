@@ -7,8 +7,8 @@ first block, D model size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,25 +25,15 @@ def readers_of(
 ) -> list[Stack]:
     """Returns the stacks that the model's inputs enter otherwise than through another stack.
 
-    Args:
-        model: A model, which has hooks meanwhile.
-        stacks: Its blocks.
-        inputs: Its arguments.
-        call: Calls the model with arguments in place of these.
+    ``call`` calls the model with arguments in place of some of these.
     """
     found: list[Stack] = []
     whole = {n: x for n, x in inputs.items() if isinstance(x, Tensor) and x.dtype == torch.int64}
     named = [x for name, x in whole.items() if name.endswith("input_ids")]
     ids = named or list(whole.values())
 
-    def looked_up(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        asked = args[0] if args else None
-        if not isinstance(asked, Tensor):
-            return None
-        # models put another id in the place of a picture's
-        if not any(asked.shape == x.shape and bool((asked == x).any()) for x in ids):
-            return None
-        return output.detach().requires_grad_().clone()
+    def is_asked(asked: Tensor) -> bool:  # models put another id in the place of a picture's
+        return any(asked.shape == x.shape and bool((asked == x).any()) for x in ids)
 
     def entering(
         stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -52,15 +42,11 @@ def readers_of(
         if x is not None and x.requires_grad and stack not in found:
             found.append(stack)
 
-    def made(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return detached(output)
-
     with ExitStack() as opened:
-        opened.enter_context(hooked(_embeddings(model), after=looked_up))
+        opened.enter_context(_leaves_of(model, is_asked))
         for stack in stacks:
-            enters = partial(entering, stack)
+            enters, made = partial(entering, stack), lambda module, args, output: detached(output)
             opened.enter_context(hooked(stack.blocks, before=enters, after=made))
-        opened.enter_context(torch.enable_grad())
         leaves = {
             name: x.detach().requires_grad_().clone()
             for name, x in inputs.items()
@@ -75,22 +61,12 @@ def places_of_tokens(
 ) -> Tensor | None:
     """Returns the places ``[S]`` of tokens among W vectors; None: some have no place of their own.
 
-    Args:
-        model: A model, which has hooks meanwhile.
-        stacks: Its blocks.
-        ids: ``[B, S]``, the ids that the model is called with.
-        W: The number of vectors that enter a block.
-        call: Calls the model, whose embedding of the ids is followed to its first block.
+    The embedding of ids ``[B, S]``, with which ``call`` calls the model, is followed to its blocks.
     """
-    vectors: list[Tensor] = []  # [B, S or more, D], as they are looked up
     found: list[Tensor] = []
 
-    def looked_up(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        asked = args[0] if args else None
-        if not isinstance(asked, Tensor) or not torch.equal(asked[..., : ids.size(1)], ids):
-            return None
-        vectors.append(output.detach().requires_grad_())
-        return vectors[-1].clone()
+    def is_asked(asked: Tensor) -> bool:
+        return torch.equal(asked[..., : ids.size(1)], ids)
 
     def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = first_tensor(args, kwargs)
@@ -101,16 +77,26 @@ def places_of_tokens(
             if places is not None:
                 found.append(places[: ids.size(1)])
 
-    with ExitStack() as opened:
-        opened.enter_context(hooked(_embeddings(model), after=looked_up))
-        opened.enter_context(hooked([stack.blocks[0] for stack in stacks], before=entering))
-        opened.enter_context(torch.enable_grad())
+    first_blocks = [stack.blocks[0] for stack in stacks]
+    with _leaves_of(model, is_asked) as vectors, hooked(first_blocks, before=entering):
         call()
     return found[0] if found else None
 
 
-def _embeddings(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
+@contextmanager
+def _leaves_of(model: nn.Module, is_asked: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
+    """Has embeddings of what is asked look up leaves, ``[B, S or more, D]``, and gathers them."""
+    leaves: list[Tensor] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if not args or not isinstance(args[0], Tensor) or not is_asked(args[0]):
+            return None
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1].clone()
+
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    with hooked(embeddings, after=hook), torch.enable_grad():
+        yield leaves
 
 
 def _places(x: Tensor, vectors: Tensor) -> Tensor | None:

@@ -30,15 +30,12 @@ class Replay(LinearModel):
     """A linear map applied to other vectors: one call fixes numbers, others use them.
 
     The calls are with batches of one sequence first, and then of as many as there are sources whose
-    vectors go through together.
-
-    Args:
-        activation: "slope" or "tangent", as for ``LinearModel``.
-        biases: "none": they stay out, but for those before tokens are mixed, which belong to their
-            token. "absdot": each is shared among the vectors that go through, by how large the
-            product of the bias and each is (DecompX's ``absdot``).
-        caller: The function that errors name.
+    vectors go through together. Biases stay out ("none"), but for those before tokens are mixed,
+    which belong to their token; or each is shared among the vectors that go through, by how large
+    the product of the bias and each is (DecompX's "absdot").
     """
+
+    enters_every_block = False  # or the first that runs alone
 
     def __init__(
         self, activation: Activation, biases: Literal["none", "absdot"], caller: str
@@ -55,6 +52,18 @@ class Replay(LinearModel):
         self._event = 0
         # Biases of out-projections, which wait for the sum of their output and the residual.
         self._waiting: Any = WeakTensorKeyDictionary()
+
+    @property
+    def shares_biases(self) -> bool:
+        """Whether biases are shared among the vectors."""
+        return self._biases == "absdot"
+
+    def enter_block(self, x: Tensor) -> None:
+        """Notes that a block is called with ``x``."""
+
+    def part(self, output: Tensor) -> Tensor | None:
+        """Returns what is wanted of a block that just ran; None: it has no such part."""
+        return output
 
     def begin(self, own: Tensor) -> None:
         """Has the next call use what the first one fixed.
@@ -80,14 +89,6 @@ class Replay(LinearModel):
         if self.is_fixing:
             self._events.append(event)
         self._event += 1
-
-    def _next_is(self, event: str) -> bool:
-        """Whether the next event besides linear modules is this."""
-        rest = (each for each in self._events[self._event :] if each != "linear")
-        return next(rest, "") == event
-
-    def _last_was(self, event: str) -> bool:
-        return self._event > 0 and self._events[self._event - 1] == event
 
     def _keep(self, make: Callable[[], Any]) -> Any:
         if self.is_fixing:
@@ -124,16 +125,17 @@ class Replay(LinearModel):
     ) -> Tensor:
         if not self._depends(input):
             return super()._linear(func, input, weight, bias)
-        is_out = self._last_was("attention")
+        before = self._events[self._event - 1 : self._event]  # the last one, if any
         self._note("linear")
-        is_shared = self._next is not None and self._biases == "absdot" and not self._is_whole
+        is_shared = self._next is not None and self.shares_biases and not self._is_whole
         if not is_shared or bias is None or self._own is not None:
             return super()._linear(func, input, weight, bias)
         made: Tensor = func(input, weight)
-        if self._next_is("attention"):  # weights add up to 1: it comes through as it is
+        rest = (event for event in self._events[self._event :] if event != "linear")
+        if next(rest, "") == "attention":  # weights add up to 1: it comes through as it is
             last = torch.arange(made.size(0), device=made.device) == made.size(0) - 1
             return made + bias * last.view(-1, *(1,) * (made.dim() - 1))
-        if not is_out:
+        if before != ["attention"]:  # of no out-projection
             return self._shared(made, bias)
         self._waiting[made] = bias.detach()
         return made
@@ -189,9 +191,9 @@ class Replay(LinearModel):
         groups = kept.size(1) // value.size(1)
         return kept @ value.repeat_interleave(groups, 1)
 
-    def _with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
+    def with_constant(self, x: Tensor, constant: Any, *, is_fixed: bool = False) -> Tensor:
         if self.is_fixing:
-            return super()._with_constant(x, constant, is_fixed=is_fixed)
+            return super().with_constant(x, constant, is_fixed=is_fixed)
         if constant is None:
             return x
         if is_fixed:
@@ -205,7 +207,7 @@ class Replay(LinearModel):
         x = x.expand(torch.broadcast_shapes(x.shape, c.shape))
         if x.dim() == 2 and x.size(0) % self._count == 0:
             # tokens of all vectors in a row, [K L, D]
-            made = self._with_constant(x.unflatten(0, (self._count, -1)), c)
+            made = self.with_constant(x.unflatten(0, (self._count, -1)), c)
             return made.flatten(0, 1)
         if self._own is not None:  # before tokens are mixed a bias belongs to its token
             return x + c * self._own_of(x)
@@ -217,11 +219,7 @@ class Replay(LinearModel):
     def _own_of(self, x: Tensor) -> Tensor:
         """Returns which token each of the vectors belongs to, with as many axes as ``x``.
 
-        Args:
-            x: ``[K, L, ..]``, ``[L, K, ..]`` or, of heads, ``[K, H, L, ..]``.
-
-        Raises:
-            NotImplementedError: ``x`` has another shape.
+        ``x`` is ``[K, L, ..]``, ``[L, K, ..]`` or, of heads, ``[K, H, L, ..]``.
         """
         assert self._own is not None
         own = self._own[..., 0]
@@ -248,55 +246,42 @@ class Replay(LinearModel):
 class BlockReplay(Replay):
     """The linear maps of blocks, each applied to vectors of its own.
 
-    In the first call it finds, in every block, the last sum, and what it adds to the stream: to the
-    block's input and sums with it. In a post-norm block, whose stream ends at a norm, that is the
-    operand made later. What a parallel block adds in several sums is taken together.
-
-    Args:
-        activation: "slope" or "tangent", as for ``LinearModel``.
-        caller: The function that errors name.
+    It finds, in every block, the last sum, and what that adds to the stream: to the block's input
+    and sums with it. In a post-norm block, whose stream ends at a norm, that is the operand made
+    later. What a parallel block adds in several sums is taken together.
     """
 
-    def __init__(self, activation: Activation, caller: str) -> None:
+    enters_every_block = True
+
+    def __init__(self, activation: Activation, caller: str, scope: str) -> None:
         super().__init__(activation, "none", caller)
+        self._scope = scope
         self._vectors_own: Tensor | None = None
         self._ages: Any = WeakTensorKeyDictionary()  # when tensors were made
         self._age = 0
-        # Tensors of the stream, and what was added last: which sums, and which operand of each.
+        # Tensors of the stream, and what was added last: the operands of one sum, or of several.
         self._stream: Any = WeakTensorKeyDictionary()
         self._first: Any = None
-        self._added: list[tuple[int, int]] | None = None
-        self._block, self._sum_count = -1, 0
-        self._parts: list[list[tuple[int, int]]] = []  # one list for each block
-        self._is_last = False
-        self._found: list[Tensor] = []
+        self._added: list[Tensor] | None = None
+        self._last: list[Tensor] = []
 
     def begin(self, own: Tensor) -> None:
         super().begin(own)
-        self._vectors_own, self._block = self._own, -1
+        self._vectors_own = self._own
 
     def begin_whole(self) -> None:
         super().begin_whole()
-        self._vectors_own, self._block = None, -1
+        self._vectors_own = None
 
     def enter_block(self, x: Tensor) -> None:
-        """Notes that a block is called with ``x``."""
         self._own = self._vectors_own
-        self._block, self._sum_count, self._is_last = self._block + 1, 0, False
-        self._found.clear()
-        if self.is_fixing:
-            self._parts.append([])
-            self._stream[x] = []
+        self._last = []
+        self._stream[x] = []
 
-    def part(self) -> Tensor | None:
-        """Returns what the block that ran last added last; None: more than norms followed."""
-        wanted = self._parts[self._block]
-        if not self._is_last or not wanted or len(self._found) != len(wanted):
-            return None
-        total = self._found[0]
-        for more in self._found[1:]:
-            total = total + more
-        return total
+    def part(self, output: Tensor) -> Tensor | None:
+        if self._scope == "block":
+            return output
+        return torch.stack(self._last).sum(0) if self._last else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -304,7 +289,7 @@ class BlockReplay(Replay):
         self._first = args[0] if args else None  # a rule gets a copy of what is changed in place
         self._added = None
         result = super().__torch_function__(func, types, args, kwargs)
-        if self.is_fixing and isinstance(result, Tensor):
+        if isinstance(result, Tensor):
             self._age += 1
             first = args[0] if args and isinstance(args[0], Tensor) else None
             is_same = first is not None and name_of(func) in _SAME
@@ -319,30 +304,24 @@ class BlockReplay(Replay):
 
     def _note(self, event: str) -> None:
         super()._note(event)
-        self._is_last = self._is_last and event == "norm"
+        self._last = self._last if event == "norm" else []
 
     def _sum(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         both = args[:2]
-        if self._block >= 0 and len(both) == 2 and all(self._depends(x) for x in both):
-            if self.is_fixing and both[0].shape == both[1].shape:
-                self._parts[self._block] = self._adds(self._first, both[1])
-                self._is_last = True
-            elif not self.is_fixing:
-                places = [at for n, at in self._parts[self._block] if n == self._sum_count]
-                self._found += [both[at].detach() for at in places]
-                last = max((n for n, _ in self._parts[self._block]), default=-1)
-                self._is_last = self._is_last or last == self._sum_count
-            self._sum_count += 1
+        depend = len(both) == 2 and all(self._depends(x) for x in both)
+        if depend and both[0].shape == both[1].shape:
+            self._last = self._adds(both, self._first)
         return super()._sum(func, *args, **kwargs)
 
-    def _adds(self, left: Any, right: Tensor) -> list[tuple[int, int]]:
-        """Returns what a sum adds to the stream, as sums and their operands."""
-        known = [self._stream.get(x) if isinstance(x, Tensor) else None for x in (left, right)]
-        ages = [self._age_of(left), self._age_of(right)]
+    def _adds(self, both: tuple[Tensor, ...], left: Any) -> list[Tensor]:
+        """Returns what a sum of both adds to the stream; ``left`` is the first as it was given."""
+        pair = (left, both[1])
+        known = [self._stream.get(x) if isinstance(x, Tensor) else None for x in pair]
+        ages = [self._age_of(x) for x in pair]
         if (known[0] is None) == (known[1] is None):
-            return [(self._sum_count, int(ages[1] > ages[0]))]
+            return [both[ages[1] > ages[0]].detach()]
         at = 0 if known[0] is None else 1
-        added = [(self._sum_count, at)]
+        added = [both[at].detach()]
         before = known[1 - at]
         if before and ages[at] < ages[1 - at]:  # made beside what the sum before it added
             added += before

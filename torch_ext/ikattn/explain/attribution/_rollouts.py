@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ikattn.explain.attribution._decompx import check_sum, has_tokens_first, parts_of
-from ikattn.explain.attribution._linear import LinearModel, activations_as_one
+from ikattn.explain.attribution._linear import LinearModel
 from ikattn.explain.attribution._model import (
     Stack,
     attention_of,
-    frozen_parameters,
+    called_linear,
     last_hidden,
     stacks_of,
 )
@@ -59,11 +59,7 @@ class _Writings:
 
     @torch.no_grad()
     def note(self, run: Run) -> None:
-        """Takes up a layer's attention.
-
-        Raises:
-            ValueError: Its block does not add to a residual stream.
-        """
+        """Takes up a layer's attention."""
         block = run.plan.parts.block
         if run.attention.kind != "self" or block != "pre":
             raise ValueError(
@@ -128,36 +124,33 @@ def roll_out(task: Task, map_: str) -> Attribution:
     stack, gradient, values = _hidden_gradients(task)
     share = row_shares(gradient.norm(dim=-1))  # [B, L]
     nothing = values.new_full(values.shape, float("nan"))
+
+    def scores_of(rows: Tensor) -> Tensor:
+        return (share.to(rows).unsqueeze(1) @ rows)[:, 0]
+
+    crossing = ""
     if map_ == "value_zeroing" and not task.is_seq2seq:
-        rows = rollout(value_zeroing(task.model, task.inputs))
-        return Attribution((share.to(rows).unsqueeze(1) @ rows)[:, 0], values, nothing)
-    recording = None
+        zeroed = value_zeroing(task.model, task.inputs)
+        return Attribution(scores_of(rollout(zeroed)), values, nothing)
     if not task.is_seq2seq:
         recording = _record(task, map_, attention_of(task.model, stack))
-    layers = {} if recording is None else recording.layers
-    crossing = [name for name, layer in layers.items() if layer.kind == "cross"]
-    if recording is not None and not crossing:
-        residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
-        rows = rollout(recording, map=map_, layers=list(layers), residual=residual)
-        return Attribution((share.to(rows).unsqueeze(1) @ rows)[:, 0], values, nothing)
+        layers = recording.layers
+        crossing = next((f", {name}" for name in layers if layers[name].kind == "cross"), "")
+        if not crossing:
+            residual = 0.5 if map_ in ("weights", "per_head", "summed") else None
+            rows = rollout(recording, map=map_, layers=list(layers), residual=residual)
+            return Attribution(scores_of(rows), values, nothing)
     if map_ != "alti":
         raise ValueError(
-            f"attribute: {type(task.model).__name__} has cross-attention"
-            f'{", " + crossing[0] if crossing else ""}, through which only "rollout:alti" goes, '
-            f'got "rollout:{map_}"'
+            f"attribute: {type(task.model).__name__} has cross-attention{crossing}, through which "
+            f'only "rollout:alti" goes, got "rollout:{map_}"'
         )
-    pair = (share.to(x).unsqueeze(1) @ x for x in alti_plus(_record(task, map_, None)))
-    scores, prefix = (x[:, 0] for x in pair)
+    scores, prefix = map(scores_of, alti_plus(_record(task, map_, None)))
     return Attribution(scores, values, nothing, prefix_scores=prefix)
 
 
 def _record(task: Task, map_: str, layers: list[str] | None, **options: Any) -> Recording:
-    """Records a map of each layer, or of some.
-
-    Raises:
-        ValueError, NotImplementedError, RuntimeError: Errors of the recorder, without its advice on
-            options that attribute has not.
-    """
+    """Records a map of each layer, or of some."""
     if layers is not None and not layers:
         raise ValueError(
             "attribute: rollouts and ALTI-Logit follow attention, and no attention that can be "
@@ -181,17 +174,12 @@ def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
     Returns:
         The stack of that block; the gradient ``[B, L, D]`` with the norm after it fixed; and the
         values ``[B]``.
-
-    Raises:
-        RuntimeError: The parts of the last block's output do not add up to the values.
     """
     model, linear = task.model, LinearModel()
     stacks = stacks_of(model, "attribute")
     with ExitStack() as opened:
         made = opened.enter_context(last_hidden(stacks))
-        opened.enter_context(frozen_parameters(model))
-        opened.enter_context(activations_as_one(model, linear))
-        opened.enter_context(torch.enable_grad())
+        opened.enter_context(called_linear(model, linear))
         values = task.values(linear)
         leaves = [leaf for _, leaf in made]
         if not leaves:

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.explain.attribution._linear import LinearModel
-from ikattn.explain.attribution._model import Stack, logits_of, takes
+from ikattn.explain.attribution._model import (
+    Stack,
+    is_encoder_decoder,
+    logits_of,
+    products_of,
+    takes,
+)
 
 Target: TypeAlias = (
     "int | str | slice | tuple[int, int | None] | Sequence[int] | Tensor | "
@@ -24,20 +30,8 @@ Target: TypeAlias = (
 """Targets as :func:`ikattn.attribute` has them."""
 
 
-class Choice(NamedTuple):
-    """The numbers whose sum is attributed, and the token each of them belongs to.
-
-    Attributes:
-        positions: Places of the logits, n for each sequence; none for logits ``[B, V]``.
-        ids: The logits chosen, n for each sequence.
-        against: The logit that is taken off, or None.
-        function: A function of the output in their place.
-    """
-
-    positions: list[list[int]]
-    ids: list[list[int]]
-    against: int | None = None
-    function: Callable[[Any], Tensor] | None = None
+# Places of logits, n for each sequence (none for logits [B, V]), and the logits chosen there.
+Choice: TypeAlias = "tuple[list[list[int]], list[list[int]]]"
 
 
 class Task(NamedTuple):
@@ -46,15 +40,18 @@ class Task(NamedTuple):
     Attributes:
         model: A model in eval mode.
         inputs: Its arguments by name.
-        choice: The numbers.
-        is_seq2seq: Whether its decoder reads an encoder.
+        positions, ids: The numbers whose sum is attributed.
+        against: The logit that is taken off, or None.
+        function: A function of the output in their place.
         plain: The output, where the model had to be asked to know the target; or None.
     """
 
     model: nn.Module
     inputs: dict[str, Any]
-    choice: Choice
-    is_seq2seq: bool
+    positions: list[list[int]]
+    ids: list[list[int]]
+    against: int | None
+    function: Callable[[Any], Tensor] | None
     plain: Any
 
     @staticmethod
@@ -66,8 +63,7 @@ class Task(NamedTuple):
         prompt_length: int | None,
     ) -> Task:
         """Makes the task of a target as :func:`ikattn.attribute` has it."""
-        is_seq2seq = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        is_next = predicts_next(model)
+        is_seq2seq, is_next = is_encoder_decoder(model), predicts_next(model)
         name = "decoder_input_ids" if is_seq2seq else "input_ids"
         if isinstance(target, Tensor) and target.dim() == 0:
             target = target.item()
@@ -86,22 +82,26 @@ class Task(NamedTuple):
             target = slice(prompt_length, None)
         mask = named.get("decoder_attention_mask" if is_seq2seq else "attention_mask")
         mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        plain: Any = None
         if callable(target):
-            choice = Choice([], [], None, target)
-        elif isinstance(target, slice):
-            choice = _span(target, against, named.get(name), mask, is_next)
-        else:
-            with torch.no_grad():
-                plain = model(**named)
-            choice = _of_logits(target, against, logits_of(plain, "attribute"), mask, is_next)
-        return Task(model, named, choice, is_seq2seq, plain)
+            return Task(model, named, [], [], None, target, None)
+        if isinstance(target, slice):
+            choice = _span(target, named.get(name), mask, is_next)
+            return Task(model, named, *choice, against, None, None)
+        with torch.no_grad():
+            plain = model(**named)
+        choice = _of_logits(target, logits_of(plain, "attribute"), mask, is_next)
+        return Task(model, named, *choice, against, None, plain)
+
+    @property
+    def is_seq2seq(self) -> bool:
+        """Whether the model's decoder reads an encoder."""
+        return is_encoder_decoder(self.model)
 
     def values(self, linear: LinearModel | None = None) -> Tensor:
         """Returns the numbers chosen, ``[n, B]``, of a call of the model or of its linear map."""
         options: dict[str, Any] = {}
         kept = None
-        positions = sorted({i for own in self.choice.positions for i in own})
+        positions = sorted({i for own in self.positions for i in own})
         if positions and takes(self.model, "logits_to_keep"):
             kept = positions
             options["logits_to_keep"] = torch.tensor(kept)
@@ -116,26 +116,23 @@ class Task(NamedTuple):
     ) -> Tensor:
         """Returns the numbers, ``[n, B]``, of an output: 0 where a sequence has fewer than others.
 
-        Args:
-            output: The model's output.
-            kept: Positions that it gave logits of; None: all.
-            linear: Takes up what the tangent of a function leaves; None: the output is no linear
-                map's.
+        The output has logits of the positions kept, None: of all. A linear map takes up what the
+        tangent of a function leaves.
         """
-        function, against = self.choice.function, self.choice.against
-        if function is not None:
-            made = _numbers(function, output)
+        against = self.against
+        if self.function is not None:
+            made = _numbers(self.function, output)
             if linear is not None:
-                rest = _rest_of_tangent(function, output)
-                made = linear.plus_constant(made - rest, rest)
+                rest = _rest_of_tangent(self.function, output)
+                made = linear.with_constant(made - rest, rest)
             return made.unsqueeze(0)
         logits = logits_of(output, "attribute")
         V = logits.size(-1)
         if against is not None and not (isinstance(against, int) and 0 <= against < V):
             raise ValueError(f"attribute: against must be a logit, 0 to {V - 1}, got {against!r}")
-        n = max((len(own) for own in self.choice.ids), default=0)
+        n = max((len(own) for own in self.ids), default=0)
         rows = []
-        for b, (at, ids) in enumerate(zip(self.choice.positions, self.choice.ids, strict=True)):
+        for b, (at, ids) in enumerate(zip(self.positions, self.ids, strict=True)):
             own = logits[b]
             if own.dim() == 1:
                 own = own.unsqueeze(0)
@@ -163,11 +160,7 @@ class Task(NamedTuple):
 
 
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Returns a model's arguments by name, without labels.
-
-    Raises:
-        ValueError: They are neither a tensor nor a mapping, or hold no token.
-    """
+    """Returns a model's arguments by name, without labels."""
     if isinstance(inputs, Tensor):
         first = next(iter(inspect.signature(model.forward).parameters))
         inputs = {first: inputs}
@@ -208,10 +201,7 @@ def _rest_of_tangent(function: Callable[[Any], Tensor], output: Any) -> Tensor:
     rest = made.detach().double().clone()
     for b, number in enumerate(made):
         gradients = torch.autograd.grad(number, points, retain_graph=True, allow_unused=True)
-        for gradient, x in zip(gradients, points, strict=True):
-            if gradient is not None:
-                products = gradient.double() * x.detach().double()
-                rest[b] -= products.masked_fill(gradient == 0, 0).sum()
+        rest[b] -= sum(product.sum() for product in products_of(gradients, points))
     return rest.to(made.dtype)
 
 
@@ -276,23 +266,11 @@ def _with_answer(inputs: dict[str, Any], ids: Sequence[int], name: str) -> dict[
     return changed
 
 
-def _of_logits(
-    target: Any, against: int | None, logits: Tensor, mask: Tensor | None, is_next: bool
-) -> Choice:
-    """Chooses among logits ``[B, V]`` or ``[B, L, V]``.
-
-    Args:
-        target, against: Arguments of :func:`ikattn.attribute`.
-        logits: The model's.
-        mask: bool ``[B, L]``, True = a token.
-        is_next: Whether logits at a token are those of the next one.
-
-    Raises:
-        ValueError: The target stands for nothing.
-    """
+def _of_logits(target: Any, logits: Tensor, mask: Tensor | None, is_next: bool) -> Choice:
+    """Chooses among logits ``[B, V]``, or ``[B, L, V]`` with a mask ``[B, L]``, True = a token."""
     B, V = logits.shape[0], logits.shape[-1]
     if logits.dim() == 2:
-        return Choice([[]] * B, [[_checked(i, V)] for i in _classes(target, logits)], against)
+        return [[]] * B, [[_checked(i, V)] for i in _classes(target, logits)]
     if mask is None:
         mask = torch.ones(logits.shape[:2], dtype=torch.bool)
     there = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
@@ -303,16 +281,20 @@ def _of_logits(
             f"attribute: logits {list(logits.shape)} for each token need target=(position, class), "
             f"or (position, None) for the class that the model predicts, got {target!r}"
         )
-    at = [_position(position, own) for own in there]
+    outside = [own for own in there if not -len(own) <= position < len(own)]
+    if outside:
+        raise ValueError(
+            f"attribute: target must be at one of the {len(outside[0])} tokens, got position "
+            f"{position}"
+        )
+    at = [own[position] for own in there]
     ids = [
         _checked(int(logits[b, at[b]].argmax()) if chosen is None else chosen, V) for b in range(B)
     ]
-    return Choice([[i] for i in at], [[i] for i in ids], against)
+    return [[i] for i in at], [[i] for i in ids]
 
 
-def _span(
-    span: slice, against: int | None, tokens: Tensor | None, mask: Tensor | None, is_next: bool
-) -> Choice:
+def _span(span: slice, tokens: Tensor | None, mask: Tensor | None, is_next: bool) -> Choice:
     if tokens is None or not is_next:
         raise ValueError(
             "attribute: a span of tokens as target needs a model that predicts the next token and "
@@ -338,7 +320,7 @@ def _span(
             )
         positions.append([there[i - 1] for i in range(first, last)])
         ids.append([row[there[i]] for i in range(first, last)])
-    return Choice(positions, ids, against)
+    return positions, ids
 
 
 def _classes(target: Any, logits: Tensor) -> list[int]:
@@ -359,11 +341,3 @@ def _checked(i: int, V: int) -> int:
     if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < V:
         raise ValueError(f"attribute: target must be a logit, 0 to {V - 1}, got {i!r}")
     return i
-
-
-def _position(position: int, there: Sequence[int]) -> int:
-    if not -len(there) <= position < len(there):
-        raise ValueError(
-            f"attribute: target must be at one of the {len(there)} tokens, got position {position}"
-        )
-    return there[position]

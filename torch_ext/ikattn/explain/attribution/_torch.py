@@ -96,14 +96,10 @@ def body_of(func: FunctionType) -> FunctionType:
     names = dict(func.__globals__)
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         if name in names:
-            names[name] = _never
+            names[name] = lambda *_: False
     body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
-
-
-def _never(*args: Any) -> bool:
-    return False
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
@@ -137,18 +133,14 @@ def hooked(
 ) -> Iterator[None]:
     """Has modules call hooks while it is entered.
 
-    Args:
-        modules: Any number.
-        before: Called first of all, with the module, args and kwargs; may give others.
-        after: Called with the module, args and what it made; may give something else.
+    ``before`` is called first of all, with the module, args and kwargs, and may give others;
+    ``after`` with the module, args and what it made, and may give something else.
     """
     with ExitStack() as opened:
         for module in modules:
             if before is not None:
-                handle = module.register_forward_pre_hook(
-                    Hook(before), with_kwargs=True, prepend=True
-                )
-                opened.callback(handle.remove)
+                options = {"with_kwargs": True, "prepend": True}
+                opened.callback(module.register_forward_pre_hook(Hook(before), **options).remove)
             if after is not None:
                 opened.callback(module.register_forward_hook(Hook(after)).remove)
         yield

@@ -102,11 +102,11 @@ class Attribution:
             >>> found.by_words([[None, 0, 0, 1]]).scores
             tensor([[3.0000, 0.2500]])
         """
+        are_texts = words is None
         if words is None:
             names = self._names("by_words")
             words = [words_of_text(own, byte_level=self.byte_level) for own in names]
-            return self._summed(words, are_texts=True)
-        return self._summed(words, are_texts=False)
+        return self._summed(words, are_texts=are_texts)
 
     def by_lines(self) -> Attribution:
         r"""Adds up the scores of each line's tokens.
@@ -144,12 +144,7 @@ class Attribution:
         return self.tokens
 
     def _summed(self, words: Sequence[Sequence[int | None]], *, are_texts: bool) -> Attribution:
-        """Adds up the scores of tokens with the same number.
-
-        Args:
-            words: The numbers, a list for each sequence.
-            are_texts: Whether they are named by their text; otherwise by their tokens' names.
-        """
+        """Adds up scores of tokens with the same number, named by their text or tokens' names."""
         S = self.scores.size(-1)
         if len(words) != self.scores.size(0) or any(len(own) != S for own in words):
             raise ValueError(

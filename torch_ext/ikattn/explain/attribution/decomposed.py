@@ -6,9 +6,9 @@ Sizes: B batch, N blocks, K vectors that go through together, L = S tokens, D mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from ikattn.explain.attribution._model import (
     Stack,
     alone,
     called_linear,
+    check_graph,
     is_of_batch,
-    replaced,
     sequences_of,
     the_stack_of,
 )
@@ -29,9 +29,6 @@ from ikattn.explain.attribution._torch import called_with, first_output, hooked
 from ikattn.recorder.sums.tensors import first_tensor
 
 _DECOMPOSED, _BLOCKS = "decomposed_norms", "block_maps"
-
-Make: TypeAlias = Callable[[int, Tensor], Tensor]
-"""Functions that make what a block is called with, of its number and what it was called with."""
 
 
 @takes_memory_for("the decomposed vectors")
@@ -83,16 +80,8 @@ def decomposed_norms(
     if biases not in ("none", "absdot"):
         raise ValueError(f'{_DECOMPOSED}: biases must be "none" or "absdot", got {biases!r}')
 
-    def maps(stack: Stack, item: dict[str, Any]) -> Tensor:
-        replay = Replay(activation, biases, _DECOMPOSED)
-
-        def entered(make: Make) -> AbstractContextManager[None]:
-            return replaced(stack, lambda x: make(0, x))
-
-        norms = partial(torch.linalg.vector_norm, dim=-1)
-        return _followed(model, item, stack, replay, entered, norms, sources, biases == "absdot")
-
-    return _of_sequences(model, inputs, sources, _DECOMPOSED, maps)
+    replay = partial(Replay, activation, biases, _DECOMPOSED)
+    return _of_sequences(model, inputs, sources, _DECOMPOSED, replay)
 
 
 @takes_memory_for("the decomposed vectors")
@@ -142,13 +131,8 @@ def block_maps(
     if scope not in ("block", "feed_forward"):
         raise ValueError(f'{_BLOCKS}: scope must be "block" or "feed_forward", got {scope!r}')
 
-    def maps(stack: Stack, item: dict[str, Any]) -> Tensor:
-        replay = BlockReplay(activation, _BLOCKS)
-        entered = partial(_every_block, stack, replay)
-        norms = partial(_norms_of_block, stack, replay, scope)
-        return _followed(model, item, stack, replay, entered, norms, sources, False)
-
-    return _of_sequences(model, inputs, sources, _BLOCKS, maps)
+    replay = partial(BlockReplay, activation, _BLOCKS, scope)
+    return _of_sequences(model, inputs, sources, _BLOCKS, replay)
 
 
 def _of_sequences(
@@ -156,14 +140,15 @@ def _of_sequences(
     inputs: Mapping[str, Any],
     sources: int,
     caller: str,
-    maps: Callable[[Stack, dict[str, Any]], Tensor],
+    replay: Callable[[], Replay],
 ) -> Tensor:
     """Stacks the maps of each sequence, ``[N, L, S]``, as ``[N, B, L, S]``."""
     if not isinstance(sources, int) or sources < 1:
         raise ValueError(f"{caller}: sources must be an integer, 1 or more, got {sources!r}")
     stack = the_stack_of(model, inputs, caller)
     with alone(model, caller):
-        return torch.stack([maps(stack, item) for item in sequences_of(inputs)], 1)
+        maps = [_followed(model, x, stack, replay(), sources) for x in sequences_of(inputs)]
+        return torch.stack(maps, 1)
 
 
 def _followed(
@@ -171,23 +156,15 @@ def _followed(
     inputs: dict[str, Any],
     stack: Stack,
     replay: Replay,
-    entered: Callable[[Make], AbstractContextManager[None]],
-    norms: Callable[[Tensor], Tensor],
     sources: int,
-    shares_biases: bool,
 ) -> Tensor:
     """Follows the vectors of one sequence's tokens: the maps ``[N, L, S]``.
 
-    Args:
-        model, inputs: A model and the arguments of one sequence.
-        stack: Its blocks.
-        replay: Fixes numbers in a first call, for those that follow.
-        entered: A context in which blocks are called with what a function makes.
-        norms: Gives the norms ``[K, L]`` of what a block that just ran made.
-        sources: The number of vectors that go through together.
-        shares_biases: All go through together, with one that takes the biases to be shared.
+    A first call fixes numbers in ``replay`` for those that follow. Where biases are shared all
+    vectors go through together, and one more that takes them.
     """
-    caller = replay.caller
+    caller, shares_biases = replay.caller, replay.shares_biases
+    entered = partial(_entered, stack, replay)
     given: list[Tensor] = []  # vectors that enter
 
     def first(n: int, x: Tensor) -> Tensor:
@@ -207,9 +184,26 @@ def _followed(
         vectors[torch.arange(len(keys), device=x.device), keys] = given[n][0, keys]
         return vectors.requires_grad_()
 
+    def norms(output: Tensor) -> Tensor:
+        part = replay.part(output)
+        if part is None:
+            raise NotImplementedError(
+                f"{caller}: a block of {stack.name or 'the model'}, "
+                f"{type(stack.blocks[0]).__name__}, does not end with the sum of a feed-forward "
+                'part and its residual, and a norm at most: take scope="block"'
+            )
+        found: Tensor = torch.linalg.vector_norm(part.reshape(output.shape), dim=-1)
+        return found
+
+    def norms_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+        return norms(x[:-1]), x.sum(0, keepdim=True)  # the last vector takes biases
+
     with ExitStack() as opened:
         opened.enter_context(called_linear(model, replay))
-        opened.enter_context(torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing))
+        opened.enter_context(replay)
+        # there is no backward pass, for which anything would be kept
+        nothing: Any = lambda x: None  # noqa: E731
+        opened.enter_context(torch.autograd.graph.saved_tensors_hooks(nothing, nothing))
         with entered(first), _outputs_of(stack) as expected:
             model(**inputs)
         if not given:
@@ -224,8 +218,10 @@ def _followed(
             own = torch.zeros(len(keys) + shares_biases, S, dtype=torch.bool, device=device)
             own[torch.arange(len(keys), device=device), keys] = True
             replay.begin(own)
-            reduced = partial(_norms_and_sum, norms) if shares_biases else norms
-            with entered(partial(alone_of, keys)), _outputs_of(stack, reduced) as found:
+            with (
+                entered(partial(alone_of, keys)),
+                _outputs_of(stack, norms_and_sum if shares_biases else norms) as found,
+            ):
                 _run_many(model, inputs, len(own), caller)
             if shares_biases:
                 _check_vectors(stack, [total for _, total in found], expected, caller)
@@ -234,40 +230,17 @@ def _followed(
     return torch.cat(parts, 1).mT
 
 
-def _nothing(x: Any) -> Any:
-    """Keeps nothing for a backward pass, which none of these graphs has."""
-
-
-def _norms_and_sum(norms: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns norms ``[K - 1, L]`` without the last vector, and the sum ``[1, L, D]`` of all."""
-    return norms(x[:-1]), x.sum(0, keepdim=True)
-
-
-def _norms_of_block(stack: Stack, replay: BlockReplay, scope: str, output: Tensor) -> Tensor:
-    """Returns norms ``[K, L]`` of what the block that just ran made, or its feed-forward part."""
-    if scope == "feed_forward":
-        part = replay.part()
-        if part is None:
-            raise NotImplementedError(
-                f"{_BLOCKS}: a block of {stack.name or 'the model'}, "
-                f"{type(stack.blocks[0]).__name__}, does not end with the sum of a feed-forward "
-                'part and its residual, and a norm at most: take scope="block"'
-            )
-        output = part.reshape(output.shape)
-    norms: Tensor = torch.linalg.vector_norm(output, dim=-1)
-    return norms
-
-
 @contextmanager
-def _every_block(stack: Stack, replay: BlockReplay, make: Make) -> Iterator[None]:
-    """Has every block called with another tensor."""
+def _entered(stack: Stack, replay: Replay, make: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Has blocks called with what is made of their number and of what they were called with."""
     count = 0
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal count
         x = first_tensor(args, kwargs)
-        if x is None:
+        if x is None or (count > 0 and not replay.enters_every_block):
             return None
+        check_graph(module)
         with torch._C.DisableTorchFunction():
             y = make(count, x)
         replay.enter_block(y)
@@ -294,11 +267,7 @@ def _outputs_of(
 
 
 def _run_many(model: nn.Module, inputs: dict[str, Any], count: int, caller: str) -> None:
-    """Calls the model with vectors that go through together, in place of one sequence.
-
-    Raises:
-        NotImplementedError: The model mixes sequences of a batch, as experts do.
-    """
+    """Calls the model with vectors that go through together, in place of one sequence."""
     many = {
         name: x.expand(count, *x.shape[1:]) if is_of_batch(name, x) else x
         for name, x in inputs.items()

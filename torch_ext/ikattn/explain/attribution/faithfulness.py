@@ -191,37 +191,29 @@ class _Asked:
         return probabilities.gather(1, chosen[:, None])[:, 0], likeliest
 
     def _logits(self, gone: Tensor | None) -> Tensor:
-        ids = self.inputs["input_ids"]
-        if gone is None:
-            return self._whole()
+        """Returns logits without tokens; None: of the texts as they are, made in the same way."""
+        ids, is_whole = self.inputs["input_ids"], gone is None
+        gone = torch.zeros_like(self.there) if gone is None else gone
         if self.replace == "mask":
             assert self.mask_id is not None
             return self._call({**self.inputs, "input_ids": ids.masked_fill(gone, self.mask_id)})
-        if self.replace == "zero":
-            return self._zeroed(gone)
-        return torch.cat([self._dropped(gone, b) for b in range(len(ids))])
-
-    def _whole(self) -> Tensor:
-        """Returns the logits of the texts as they are, by the way of those without tokens.
-
-        Raises:
-            ValueError: The model makes something else of vectors than of the tokens they are of.
-        """
-        none = torch.zeros_like(self.there)
         if self.replace == "drop":
-            return torch.cat([self._dropped(none, b) for b in range(len(none))])
+            return torch.cat([self._dropped(gone, b) for b in range(len(ids))])
+        found = self._zeroed(gone)
+        if is_whole:
+            self._check_vectors(found)
+        return found
+
+    def _check_vectors(self, found: Tensor) -> None:
+        """Raises ValueError where a model makes other logits of tokens than of their vectors."""
         logits = self._call(self.inputs)
-        if self.replace == "zero":
-            again = self._zeroed(none)
-            size = logits.abs().max().clamp_min(1e-30)
-            if again.shape != logits.shape or float((again - logits).abs().max() / size) > 1e-2:
-                raise ValueError(
-                    f"{_CALLER}: {type(self.model).__name__} gives other logits for the vectors of "
-                    "its input embeddings, as inputs_embeds, than for input_ids: take "
-                    'replace="mask" or "drop"'
-                )
-            return again
-        return logits
+        size = logits.abs().max().clamp_min(1e-30)
+        if found.shape != logits.shape or float((found - logits).abs().max() / size) > 1e-2:
+            raise ValueError(
+                f"{_CALLER}: {type(self.model).__name__} gives other logits for the vectors of "
+                "its input embeddings, as inputs_embeds, than for input_ids: take "
+                'replace="mask" or "drop"'
+            )
 
     def _zeroed(self, gone: Tensor) -> Tensor:
         vectors = self.model.get_input_embeddings()(self.inputs["input_ids"])  # type: ignore[operator]

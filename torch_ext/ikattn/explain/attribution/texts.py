@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ikattn.explain.attribution._model import takes
+from ikattn.explain.attribution._model import is_encoder_decoder, takes
 from ikattn.explain.attribution._targets import predicts_next
 
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
@@ -20,21 +20,14 @@ def encoded(
 ) -> tuple[dict[str, Tensor], int | None]:
     """Encodes a text or conversation, and counts the tokens before the answer.
 
-    Args:
-        model: A model of transformers.
-        given: A text, or a conversation: one that ends with the assistant's turn holds its answer,
-            which ends with that turn's text; after another turn the answer begins.
-        tokenizer: A tokenizer of transformers.
-
-    Raises:
-        ValueError: The tokenizer, a token or the chat template is missing, or the template writes
-            the turns before an answer otherwise when it follows.
+    A conversation that ends with the assistant's turn holds its answer, which ends with that turn's
+    text; after another turn the answer begins.
     """
     if tokenizer is None:
         raise ValueError(
             f"attribute: inputs that are text need tokenizer=, got None and {given!r:.60}"
         )
-    is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    is_pair = is_encoder_decoder(model)
     length = None
     if isinstance(given, str):
         made = dict(tokenizer(given, return_tensors="pt"))
@@ -86,11 +79,8 @@ def _of_turns(turns: Conversation, tokenizer: Any) -> dict[str, Tensor]:
     """Encodes a conversation in the tokenizer's template, open for the assistant's words."""
     is_answered = bool(turns) and turns[-1].get("role") == "assistant"
     option = "continue_final_message" if is_answered else "add_generation_prompt"
-    return dict(
-        tokenizer.apply_chat_template(
-            list(turns), return_tensors="pt", return_dict=True, **{option: True}
-        )
-    )
+    options = {"return_tensors": "pt", "return_dict": True, option: True}
+    return dict(tokenizer.apply_chat_template(list(turns), **options))
 
 
 def target_of_text(
@@ -98,16 +88,11 @@ def target_of_text(
 ) -> tuple[dict[str, Any], int | list[int]]:
     """Reads a target that is text: a class by its label, or the tokens of an answer.
 
-    Returns:
-        The arguments of the model, with a decoder's first token where it had none; and the class
-        or the tokens.
-
-    Raises:
-        ValueError: No class has the label, or the text has no token.
+    The arguments come back with a decoder's first token where it had none.
     """
     if not predicts_next(model):
         return named, _label(model, text, "target")
-    is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
+    is_pair = is_encoder_decoder(model)
     argument = "text_target" if is_pair else "text"
     ids = list(tokenizer(**{argument: text}, add_special_tokens=is_pair)["input_ids"])
     if not ids:
@@ -116,11 +101,7 @@ def target_of_text(
 
 
 def number_of_text(model: Any, text: str, tokenizer: Any) -> int:
-    """Reads a class by its label, or the only token of a text.
-
-    Raises:
-        ValueError: The text is no label, or not one token.
-    """
+    """Reads a class by its label, or the only token of a text."""
     if not predicts_next(model):
         return _label(model, text, "against")
     ids = [] if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -144,8 +125,7 @@ def _label(model: Any, text: str, argument: str) -> int:
 
 def with_first_token(model: Any, named: dict[str, Any]) -> dict[str, Any]:
     """Adds the token that an encoder-decoder's decoder begins with to the arguments."""
-    is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
-    if not is_pair or named.get("decoder_input_ids") is not None:
+    if not is_encoder_decoder(model) or named.get("decoder_input_ids") is not None:
         return named
     tokens, first = named["input_ids"], model.config.decoder_start_token_id
     if first is None:

@@ -6,7 +6,7 @@ Sizes: B batch, N blocks, K tokens whose values are zeroed together, L = S token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,33 +86,38 @@ def _padding_of(inputs: Mapping[str, Any]) -> Tensor | None:
     return None
 
 
-class _Run:
+class _Run(NamedTuple):
     """A block's call of one sequence."""
 
-    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._block, self._args, self._kwargs = block, args, kwargs
+    block: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     def maps(self, together: int) -> Tensor:
         """Returns cosine distances, ``[L, S]``."""
-        x = first_tensor(self._args, self._kwargs)
+        x = first_tensor(self.args, self.kwargs)
         if x is None or x.dim() != 3:
             got = "no tensor" if x is None else list(x.shape)
             raise NotImplementedError(
-                f"{_CALLER}: blocks must be called with [B, L, D], and {type(self._block).__name__}"
+                f"{_CALLER}: blocks must be called with [B, L, D], and {type(self.block).__name__}"
                 f" was with {got}"
             )
-        plain = self._output(self._args, self._kwargs)
-        if together > 1 and not self._can_be_many(x):
+        plain = self._output(self.args, self.kwargs)
+        others = [each for each in (*self.args, *self.kwargs.values()) if each is not x]
+        if any(  # must be of the size of the batch
+            isinstance(each, Tensor) and each.dim() > 2 and each.size(0) not in (1, x.size(1))
+            for each in others
+        ):
             together = 1
         columns = []
         for first in range(0, x.size(1), together):
             keys = torch.arange(first, min(first + together, x.size(1)), device=x.device)
-            args, kwargs = self._many(x, len(keys))
+            args, kwargs = self._many(len(keys))
             with _Zeroed(keys) as zeroed:
                 output = self._output(args, kwargs).detach()
             if not zeroed.has_seen:
                 raise NotImplementedError(
-                    f"{_CALLER}: {type(self._block).__name__} called no attention whose weights "
+                    f"{_CALLER}: {type(self.block).__name__} called no attention whose weights "
                     "are told from its values: neither scaled_dot_product_attention nor a product "
                     "with what softmax gave"
                 )
@@ -121,26 +126,18 @@ class _Run:
         # pairs that a mask hides differ by rounding alone
         return distances.masked_fill(distances < 16 * torch.finfo(distances.dtype).eps, 0)
 
-    def _many(self, x: Tensor, count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Repeats the arguments of one sequence, such as ``x`` and its padding."""
+    def _many(self, count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Repeats the arguments of one sequence, such as its vectors and its padding."""
 
         def many(each: Any) -> Any:
             is_of_one = isinstance(each, Tensor) and each.dim() > 1 and each.size(0) == 1
             return each.expand(count, *each.shape[1:]) if is_of_one else each
 
-        kwargs = {name: many(each) for name, each in self._kwargs.items()}
-        return tuple(map(many, self._args)), kwargs
-
-    def _can_be_many(self, x: Tensor) -> bool:
-        """Whether nothing else that the block is given must be of the size of the batch."""
-        others = [each for each in (*self._args, *self._kwargs.values()) if each is not x]
-        return not any(
-            isinstance(each, Tensor) and each.dim() > 2 and each.size(0) not in (1, x.size(1))
-            for each in others
-        )
+        kwargs = {name: many(each) for name, each in self.kwargs.items()}
+        return tuple(map(many, self.args)), kwargs
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        output: Tensor = first_output(self._block(*args, **kwargs))
+        output: Tensor = first_output(self.block(*args, **kwargs))
         return output if output.dtype == torch.float64 else output.float()
 
 
