@@ -287,9 +287,15 @@ def word_alignment(
         check_padding(key_padding, "key_padding", (B, S), "word_alignment")
         of_keys = of_keys.masked_fill(key_padding, _PADDING)
     map = full_precision(map.detach())[:, shift:]
-    columns, words = _source_columns(map, of_keys)
-    columns = _target_sums(columns, of_rows)  # [B, target words, source words + S]
-    best, source = columns.max(-1)
+    words = max(int(of_keys.max()) + 1, 0) if of_keys.numel() else 0
+    targets = max(int(of_rows.max()) + 1, 0) if of_rows.numel() else 0
+    # special tokens have the last S columns, each its own place; rows that are no word's go
+    places = torch.where(of_keys >= 0, of_keys, torch.arange(words, words + S, device=map.device))
+    map = map.masked_fill((of_keys == _PADDING).unsqueeze(1), 0)
+    columns = _sums(map, places.unsqueeze(1), -1, words + S)
+    rows = of_rows.masked_fill(of_rows < 0, targets).unsqueeze(-1)
+    sums = _sums(columns, rows, 1, targets + 1)[:, :targets]  # largest where the mean is
+    best, source = sums.max(-1)
     linked = (source < words) & (best > 0)
     links: list[Links] = [set() for _ in range(B)]
     for b, target in linked.nonzero().tolist():
@@ -329,23 +335,8 @@ def _word_numbers(
     return numbers.to(device)
 
 
-def _source_columns(map: Tensor, of_keys: Tensor) -> tuple[Tensor, int]:
-    """Adds up the columns of each word: [B, L, words + S], and how many words.
-
-    Special tokens have the last S columns, each its own place, and 0 at all others.
-    """
-    B, L, S = map.shape
-    words = max(int(of_keys.max()) + 1, 0) if of_keys.numel() else 0
-    own = torch.arange(words, words + S, device=map.device).expand(B, S)
-    index = torch.where(of_keys >= 0, of_keys, own).unsqueeze(1).expand(B, L, S)
-    seen = map.masked_fill((of_keys == _PADDING).unsqueeze(1), 0)
-    return seen.new_zeros(B, L, words + S).scatter_add(-1, index, seen), words
-
-
-def _target_sums(columns: Tensor, of_rows: Tensor) -> Tensor:
-    """Adds up the rows of each word, [B, words, columns]: largest where the mean is."""
-    B, L, width = columns.shape
-    words = max(int(of_rows.max()) + 1, 0) if of_rows.numel() else 0
-    index = of_rows.masked_fill(of_rows < 0, words)  # a row for all that is no word, dropped below
-    index = index.unsqueeze(-1).expand(B, L, width)
-    return columns.new_zeros(B, words + 1, width).scatter_add(1, index, columns)[:, :words]
+def _sums(x: Tensor, places: Tensor, axis: int, size: int) -> Tensor:
+    """Adds up what goes to the same of ``size`` places on an axis."""
+    shape = list(x.shape)
+    shape[axis] = size
+    return x.new_zeros(shape).scatter_add(axis, places.expand_as(x), x)

@@ -105,11 +105,7 @@ def to_bertviz(
 def _attention(
     shown: SequenceMaps, layers: Sequence[Layer], map: str, shares: bool
 ) -> list[Tensor]:
-    """Returns ``[1, H, L, S]`` for each layer, all of one shape.
-
-    Raises:
-        ValueError: A view cannot show them.
-    """
+    """Returns ``[1, H, L, S]`` for each layer, all of one shape."""
     found: list[Tensor] = []
     for layer in layers:
         values: Tensor | None = getattr(shown.layers[layer.name], map)

@@ -16,17 +16,8 @@ from ikattn.explain.attribution import attribute
 
 __all__ = ["register"]
 
-METHODS = (
-    "decompx",
-    "alti_logit",
-    "rollout:alti",
-    "rollout:encoder",
-    "rollout:with_norm",
-    "rollout:with_residual",
-    "rollout:summed",
-    "rollout:weights",
-    "rollout:value_zeroing",
-)
+_ROLLED = ("alti", "encoder", "with_norm", "with_residual", "summed", "weights", "value_zeroing")
+METHODS = ("decompx", "alti_logit", *(f"rollout:{map}" for map in _ROLLED))
 
 
 @functools.cache

@@ -7,7 +7,6 @@ row by row.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +54,12 @@ def patch_maps(
         tensor([[1., 2., 3.],
                 [4., 5., 6.]])
     """
-    config = _vision_config(model)
-    if grid is not None and len(grid) != 2:
+    config = getattr(model, "config", model)
+    config = getattr(config, "vision_config", config)  # CLIP and SigLIP read texts, too
+    grid = _grid_of(config) if grid is None else grid
+    if len(grid) != 2:
         raise ValueError(f"patch_maps: grid must be (h, w), got {grid}")
-    h, w = _grid_of(config) if grid is None else grid
+    h, w = grid
     if scores.dim() == 0 or min(h, w) < 1 or (specials or 0) < 0:
         raise ValueError(
             "patch_maps: scores must be [..., S], grid positive and specials 0 or more, got "
@@ -66,7 +67,9 @@ def patch_maps(
         )
     S = scores.size(-1)
     found = S - h * w
-    possible = _possible_specials(config) if specials is None else [specials]
+    registers = int(getattr(config, "num_register_tokens", None) or 0)
+    classes = (2,) if getattr(config, "model_type", "") == "deit" else (0, 1)
+    possible = [registers + n for n in classes] if specials is None else [specials]
     if found not in possible:
         raise ValueError(
             f"patch_maps: scores must have {' or '.join(str(n + h * w) for n in possible)} tokens, "
@@ -127,36 +130,15 @@ def plot_patches(
         figure.savefig(file, format=_FORMATS[suffix], dpi=dpi)
 
 
-# --- The grid
-
-
-def _vision_config(model: Any) -> Any:
-    config = getattr(model, "config", model)
-    return getattr(config, "vision_config", config)  # CLIP and SigLIP read texts, too
-
-
 def _grid_of(config: Any) -> tuple[int, int]:
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if image is None or patch is None:
         raise ValueError(
             "patch_maps: grid must be (h, w) where model has no image_size and patch_size"
         )
-    (H, W), (height, width) = _pair(image), _pair(patch)
+    # a config may hold height and width as one number
+    (H, W), (height, width) = ((x, x) if isinstance(x, int) else x for x in (image, patch))
     return H // height, W // width
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns height and width, which a config may hold as one number."""
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _possible_specials(config: Any) -> list[int]:
-    registers = int(getattr(config, "num_register_tokens", None) or 0)
-    is_deit = getattr(config, "model_type", "") == "deit"
-    return [registers + classes for classes in ((2,) if is_deit else (0, 1))]
-
-
-# --- The picture
 
 
 def _matplotlib(module: str) -> Any:
@@ -212,15 +194,9 @@ def _figure(patches: Tensor, colours: Tensor, smooth: bool, title: str) -> Any:
     )
     top = float(patches.abs().max()) or 1.0
     lowest = -top if bool((patches < 0).any()) else 0.0
-    shown = over.imshow(
-        patches.numpy(),
-        cmap=_scale(lowest < 0),
-        vmin=lowest,
-        vmax=top,
-        extent=extent,
-        interpolation="bilinear" if smooth else "nearest",
-        aspect="auto",
-    )
+    between = "bilinear" if smooth else "nearest"
+    shades = {"cmap": _scale(lowest < 0), "vmin": lowest, "vmax": top, "interpolation": between}
+    shown = over.imshow(patches.numpy(), extent=extent, aspect="auto", **shades)
     text = {"fontsize": 8, "parse_math": False}
     figure.text(gap / whole[0], 1 - 0.26 / whole[1], title, color=_INK, **text)
     bar = place(3 * gap + 2 * width, 0.12)

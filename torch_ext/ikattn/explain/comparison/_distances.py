@@ -35,17 +35,12 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def row_sums(a: Tensor, b: Tensor, *, ranks: bool = True) -> Sums:
-    """Adds up statistics of every pair of rows.
+    """Adds up statistics of every pair of rows of one map of one sequence, of two models.
 
-    A row without anything in it, in either map, is no distribution and is left out.
-
-    Args:
-        a, b: One map of one sequence, of two models: ``[L, S]`` or ``[H, L, S]``.
-        ranks: Whether ranks are wanted, which take longer than all else.
-
-    Returns:
-        ``total_variation``, ``jensen_shannon``, ``entropy_a`` and ``entropy_b`` over ``rows``, and
-        ``rank_correlation`` over ``ranked`` rows: those that have ranks to compare.
+    A row without anything in it, in either map, is no distribution and is left out. Found are
+    ``total_variation``, ``jensen_shannon``, ``entropy_a`` and ``entropy_b`` over ``rows``, and
+    ``rank_correlation``, which takes longer than all else, over ``ranked`` rows: those that have
+    ranks to compare.
     """
     heads = a.shape[0] if a.dim() == 3 else 1
     size = max(1, _PAIRS_AT_ONCE // max(1, heads * a.shape[-1]))

@@ -164,14 +164,10 @@ class _Running:
         """Returns the comparison, when the last batch is in."""
         if not self._sequences:
             raise ValueError("compare: texts_or_inputs must hold at least one sequence, got none")
-        recorded = [
-            replace(
-                own[0],
-                maps=tuple(dict.fromkeys(name for part in own for name in part.maps)),
-                batches=batches,
-            )
-            for own, batches in zip((a, b), self._kept, strict=True)
-        ]
+        recorded = []
+        for own, batches in zip((a, b), self._kept, strict=True):
+            maps = tuple(dict.fromkeys(name for part in own for name in part.maps))
+            recorded.append(replace(own[0], maps=maps, batches=batches))
         distance = None
         if self._outputs is not None:
             apart, size = self._outputs["apart"].cpu(), self._outputs["size"].cpu()
@@ -199,10 +195,8 @@ def _recordings(
     """Records a model; by default its weights are a recording of their own."""
     asked: list[str | tuple[str, ...] | None] = [None, "weights"] if maps is None else [maps]
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(record(model, names, layers=layers, to_cpu=False))
-            for names in asked
-        ]
+        contexts = (record(model, names, layers=layers, to_cpu=False) for names in asked)
+        yield [stack.enter_context(context) for context in contexts]
 
 
 def _main_output(output: Any) -> Tensor | None:
@@ -221,17 +215,15 @@ def _main_output(output: Any) -> Tensor | None:
 
 def _last_batch(recordings: list[Recording]) -> Batch:
     """Returns the maps of the call that has just ended, out of all recordings of the model."""
-    if own := sorted({x for one in recordings for graph in one.graphs for x in graph}):
+    if graphs := sorted({x for one in recordings for graph in one.graphs for x in graph}):
         raise NotImplementedError(
-            f"compare: {', '.join(own)} attend over the edges of a graph, whose maps are not of "
+            f"compare: {', '.join(graphs)} attend over the edges of a graph, whose maps are not of "
             "pairs: leave them out by layers="
         )
     first = recordings[0].batches[-1]
     for more in recordings[1:]:
-        weights = more.batches[-1]
-        layers = {
-            name: replace(maps, weights=weights[name].weights) for name, maps in first.items()
-        }
+        own = more.batches[-1]
+        layers = {name: replace(maps, weights=own[name].weights) for name, maps in first.items()}
         first = replace(first, layers=layers)
     return first
 
@@ -242,13 +234,10 @@ def _batches(
     """Gives what the models are called with, texts ``batch_size`` at a time."""
     if batch_size < 1:
         raise ValueError(f"compare: batch_size must be 1 or more, got {batch_size}")
-    if not isinstance(given, Iterable):
-        raise TypeError(
-            "compare: texts_or_inputs must be texts, tensors or mappings of arguments, got "
-            f"{type(given).__name__}"
-        )
     waiting: list[str] = []
-    for item in [given] if isinstance(given, (str, Tensor, Mapping)) else given:
+    is_one = isinstance(given, (str, Tensor, Mapping)) or not isinstance(given, Iterable)
+    items: Iterable[Any] = [given] if is_one else given
+    for item in items:
         if isinstance(item, str):
             waiting.append(item)
         elif isinstance(item, (Tensor, Mapping)):
@@ -291,11 +280,7 @@ def _encoded(texts: list[str], tokenizer: Any) -> Mapping[str, Any]:
 
 
 def _pairs(a: Recording, batch_a: Batch, b: Recording, batch_b: Batch) -> dict[str, str]:
-    """Pairs each layer of the one model with one of the other.
-
-    Raises:
-        ValueError: Layers go together neither by name nor by order, or are of two kinds.
-    """
+    """Pairs each layer of the one model with one of the other."""
     names_a, names_b = list(batch_a), list(batch_b)
     by_name = set(names_a) == set(names_b)
     pairs = dict(zip(names_a, names_a if by_name else names_b, strict=False))

@@ -138,10 +138,7 @@ class Comparison:
             lines.append((row["layer"], row["map"], *shown))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = (
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
+            "  ".join([*map(str.ljust, line[:2], widths), *map(str.rjust, line[2:], widths[2:])])
             for line in lines
         )
         without = [f"only one model has {name}" for name in self.left_out]
@@ -182,18 +179,14 @@ class Comparison:
 def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
     """Returns one row of a table, or one for each head."""
     ratios = {name: float(getattr(distance, name)) for name in _RATIOS}
-    if heads and distance.rows.dim():
-        return [
-            {
-                "head": head,
-                **{name: float(getattr(distance, name)[head]) for name in _MEASURES},
-                **ratios,
-                "rows": int(distance.rows[head]),
-            }
-            for head in range(len(distance.rows))
-        ]
-    means = {name: float(getattr(distance, name).nanmean()) for name in _MEASURES}
-    return [{"head": None, **means, **ratios, "rows": int(distance.rows.max())}]
+    rows: list[dict[str, Any]] = []
+    for head in range(len(distance.rows)) if heads and distance.rows.dim() else [None]:
+        measures = {name: getattr(distance, name) for name in _MEASURES}
+        own = {name: x.nanmean() if head is None else x[head] for name, x in measures.items()}
+        count = distance.rows.max() if head is None else distance.rows[head]
+        found = {name: float(x) for name, x in own.items()}
+        rows.append({"head": head, **found, **ratios, "rows": int(count)})
+    return rows
 
 
 def _page_contents(found: Comparison, tokens: Tokens | None, arrays: Arrays) -> dict[str, Any]:
