@@ -22,7 +22,7 @@ from ikattn._library import version
 from ikattn._whole_files import PARTIAL, whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.job import LINE_FORMATS, Job, Source
-from ikattn.explain.corpora.corpus import CorpusSums
+from ikattn.explain.corpora import CorpusSums
 from ikattn.maps.recording import Recording
 
 INDEX, SUMMARY = "index.html", "summary.html"
