@@ -1,8 +1,9 @@
 """Finds, checks and loads the shared library that registers the operators.
 
 There is one for each minor version of torch, within which torch's C++ interface holds: another
-would fail to load with an undefined symbol, or crash later. ``torch-2.13`` serves any build of that
-version on the CPU, ``torch-2.13+cu13`` one with that major version of CUDA. All share the libraries of kernels.
+would fail to load with an undefined symbol, or crash later. ``torch-2.13`` serves any build of
+that version on the CPU, ``torch-2.13+cu13`` one with that major version of CUDA. All share the
+libraries of kernels.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def refuse_cut_short(library: Path) -> None:
 
 
 def built_for(folder: Path = _PACKAGE / "lib") -> list[str]:
-    """Returns the builds of torch that a folder has a library for, such as "2.13" and "2.13+cu13"."""
+    """Returns the builds of torch that there is a library for, such as "2.13" and "2.13+cu13"."""
     names = (path.parent.name for path in folder.glob("torch-*/libikattn.so"))
     series = (name.removeprefix("torch-") for name in names)
     return sorted(series, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
