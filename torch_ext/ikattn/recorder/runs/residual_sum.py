@@ -12,13 +12,12 @@ from ikattn.recorder.runs.call import Call
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.torch_blocks import why_no_sum
 from ikattn.recorder.sums.claims import Claim
-from ikattn.recorder.sums.distances import Numbers
+from ikattn.recorder.sums.distances import Distance, rows_apart, sum_of_rows, sum_tolerance
 from ikattn.recorder.sums.known_sums import (
     KnownSum,
     forget,
     known_sum,
     remember,
-    sum_distance,
     takes_waiting,
 )
 from ikattn.recorder.sums.multipliers import multiplier_of
@@ -140,15 +139,15 @@ def _known(
         return (Sum(residual, known.variant), residual.is_as_it_was) if is_same else None
     fault = partial(_forget, weakref.ref(layer))
     step = "its output and its residual, as they were found in a call before, are not their sum"
-    apart = sum_distance(seen, y, residual, added)
+    rows = (seen.rows, *(x.to(seen.rows.dtype) for x in (residual.rows, added)))
+    apart = Distance(sum_tolerance(y.dtype), sum_of_rows, rows)
     call.claim(Claim(run.plan.name, step, apart, run.plan.class_hint, fault))
     is_as_it_was = known.is_as_it_was
     if residual.version >= 0:
         is_as_it_was = residual.is_as_it_was
     elif is_as_it_was:  # an inference tensor, of which nothing but its numbers can tell
         step = "its residual, which did not change in a call before, has changed"
-        now = torch.stack([rows_of(residual.tensor), residual.rows])
-        apart = Numbers(0.0, True, torch.stack([now[0] - now[1], *now]).abs().amax(-1))
+        apart = Distance(0.0, rows_apart, (rows_of(residual.tensor), residual.rows))
         call.claim(Claim(run.plan.name, step, apart, run.plan.class_hint, fault))
     return Sum(residual, known.variant), is_as_it_was
 

@@ -27,12 +27,13 @@ from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.plan.run_maps import Surroundings
 from ikattn.recorder.sums.claims import Claim
 from ikattn.recorder.sums.distances import (
-    TOLERANCES,
     Distance,
-    NearestRows,
-    NormedRows,
+    centered_rows,
     distance,
+    nearest_rows,
+    normed_rows,
     sum_tolerance,
+    tolerance_of,
 )
 from ikattn.recorder.sums.multipliers import Variant
 from ikattn.recorder.sums.tensors import (
@@ -283,7 +284,7 @@ class Run:
         """The type whose rounding an out-projection ``y`` of heads ``x`` may have."""
         if self.is_probed:  # it may round its inputs to 8 bits, or its weights to fewer
             return torch.float16
-        return y.dtype if TOLERANCES.get(y.dtype, 1) > TOLERANCES.get(x.dtype, 1) else x.dtype
+        return max(x.dtype, y.dtype, key=tolerance_of)
 
     # --- 3
 
@@ -327,7 +328,8 @@ class Run:
         if self.norm_output is None or not self.variants:
             return None
         tolerance = sum_tolerance(x.tensor.dtype)
-        return NearestRows(tolerance, True, x.rows, self.norm_output, tuple(self.others))
+        others = torch.stack(self.others) if self.others else x.rows.new_empty(0, *x.rows.shape)
+        return Distance(tolerance, nearest_rows, (x.rows, self.norm_output, others))
 
     def is_post_norm(self) -> bool:
         """Whether the residual is what the attention was called with, and calls no norm with."""
@@ -351,15 +353,10 @@ class Run:
     def norm_claim(self, norm: nn.Module, stats: NormStats, x: Seen, out: Seen) -> Claim:
         """That a norm acts as ``stats`` say."""
         bias = getattr(norm, "bias", None)
-        apart = NormedRows(
-            TOLERANCES.get(out.tensor.dtype, 1e-1),
-            True,
-            given=x.rows,
-            made=out.rows,
-            scale=rows_of(stats.scale.unsqueeze(-1)),
-            # copies: sharded or offloaded parameters may be gone when they are looked at
-            weight=widened(stats.weight.detach().clone()),
-            bias=widened(bias.detach().clone()) if isinstance(bias, Tensor) else None,
-            centered=stats.centered,
-        )
+        parameters = [stats.weight, bias] if isinstance(bias, Tensor) else [stats.weight]
+        # copies: sharded or offloaded parameters may be gone when they are looked at
+        own = (widened(w.detach().clone()) for w in parameters)
+        rows = (x.rows, out.rows, rows_of(stats.scale.unsqueeze(-1)), *own)
+        compare = centered_rows if stats.centered else normed_rows
+        apart = Distance(tolerance_of(out.tensor.dtype), compare, rows)
         return self.claim(f"the norm, a {describe(norm)}, makes something else", apart)

@@ -14,7 +14,7 @@ from ikattn._precision import widened
 from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.calls.projection import describe
 from ikattn.recorder.runs.run import Run
-from ikattn.recorder.sums.distances import TOLERANCES
+from ikattn.recorder.sums.distances import tolerance_of
 from ikattn.recorder.sums.tensors import see
 from ikattn.recorder.sums.token_order import Added, normed
 
@@ -158,7 +158,7 @@ def why_no_norm(run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> str:
 
 def _agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether a norm has made what is expected of numbers of a type; not compared where NaN."""
-    tolerance = max(TOLERANCES.get(each, 1e-1) for each in (found.dtype, dtype))
+    tolerance = max(tolerance_of(found.dtype), tolerance_of(dtype))
     off = (widened(found) - expected).abs()
     return not bool((off > tolerance * expected.abs().amax(-1, keepdim=True)).any())
 

@@ -7,10 +7,8 @@ for each.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,153 +23,32 @@ TOLERANCES = {
 }
 
 
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far off a row of a type may be, over the largest number."""
+    return TOLERANCES.get(dtype, 1e-1)
+
+
 @dataclass(eq=False, slots=True)
-class Distance(ABC):
+class Distance:
     """How far rows are apart.
 
     Attributes:
         tolerance: The part of the largest number that they may be off.
+        compare: Of tensors ``[n, ..]`` of n distances: a row's largest difference, number found,
+            and expected, ``[n, 3, rows]``.
+        tensors: What it compares, of this distance alone; nobody writes into them.
         zeros_count: Whether rows count of which only zeros are expected.
     """
 
     tolerance: float
-    zeros_count: bool
-
-    @abstractmethod
-    def kind(self) -> tuple[Hashable, ...]:
-        """Returns a key that is equal for distances that can be computed together."""
-
-    @staticmethod
-    @abstractmethod
-    def together(alike: Sequence[Any]) -> Tensor:
-        """Returns a row's largest difference, number found, and expected: ``[n, 3, rows]``."""
+    compare: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    zeros_count: bool = True
 
     @property
     def is_too_far(self) -> bool:
         """Whether they are farther apart than rounding allows; not where numbers are NaN."""
         return float(_off([self])) > self.tolerance
-
-
-@dataclass(eq=False, slots=True)
-class Numbers(Distance):
-    """A distance that has been computed: ``[3, rows]``."""
-
-    numbers: Tensor
-
-    def kind(self) -> tuple[Hashable, ...]:
-        return Numbers, *_like(self.numbers)
-
-    @staticmethod
-    def together(alike: Sequence[Numbers]) -> Tensor:
-        return torch.stack([each.numbers for each in alike])
-
-
-@dataclass(eq=False, slots=True)
-class Rows(Distance):
-    """Rows ``[rows, D]`` as they were found, and as they are expected."""
-
-    found: Tensor
-    expected: Tensor
-
-    def kind(self) -> tuple[Hashable, ...]:
-        return Rows, *_like(self.found)
-
-    @staticmethod
-    def together(alike: Sequence[Rows]) -> Tensor:
-        found = torch.stack([each.found for each in alike])
-        return _apart(found, torch.stack([each.expected for each in alike]))
-
-
-@dataclass(eq=False, slots=True)
-class NormedRows(Distance):
-    """Rows that a norm was given and has made, and the linear map that it is taken for.
-
-    Attributes:
-        given: ``[rows, D]``.
-        made: Likewise.
-        scale: ``[rows, 1]``, what each was divided by.
-        weight: ``[D]``.
-        bias: ``[D]``, or None.
-        centered: Whether the mean is taken off.
-    """
-
-    given: Tensor
-    made: Tensor
-    scale: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    centered: bool
-
-    def kind(self) -> tuple[Hashable, ...]:
-        bias = None if self.bias is None else self.bias.dtype
-        types = (self.made.dtype, self.scale.dtype, self.weight.dtype, bias)
-        return NormedRows, self.centered, self.made.shape, *types, *_like(self.given)
-
-    @staticmethod
-    def together(alike: Sequence[NormedRows]) -> Tensor:
-        x, made, scale = (
-            torch.stack([getattr(each, name) for each in alike])
-            for name in ("given", "made", "scale")
-        )
-        if alike[0].centered:
-            x = x - x.mean(-1, keepdim=True)
-        expected = x * torch.stack([each.weight for each in alike]).unsqueeze(1) / scale
-        biases = [each.bias for each in alike if each.bias is not None]
-        if biases:
-            expected = expected + torch.stack(biases).unsqueeze(1)
-        return _apart(made, expected.to(made.dtype))
-
-
-@dataclass(eq=False, slots=True)
-class SumOfRows(Distance):
-    """Rows ``[rows, D]`` that should be the sum of two others."""
-
-    total: Tensor
-    before: Tensor
-    added: Tensor
-
-    def kind(self) -> tuple[Hashable, ...]:
-        return SumOfRows, *_like(self.total)
-
-    @staticmethod
-    def together(alike: Sequence[SumOfRows]) -> Tensor:
-        total, before, added = (
-            torch.stack([getattr(each, name) for each in alike])
-            for name in ("total", "before", "added")
-        )
-        size = before.abs() + added.abs() + total.abs()
-        off = share_of_sum(total - before - added, size).amax(-1)
-        one = torch.ones_like(off)
-        return torch.stack([off, one, one], 1)
-
-
-@dataclass(eq=False, slots=True)
-class NearestRows(Distance):
-    """Rows ``[rows, D]`` that should be the sum of others and of one of k candidates."""
-
-    total: Tensor
-    before: Tensor
-    candidates: tuple[Tensor, ...]
-
-    def kind(self) -> tuple[Hashable, ...]:
-        return NearestRows, len(self.candidates), *_like(self.total)
-
-    @staticmethod
-    def together(alike: Sequence[NearestRows]) -> Tensor:
-        n, k = len(alike), len(alike[0].candidates)
-        before, total = (
-            torch.stack([getattr(each, name) for each in alike]).unsqueeze(1)
-            for name in ("before", "total")
-        )
-        one = before.new_ones(n, 1)
-        off = one
-        if k:
-            candidates = torch.stack([row for each in alike for row in each.candidates])
-            candidates = candidates.view(n, k, *before.shape[2:])
-            rest = (total - before - candidates).nan_to_num(torch.inf)  # such candidates are far
-            share = share_of_sum(rest, before.abs() + total.abs())
-            off = share.amax((2, 3)).amin(1, True)
-        return torch.stack([off, one, one], 1)
 
 
 def distance(
@@ -184,17 +61,64 @@ def distance(
 ) -> Distance:
     """How far rows ``[.., D]`` are apart that were computed in a type.
 
-    Args:
-        found, expected: The rows; nobody writes into them until they are compared.
-        dtype: The type.
-        zeros_count: Whether rows count of which only zeros are expected.
-        at_once: They are many, or the model's own: to be compared now.
+    ``at_once``: they are many, or the model's own, and are compared now.
     """
-    tolerance = TOLERANCES.get(dtype, 1e-1)
     found, expected = found.flatten(0, -2), expected.flatten(0, -2)
     if not at_once:
-        return Rows(tolerance, zeros_count, found, expected)
-    return Numbers(tolerance, zeros_count, _apart(found.unsqueeze(0), expected.unsqueeze(0))[0])
+        return Distance(tolerance_of(dtype), rows_apart, (found, expected), zeros_count)
+    apart = rows_apart(found.unsqueeze(0), expected.unsqueeze(0))[0]
+    return Distance(tolerance_of(dtype), as_compared, (apart,), zeros_count)
+
+
+def rows_apart(found: Tensor, expected: Tensor) -> Tensor:
+    """Compares rows ``[n, rows, D]`` as they were found, and as they are expected."""
+    return torch.stack([found - expected, found, expected], 1).abs().amax(-1)
+
+
+def as_compared(apart: Tensor) -> Tensor:
+    """Takes rows that have been compared, ``[n, 3, rows]``."""
+    return apart
+
+
+def normed_rows(
+    given: Tensor, made: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Compares what a norm has made of rows with the linear map that it is taken for.
+
+    ``given`` and ``made`` are ``[n, rows, D]``, ``scale``, by which each row was divided,
+    ``[n, rows, 1]``, weight and bias ``[n, D]``.
+    """
+    expected = given * weight.unsqueeze(1) / scale
+    if bias is not None:
+        expected = expected + bias.unsqueeze(1)
+    return rows_apart(made, expected.to(made.dtype))
+
+
+def centered_rows(given: Tensor, *others: Tensor) -> Tensor:
+    """Compares as ``normed_rows``, of a norm that takes the mean off."""
+    return normed_rows(given - given.mean(-1, keepdim=True), *others)
+
+
+def sum_of_rows(total: Tensor, before: Tensor, added: Tensor) -> Tensor:
+    """Compares rows ``[n, rows, D]`` with the sum of two others."""
+    size = before.abs() + added.abs() + total.abs()
+    return _shares(share_of_sum(total - before - added, size).amax(-1))
+
+
+def nearest_rows(total: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+    """Compares rows with the sum of others and of the nearest of ``candidates [n, k, rows, D]``."""
+    if not candidates.size(1):
+        return _shares(before.new_ones(before.size(0), 1))
+    before, total = before.unsqueeze(1), total.unsqueeze(1)
+    rest = (total - before - candidates).nan_to_num(torch.inf)  # such candidates are far
+    share = share_of_sum(rest, before.abs() + total.abs())
+    return _shares(share.amax((2, 3)).amin(1, True))
+
+
+def _shares(off: Tensor) -> Tensor:
+    """Returns differences ``[n, rows]`` that are shares of the numbers already."""
+    one = torch.ones_like(off)
+    return torch.stack([off, one, one], 1)
 
 
 def sum_tolerance(dtype: torch.dtype) -> float:
@@ -217,21 +141,23 @@ def share_of_sum(rest: Tensor, size: Tensor) -> Tensor:
 
 @torch.no_grad()
 def offs_of(distances: Iterable[Distance]) -> list[tuple[list[int], Tensor]]:
-    """How far off all distances are, those of a kind together: which, and ``[n]``.
+    """How far off all distances are, those that compare alike together: which, and ``[n]``.
 
     That is the largest difference over the largest number, of rows that are expected finite.
     """
     alike: dict[Hashable, tuple[list[int], list[Distance]]] = {}
     for number, each in enumerate(distances):
-        own, kind = alike.setdefault((each.zeros_count, *each.kind()), ([], []))
+        tensors = ((x.device, x.dtype, x.shape) for x in each.tensors)
+        own, kind = alike.setdefault((each.compare, each.zeros_count, *tensors), ([], []))
         own.append(number)
         kind.append(each)
     return [(own, _off(kind)) for own, kind in alike.values()]
 
 
 def _off(alike: Sequence[Distance]) -> Tensor:
-    """Returns how far off distances of a kind are, ``[n]``; NaN where a row that counts has NaN."""
-    apart, found, expected = alike[0].together(alike).unbind(1)
+    """Returns how far off distances are, ``[n]``; NaN where a row that counts has NaN."""
+    stacked = map(torch.stack, zip(*(each.tensors for each in alike), strict=True))
+    apart, found, expected = alike[0].compare(*stacked).unbind(1)
     if apart.size(-1) == 0:  # no rows
         return apart.new_zeros(apart.size(0))
     counts = expected.isfinite()
@@ -239,12 +165,3 @@ def _off(alike: Sequence[Distance]) -> Tensor:
         counts = counts & (expected > 0)
     size = torch.maximum(found, expected).where(counts, 0.0).amax(-1)
     return apart.where(counts, 0.0).amax(-1) / size.clamp_min(1e-30)
-
-
-def _like(x: Tensor) -> tuple[Hashable, ...]:
-    return x.device, x.dtype, x.shape
-
-
-def _apart(found: Tensor, expected: Tensor) -> Tensor:
-    """Returns a row's largest difference, number found, and expected: [n, 3, rows]."""
-    return torch.stack([found - expected, found, expected], 1).abs().amax(-1)

@@ -8,11 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
-
-from ikattn.recorder.sums.distances import Distance, SumOfRows, sum_tolerance
-from ikattn.recorder.sums.tensors import Seen
 
 
 class KnownSum(NamedTuple):
@@ -51,17 +47,3 @@ def remember(layer: nn.Module, known: KnownSum) -> None:
 def forget(layer: nn.Module) -> None:
     """Has the sum of a layer looked for again."""
     _known.pop(layer, None)
-
-
-@torch.no_grad()
-def sum_distance(x: Seen, y: Tensor, residual: Seen, added: Tensor) -> Distance:
-    """How far ``x`` is from a residual plus rows of the attention's output.
-
-    Args:
-        x: The sum.
-        y: The output of the attention, in whose type they were added.
-        residual: What it is added to.
-        added: Two rows ``[2, D]`` of y, or of what modules made of it.
-    """
-    before, rows = residual.rows.to(x.rows.dtype), added.to(x.rows.dtype)
-    return SumOfRows(sum_tolerance(y.dtype), True, x.rows, before, rows)
