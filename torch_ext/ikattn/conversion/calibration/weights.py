@@ -32,22 +32,12 @@ def some_queries(call: AttentionCall) -> AttentionCall:
     wanted = max(1, (B * H * L * S) // _OF_CALL)
     of_queries = min(wanted, max(1, L // _FEWEST))
     of_sequences = min(B, -(-wanted // of_queries))
-    rows, queries = slice(None, None, of_sequences), slice(of_queries // 2, None, of_queries)
     if wanted > 1:
-        call.query, call.key = call.query[rows, :, queries].clone(), call.key[rows].clone()
+        queries = slice(of_queries // 2, None, of_queries)
+        call = call.part(B=slice(None, None, of_sequences), L=queries)
         call.value = call.value[:0]  # weights are made without it
-        for name in ("attn_mask", "key_bias", "key_padding", "query_padding"):
-            x = getattr(call, name)
-            if x is None:
-                continue
-            x = x[rows] if x.size(0) == B else x
-            if name == "query_padding":
-                x = x[:, queries]
-            if name == "attn_mask" and x.size(-2) == L:
-                x = x[..., queries, :]
-            setattr(call, name, x.clone())
     for name, x in vars(call).items():  # autograd refuses to save tensors of inference mode
-        if isinstance(x, Tensor) and x.is_inference():
+        if isinstance(x, Tensor) and (wanted > 1 or x.is_inference()):
             setattr(call, name, x.clone())
     return call
 

@@ -23,6 +23,12 @@ from ikattn.ops.delta_rule import DeltaRule
 # Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.
 MOST_WEIGHTS = 1 << 26
 
+# The axes of a run's tensors, the last ones of those that have fewer.
+_AXES = {
+    **{"query": "BHL.", "key": "BGS.", "value": "BGS.", "gate": "BHL."},
+    **{"attn_mask": "BHLS", "key_bias": "BHS", "query_padding": "BL", "key_padding": "BS"},
+}
+
 
 @dataclass
 class AttentionCall:
@@ -180,80 +186,49 @@ class AttentionCall:
         own = own.reshape(groups, own.size(0) // groups, own.size(-1))
         return torch.bmm(own, value).view(1, 1, -1)
 
+    def part(self, **parts: slice | Tensor) -> AttentionCall:
+        """The run of some items, B=, queries, L=, or keys, S=: a slice, or numbers ``[n]``."""
+        sizes = dict(zip("BHLS", self.sizes, strict=True))
+        changes = {}
+        for name, axes in _AXES.items():
+            x = getattr(self, name)
+            if x is None:
+                continue
+            own = zip(axes[-x.dim() :], x.shape, strict=True)
+            # an axis of another size stands for all
+            index = [parts[a] if a in parts and sizes[a] == n else slice(None) for a, n in own]
+            changes[name] = x[tuple(index)]
+        return dataclasses.replace(self, **changes)
+
     def item(self, b: int) -> AttentionCall:
         """The run of item b alone."""
-
-        def of_item(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[b : b + 1] if x.size(0) > 1 else x
-
-        mask = self.attn_mask
-        if mask is not None:
-            mask = of_item(mask.view(*(1,) * (4 - mask.dim()), *mask.shape))
         frequencies = self.frequencies
-        if frequencies is not None and frequencies[0].dim() == 4:
-            w1, w2 = (of_item(w) for w in frequencies)
-            assert w1 is not None
-            frequencies = w1, w2
-        return dataclasses.replace(
-            self,
-            query=self.query[b : b + 1],
-            key=self.key[b : b + 1],
-            value=self.value[b : b + 1],
-            frequencies=frequencies,
-            attn_mask=mask,
-            key_bias=of_item(self.key_bias),
-            query_padding=of_item(self.query_padding),
-            key_padding=of_item(self.key_padding),
-            gate=of_item(self.gate),
-            delta=None if self.delta is None else self.delta.item(b),
-        )
+        if frequencies is not None and frequencies[0].dim() == 4 and frequencies[0].size(0) > 1:
+            w1, w2 = frequencies
+            frequencies = w1[b : b + 1], None if w2 is None else w2[b : b + 1]
+        delta = None if self.delta is None else self.delta.item(b)
+        own = self.part(B=slice(b, b + 1))
+        return dataclasses.replace(own, frequencies=frequencies, delta=delta)
 
     def row(self, b: int, place: slice | Tensor) -> AttentionCall:
         """The run of one query of item b alone: a slice of one, or its number, [1]."""
         item = dataclasses.replace(self.item(b), query_padding=None, key_padding=None, gate=None)
-        if not isinstance(place, Tensor):
-            return item.narrow(place.start, place.stop)
-        if self.causal is not None:  # what it sees depends on its number
-            return item.narrow(int(place), int(place) + 1)
-        mask = item.attn_mask
-        if mask is not None and mask.size(2) > 1:
-            mask = mask.index_select(2, place)
-        return dataclasses.replace(item, query=item.query.index_select(2, place), attn_mask=mask)
+        if isinstance(place, Tensor) and self.causal is None:
+            return item.part(L=place)
+        start = int(place) if isinstance(place, Tensor) else place.start
+        return item.narrow(start, start + 1)  # what it sees may depend on its number
 
     def narrow(self, start: int, end: int) -> AttentionCall:
         """The run of queries from ``start`` to before ``end``."""
-        mask = self.attn_mask
-        if mask is not None and mask.size(-2) > 1:
-            mask = mask[..., start:end, :]
-        padding = self.query_padding
-        return dataclasses.replace(
-            self,
-            query=self.query[:, :, start:end],
-            attn_mask=mask,
-            causal=None if self.causal is None else self.causal + start,
-            query_padding=None if padding is None else padding[:, start:end],
-            diagonal=self.diagonal + start,
-            gate=None if self.gate is None else self.gate[:, :, start:end],
-        )
+        causal = None if self.causal is None else self.causal + start
+        own = self.part(L=slice(start, end))
+        return dataclasses.replace(own, causal=causal, diagonal=self.diagonal + start)
 
     def without_later_keys(self) -> AttentionCall:
         """The run without the keys that causality hides from all of its queries."""
         L, S = self.sizes[2:]
         end = S if self.causal is None else min(S, L + self.causal)
-        if end == S:
-            return self
-
-        def cut(x: Tensor | None, axis: int) -> Tensor | None:
-            return None if x is None else x.narrow(axis, 0, end) if x.size(axis) == S else x
-
-        return dataclasses.replace(
-            self,
-            key=self.key[:, :, :end],
-            value=self.value[:, :, :end],
-            attn_mask=cut(self.attn_mask, -1),
-            key_bias=cut(self.key_bias, -1),
-            key_padding=cut(self.key_padding, 1),
-        )
+        return self if end == S else self.part(S=slice(end))
 
     def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
         """``ikattn.contributions`` of this run.
