@@ -204,6 +204,8 @@ def listening(
             is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
             def hear(module: nn.Module, given: Any, _: Any) -> None:
+                if module not in of_interface:
+                    return
                 is_self = not crosses[module] and given.query.size(2) == given.key.size(2)
                 kind = "self" if is_self else "cross"
                 call = transformers_attention.interface_call(module, given, kind)
@@ -213,7 +215,7 @@ def listening(
                 fill_padding(call, given.attention_mask, of_tokens)
                 listener(by_module[module], call)
 
-            stack.enter_context(transformers_attention.listening(model, of_interface, hear))
+            stack.enter_context(transformers_attention.listening(model, hear))
         yield
 
 

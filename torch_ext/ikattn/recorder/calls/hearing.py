@@ -21,6 +21,7 @@ Place: TypeAlias = tuple[dict[str, Any], str]  # a namespace, and a name in it
 _lock = threading.Lock()
 _heard: dict[str, list[Heard]] = {}  # by kind of function
 _replaced: dict[str, list[tuple[Place, Any]]] = {}  # with the functions that stood there
+_running = threading.local()  # .kinds: those of which a call runs, whose own calls are not told
 
 
 def methods_of(kind: type) -> list[Any]:
@@ -45,7 +46,7 @@ def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
             if (id(names), name) not in known:
                 known.append((id(names), name))
                 replaced.append(((names, name), names[name]))
-                names[name] = _telling(name, names[name], listeners)
+                names[name] = _telling(kind, name, names[name], listeners)
     try:
         yield
     finally:
@@ -58,12 +59,21 @@ def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
                 replaced.clear()
 
 
-def _telling(name: str, function: Callable[..., Any], listeners: list[Heard]) -> Callable[..., Any]:
+def _telling(
+    kind: str, name: str, function: Callable[..., Any], listeners: list[Heard]
+) -> Callable[..., Any]:
     def tell(*args: Any, **kwargs: Any) -> Any:
+        kinds: set[str] = vars(_running).setdefault("kinds", set())
+        if kind in kinds:
+            return function(*args, **kwargs)
         told, writes = args, name.endswith("_state_update")
         if writes:
             told = (args[0].clone(), *args[1:])
-        output = function(*args, **kwargs)
+        kinds.add(kind)
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            kinds.remove(kind)
         for heard in tuple(listeners):
             heard(name, told, kwargs, (output, args[0].clone()) if writes else output)
         return output
