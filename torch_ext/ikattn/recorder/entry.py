@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ikattn.integrations.transformers.interface import Given
 from ikattn.maps.layer_writer import LayerWriter
 from ikattn.maps.recording import Recording
 from ikattn.maps.reduction import Reduction
@@ -18,15 +17,14 @@ from ikattn.recorder.calls.delta_rules import hearing_delta_rules
 from ikattn.recorder.calls.modes import without_compiled_code
 from ikattn.recorder.calls.sdpa import hearing_sdpa
 from ikattn.recorder.calls.transformers_attention import listening
-from ikattn.recorder.graphs import GraphRecorder, graph_layers
+from ikattn.recorder.graphs import graph_layers
 from ikattn.recorder.plan.plan import Asked, asked_maps, describe, plan_layers
 from ikattn.recorder.plan.run_maps import ALL_MAPS
 from ikattn.recorder.recorder import Recorder
-from ikattn.recorder.runs.making import OnLayer, OnRun
-from ikattn.recorder.runs.rows import Queries, RowsAsked, check_kinds, rows_asked
+from ikattn.recorder.runs.making import OnLayer, Options
+from ikattn.recorder.runs.rows import Queries, check_kinds, rows_asked
 
 
-@contextlib.contextmanager
 def record(
     model: nn.Module,
     maps: Iterable[str] | None = ("summed",),
@@ -38,7 +36,7 @@ def record(
     check: Literal["rows", "all"] = "rows",
     reduce: str | Reduction | Callable[[Tensor, int], Tensor] | None = None,
     queries: Queries | None = None,
-) -> Iterator[Recording]:
+) -> contextlib.AbstractContextManager[Recording]:
     """Records what every token contributes, in every layer of attention, while the model runs.
 
     Records ``nn.MultiheadAttention``, stock and ours, every module that computes its weights
@@ -134,8 +132,7 @@ def record(
         >>> recording["layers.0.self_attn"].with_norm.shape
         torch.Size([3, 5, 5])
     """
-    rows = rows_asked(reduce, queries)
-    with recorded(
+    return recorded(
         model,
         maps,
         layers=layers,
@@ -143,9 +140,8 @@ def record(
         detach=detach,
         on_layer=on_layer,
         check=check,
-        rows=rows,
-    ) as recording:
-        yield recording
+        rows=rows_asked(reduce, queries),
+    )
 
 
 @contextlib.contextmanager
@@ -154,58 +150,39 @@ def recorded(
     maps: Iterable[str] | Asked | None,
     *,
     layers: Selection | None = None,
-    to_cpu: bool = True,
-    detach: bool = True,
-    on_layer: OnLayer | None = None,
-    check: Literal["rows", "all"] = "rows",
-    on_run: OnRun | None = None,
-    rows: RowsAsked | None = None,
+    **asked: Any,
 ) -> Iterator[Recording]:
-    """``record``, which also tells ``on_run`` of each run of attention when its maps are made."""
+    """``record`` with what ``Options`` has."""
+    options = Options(**asked)
     if not isinstance(model, nn.Module):
         raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
-    if check not in ("rows", "all"):
-        raise ValueError(f'record: check must be "rows" or "all", got {check!r}')
+    if options.check not in ("rows", "all"):
+        raise ValueError(f'record: check must be "rows" or "all", got {options.check!r}')
     graphs = graph_layers(model, layers)
-    _check_graphs(graphs, rows, on_layer)
+    _check_graphs(graphs, options)
     plans, unseen = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
-    if rows is not None:
-        check_kinds(plans, rows)
+    if options.rows is not None:
+        check_kinds(plans, options.rows)
     defined = {name for plan in plans for name in plan.maps(plan.parts.kind)}
     recording = Recording(describe(model), tuple(name for name in ALL_MAPS if name in defined))
     recording.left_out = tuple(unseen)
-    writer = getattr(on_layer, "__self__", None)
+    writer = getattr(options.on_layer, "__self__", None)
     if isinstance(writer, LayerWriter):
         writer.describe(recording)
-    recorder = Recorder(
-        recording,
-        to_cpu=to_cpu,
-        detach=detach,
-        on_layer=on_layer,
-        check=check,
-        on_run=on_run,
-        rows=rows,
-    )
+    recorder = Recorder(recording, options)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_compiled_code())
-        on_interface = {plan.module: plan for plan in plans if plan.seen_by == "interface"}
-        if on_interface:
-
-            def listener(module: nn.Module, given: Given, output: Any) -> None:
-                recorder.interface_called(on_interface[module], given, output)
-
-            stack.enter_context(listening(model, on_interface, listener))
-        sources = {plan.seen_by for plan in plans}
-        for kind, hearing in (("sdpa", hearing_sdpa), ("delta rule", hearing_delta_rules)):
-            if kind in sources:
-                stack.enter_context(hearing(model, partial(recorder.function_called, kind)))
+        heard: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+            "interface": (listening, recorder.interface_called),
+            "sdpa": (hearing_sdpa, partial(recorder.function_called, "sdpa")),
+            "delta rule": (hearing_delta_rules, partial(recorder.function_called, "delta rule")),
+        }
+        for source in {plan.seen_by for plan in plans} & heard.keys():
+            hearing, tell = heard[source]
+            stack.enter_context(hearing(model, tell))
         stack.callback(recorder.remove_hooks)
-        recorder.add_hooks(model, plans)
+        recorder.add_hooks(model, plans, graphs)
         recording.await_batches_by(lambda: recorder.keep_ended(waits=True))
-        if graphs:
-            of_graphs = GraphRecorder(recording, to_cpu=to_cpu, detach=detach)
-            stack.callback(of_graphs.remove_hooks)
-            of_graphs.add_hooks(model, graphs)
         try:
             yield recording
         except BaseException:
@@ -218,15 +195,15 @@ def recorded(
             recording.await_batches_by(None)
 
 
-def _check_graphs(graphs: Iterable[str], rows: RowsAsked | None, on_layer: OnLayer | None) -> None:
+def _check_graphs(graphs: Iterable[str], options: Options) -> None:
     """Raises ValueError where layers over a graph are asked for what their maps have not."""
     for name in graphs:
-        if rows is not None:
+        if options.rows is not None:
             raise ValueError(
                 f"record: reduce and queries must be None for layers that attend over a graph, "
                 f"such as {name or 'the model'}, whose maps are of edges; leave them out by layers="
             )
-        if on_layer is not None:
+        if options.on_layer is not None:
             raise ValueError(
                 f"record: on_layer is not called for layers that attend over a graph, such as "
                 f"{name or 'the model'}: leave them out by layers=, or take recording.graphs"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ikattn.maps.edges import EdgeMaps
-from ikattn.maps.recording import Recording
 from ikattn.nn.selection import Selection, is_selected, path_to
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import as_the_model_runs, in_own_modes
-from ikattn.recorder.runs.call import is_running
+from ikattn.recorder.runs.making import Options
 
 _KINDS = ("GATConv", "GATv2Conv", "TransformerConv")
 
@@ -33,90 +33,30 @@ def graph_layers(model: nn.Module, layers: Selection | None) -> dict[str, nn.Mod
     }
 
 
-class _ModelCall:
-    """A call of the model that has begun, in this thread."""
+class GraphLayer:
+    """A layer's propagation of messages, in each thread.
 
-    def __init__(self, frame: Any) -> None:
-        self.frame = frame  # of the call: what Ctrl-C ended is no more on the stack
-        self.maps: dict[str, EdgeMaps] = {}
+    Args:
+        name: Of the layer.
+        options: Of the recording.
+        take: Called with the name and the maps of each run.
+    """
 
-
-class GraphRecorder:
-    """Fills ``Recording.graphs``: one entry for each forward call of the model."""
-
-    def __init__(self, recording: Recording, *, to_cpu: bool, detach: bool) -> None:
-        self._recording = recording
-        self._to_cpu = to_cpu
-        self.detach = detach
-        self._handles: list[Any] = []
-        self._thread = threading.local()
-
-    def add_hooks(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        """Hears the model and each layer's messages."""
-        add = self._handles.append
-        add(model.register_forward_pre_hook(Hook(in_own_modes(self._begin))))
-        add(model.register_forward_hook(Hook(in_own_modes(self._end))))
-        add(model.register_forward_hook(Hook(in_own_modes(self._leave)), always_call=True))
-        for name, layer in layers.items():
-            call = _LayerCall(name, self)
-            module: Any = layer
-            add(module.register_propagate_forward_pre_hook(Hook(in_own_modes(call.begin))))
-            add(module.register_message_forward_pre_hook(Hook(in_own_modes(call.before_messages))))
-            add(module.register_message_forward_hook(Hook(in_own_modes(call.messages))))
-            add(module.register_propagate_forward_hook(Hook(in_own_modes(call.end))))
-            add(module.register_forward_hook(Hook(in_own_modes(call.leave)), always_call=True))
-
-    def remove_hooks(self) -> None:
-        """Ends the recording."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def add(self, name: str, maps: EdgeMaps) -> None:
-        """Takes the maps of one run of a layer; a further run in the same call is ``name#2``."""
-        calls = self._calls
-        while calls and not is_running(calls[-1].frame):
-            calls.pop()
-        if not calls:  # a layer was called by itself
-            self._recording.graphs.append({name: maps})
-            return
-        run, single, of_call = 1, name, calls[-1].maps
-        while single in of_call:
-            run += 1
-            single = f"{name}#{run}"
-        of_call[single] = maps
-
-    def kept(self, tensor: Tensor) -> Tensor:
-        """A map as the recording holds it."""
-        tensor = tensor.detach() if self.detach else tensor
-        return tensor.cpu() if self._to_cpu else tensor
-
-    @property
-    def _calls(self) -> list[_ModelCall]:
-        calls: list[_ModelCall] | None = getattr(self._thread, "calls", None)
-        if calls is None:
-            calls = self._thread.calls = []
-        return calls
-
-    def _begin(self, module: nn.Module, arguments: Any) -> None:
-        self._calls.append(_ModelCall(sys._getframe(3)))  # beyond the hook and its modes
-
-    def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._calls[-1].maps:
-            self._recording.graphs.append(self._calls[-1].maps)
-
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._calls.pop()
-
-
-class _LayerCall:
-    """One layer's propagation of messages, in each thread."""
-
-    def __init__(self, name: str, recorder: GraphRecorder) -> None:
-        self._name = name
-        self._recorder = recorder
+    def __init__(self, name: str, options: Options, take: Callable[[str, EdgeMaps], None]) -> None:
+        self._name, self._options, self._take = name, options, take
         self._thread = threading.local()  # .edge_index, .maps, .holds
         self._lock = threading.RLock()  # of a layer that leaves weights with itself
+
+    def add_hooks(self, layer: Any) -> list[Any]:
+        """Hears the layer's messages, until the handles are removed."""
+        hooks = (
+            (layer.register_propagate_forward_pre_hook, self.begin),
+            (layer.register_message_forward_pre_hook, self.before_messages),
+            (layer.register_message_forward_hook, self.messages),
+            (layer.register_propagate_forward_hook, self.end),
+            (partial(layer.register_forward_hook, always_call=True), self.leave),
+        )
+        return [register(Hook(in_own_modes(hook))) for register, hook in hooks]
 
     def begin(self, module: Any, arguments: Sequence[Any]) -> None:
         self._thread.edge_index, self._thread.maps = arguments[0], None
@@ -158,25 +98,21 @@ class _LayerCall:
         source, target, _ = ends_of(self._thread.edge_index, module.flow)
         self._thread.maps = self._thread.edge_index = None
         _check_sum(self._name, module, messages, output, target)
-        with as_the_model_runs(gradients=not self._recorder.detach):
+        with as_the_model_runs(gradients=not self._options.detach):
             if module.concat:
                 per_head = torch.linalg.vector_norm(messages, dim=-1)
                 summed = torch.linalg.vector_norm(per_head, dim=-1)
             else:  # the mean over heads
                 per_head = torch.linalg.vector_norm(messages, dim=-1) / messages.shape[1]
                 summed = torch.linalg.vector_norm(messages.mean(1), dim=-1)
-            keep = self._recorder.kept
-            self._recorder.add(
-                self._name,
-                EdgeMaps(
-                    keep(source.to(torch.int64, copy=True)),  # the caller may fill them again
-                    keep(target.to(torch.int64, copy=True)),
-                    output.shape[0],
-                    keep(weights),
-                    keep(per_head),
-                    keep(summed),
-                ),
-            )
+            # copies of the ends, which the caller may fill again
+            ends = (self._kept(x.to(torch.int64, copy=True)) for x in (source, target))
+            of_edges = map(self._kept, (weights, per_head, summed))
+            self._take(self._name, EdgeMaps(*ends, output.shape[0], *of_edges))
+
+    def _kept(self, x: Tensor) -> Tensor:
+        x = x.detach() if self._options.detach else x
+        return x.cpu() if self._options.to_cpu else x
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from torch.utils.hooks import RemovableHandle
 
 from ikattn.integrations.transformers.interface import Given
+from ikattn.maps.edges import EdgeMaps
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.recording import Recording
 from ikattn.nn.over_ranks import goes_over_ranks
@@ -29,18 +30,14 @@ from ikattn.recorder.calls.heads import FollowedHeads
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import check_is_plain_call, in_own_modes
 from ikattn.recorder.calls.projection import describe, is_probing
-from ikattn.recorder.calls.torch_attention import (
-    fused_layer_differs,
-)
+from ikattn.recorder.calls.torch_attention import fused_layer_differs
+from ikattn.recorder.graphs import GraphLayer
 from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.runs.call import Call, Entered, note_ids, tokens_before
 from ikattn.recorder.runs.following import Follower
-from ikattn.recorder.runs.making import Maker, OnLayer, OnRun
+from ikattn.recorder.runs.making import Maker, Options
 from ikattn.recorder.runs.opening import Opener
-from ikattn.recorder.runs.padding import (
-    mask_argument,
-)
-from ikattn.recorder.runs.rows import RowsAsked
+from ikattn.recorder.runs.padding import mask_argument
 from ikattn.recorder.runs.transfers import Arrival
 from ikattn.recorder.sums.claims import Settlement
 from ikattn.recorder.sums.tensors import first_tensor
@@ -58,70 +55,56 @@ class _Ended(NamedTuple):
 class Recorder:
     """Fills a recording from hooks."""
 
-    def __init__(
-        self,
-        recording: Recording,
-        *,
-        to_cpu: bool,
-        detach: bool,
-        on_layer: OnLayer | None,
-        check: Literal["rows", "all"],
-        on_run: OnRun | None = None,
-        rows: RowsAsked | None = None,
-    ) -> None:
-        self._recording = recording
-        self._on_layer = on_layer
-        self._maker = Maker(
-            to_cpu=to_cpu, detach=detach, on_layer=on_layer, on_run=on_run, rows=rows
-        )
-        self._follower = Follower(self._maker, checks_all=check == "all")
-        self._opener = Opener(self._maker, self._follower, checks_all=check == "all")
+    def __init__(self, recording: Recording, options: Options) -> None:
+        self._recording, self._options = recording, options
+        self._maker = Maker(options)
+        self._follower = Follower(self._maker)
+        self._opener = Opener(self._maker, self._follower)
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()
         self._calls_begun = 0
         self._ended: deque[_Ended] = deque()
         self._thread = threading.local()
         self._plans: dict[nn.Module, Plan] = {}
-        self._watched: set[nn.Module] = set()
+        self._watched: dict[nn.Module, None] = {}
         self._around_sdpa: set[nn.Module] = set()  # whose linear modules are noted
         self._has_told_of_masks = False
         self._silent: dict[str, nn.Module] = {}  # that ran without a word, where it is no error
 
     # --- Hooks
 
-    def add_hooks(self, model: nn.Module, plans: Sequence[Plan]) -> None:
+    def add_hooks(
+        self, model: nn.Module, plans: Sequence[Plan], graphs: Mapping[str, nn.Module]
+    ) -> None:
         """Adds hooks; those of calls come first on the way in, and last on the way out.
 
         Every module around a layer is watched, so that a part of the model may be called alone.
         """
-        self._plans = {plan.module: plan for plan in plans}
-        around = {module: None for plan in plans for module in (plan.module, *plan.ancestors)}
-        watched = list({model: None} | around)
-        self._watched = set(watched)
+        self._maker.plans, self._plans = plans, {plan.module: plan for plan in plans}
+        around = [module for plan in plans for module in (plan.module, *plan.ancestors)]
+        self._watched = dict.fromkeys([model, *around, *graphs.values()])
         self._around_sdpa = {
             module
             for plan in plans
             if plan.seen_by == "sdpa"
             for module in (plan.module, *plan.ancestors[:2])
         }
-        norms = {module for module in model.modules() if "Norm" in type(module).__name__}
-        self._maker.plans, self._follower.norms = plans, norms
+        self._follower.norms = {x for x in model.modules() if "Norm" in type(x).__name__}
         roots = dict.fromkeys((plan.ancestors[:3] or (plan.module,))[-1] for plan in plans)
-        near = {module: None for root in roots for module in root.modules()}
-        for module in {**dict.fromkeys(watched), **near}:
-            hook = module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
-            self._handles.append(hook)
+        near = dict.fromkeys(module for root in roots for module in root.modules())
+        add = self._handles.append
+        for module in self._watched | near:
+            add(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
         for plan in plans:
             spectral = getattr(plan.module, "spectral", None)
             if isinstance(plan.module, StockMultiheadAttention) and isinstance(spectral, nn.Module):
-                noting = Hook(self._note_frequencies(plan.module))
-                self._handles.append(spectral.register_forward_hook(noting))
-        for module in {**near, **dict.fromkeys(watched)}:
-            hook = module.register_forward_hook(Hook(self._exit), with_kwargs=True)
-            self._handles.append(hook)
-        for module in watched:
-            hook = module.register_forward_hook(Hook(self._leave), always_call=True)
-            self._handles.append(hook)
+                add(spectral.register_forward_hook(Hook(self._note_frequencies(plan.module))))
+        for name, layer in graphs.items():
+            self._handles += GraphLayer(name, self._options, self._edges_made).add_hooks(layer)
+        for module in near | self._watched:
+            add(module.register_forward_hook(Hook(self._exit), with_kwargs=True))
+        for module in self._watched:
+            add(module.register_forward_hook(Hook(self._leave), always_call=True))
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
@@ -267,7 +250,9 @@ class Recorder:
             self._follower.nothing_follows(call, run)
         settlement = self._maker.settlement(call)
         arrival = self._maker.transfers.arrival()
-        if self._on_layer is not None:
+        if call.edges:
+            self._recording.graphs.append(call.edges)
+        if self._options.on_layer is not None:
             self._maker.hand_over(call, waits=True)
             arrival.wait()
             settlement.check()
@@ -340,10 +325,12 @@ class Recorder:
     # --- Attention that has run
 
     @in_own_modes
-    def interface_called(self, plan: Plan, given: Given, output: Any) -> None:
+    def interface_called(self, module: nn.Module, given: Given, output: Any) -> None:
         """Takes up what a module passed to its attention function, and what that returned."""
-        call = self._call
-        if call is not None and not is_probing() and not _is_in_backward():
+        call, plan = self._call, self._plans.get(module)
+        if call is None or plan is None or is_probing() or _is_in_backward():
+            return
+        if plan.seen_by == "interface":
             self._opener.interface_called(call, plan, given, output)
 
     @in_own_modes
@@ -361,6 +348,13 @@ class Recorder:
                 self._opener.sdpa_called(call, plan, args, kwargs, output)
             else:
                 self._opener.recurrence_called(call, plan, name, args, kwargs, output)
+
+    def _edges_made(self, name: str, maps: EdgeMaps) -> None:
+        """Takes the maps of one run of a layer over a graph; a further run is ``name#2``."""
+        call = self._call
+        if call is not None and not _is_in_backward():
+            number = 1 + sum(own.partition("#")[0] == name for own in call.edges)
+            call.edges[name if number == 1 else f"{name}#{number}"] = maps
 
 
 def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> None:

@@ -149,7 +149,7 @@ def plan_layers(
             f"record: {describe_unseen(unseen)} look like attention, and are not recorded: they "
             "are no nn.MultiheadAttention and call neither transformers' AttentionInterface nor "
             "F.scaled_dot_product_attention nor a gated delta rule nor Mamba-2's scan",
-            stacklevel=5,
+            stacklevel=4,
         )
     plans = []
     for site in sites:

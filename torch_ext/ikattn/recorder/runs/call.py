@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ikattn.maps.contribution_maps import Contributions
+from ikattn.maps.edges import EdgeMaps
 from ikattn.maps.layers import Batch, Layer
 from ikattn.recorder.calls.heads import FollowedHeads
 from ikattn.recorder.runs.run import Run
@@ -82,6 +83,7 @@ class Call:
     )
     padded_length: int | None = None  # of what nn.TransformerEncoder has nested
     layers: dict[str, Layer] = field(default_factory=dict)
+    edges: dict[str, EdgeMaps] = field(default_factory=dict)  # of layers over graphs
     batch: Batch = field(default_factory=Batch)
     made: deque[MadeLayer] = field(default_factory=deque)
     last_seen: tuple[Tensor, Seen] | None = None

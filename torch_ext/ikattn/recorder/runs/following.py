@@ -31,18 +31,13 @@ from ikattn.recorder.sums.tensors import rows_of, same_rows, see
 
 
 class Follower:
-    """Follows runs of attention from their heads to the end of their blocks.
+    """Follows runs of attention from their heads to the end of their blocks."""
 
-    Args:
-        maker: Makes the maps of a run whose block is known.
-        checks_all: Whether every row of heads and projections is compared, not one.
-    """
-
-    def __init__(self, maker: Maker, *, checks_all: bool) -> None:
+    def __init__(self, maker: Maker) -> None:
         self._maker = maker
-        self._checks_all = checks_all
+        self._checks_all = maker.options.checks_all
         self.norms: set[nn.Module] = set()  # of the model
-        self._projections = Projections(detach=maker.detach, checks_all=checks_all)
+        self._projections = Projections(maker.options)
         self._limits: dict[nn.Module, nn.Module | None] = {}
         self.plainly_fed: set[nn.Module] = set()  # whose heads are projected as they are
         self._known_readers: set[nn.Module] = set()  # norms that act as they are taken for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,34 +26,37 @@ from ikattn.recorder.runs.transfers import Transfers
 from ikattn.recorder.sums.claims import Settlement
 
 OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
-OnRun: TypeAlias = Callable[[Run], None]
 
 
-class Maker:
-    """Makes maps, and keeps them in their call or hands them over.
+@dataclass(frozen=True)
+class Options:
+    """What ``ikattn.record`` was asked for beside layers and maps, with its names.
 
-    Args:
-        to_cpu, detach, on_layer: As ``ikattn.record`` has them.
+    Attributes:
         on_run: Called with each run when its maps are made.
         rows: Which rows to make, and what to keep of them; None: all.
     """
 
-    def __init__(
-        self,
-        *,
-        to_cpu: bool,
-        detach: bool,
-        on_layer: OnLayer | None,
-        on_run: OnRun | None,
-        rows: RowsAsked | None,
-    ) -> None:
-        self.detach = detach
+    to_cpu: bool = True
+    detach: bool = True
+    on_layer: OnLayer | None = None
+    check: Literal["rows", "all"] = "rows"
+    on_run: Callable[[Run], None] | None = None
+    rows: RowsAsked | None = None
+
+    @property
+    def checks_all(self) -> bool:
+        """Whether every row of heads and projections is compared, not one."""
+        return self.check == "all"
+
+
+class Maker:
+    """Makes maps, and keeps them in their call or hands them over."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
         self.plans: Sequence[Plan] = ()  # of all layers that are recorded
         self.transfers = Transfers()
-        self._to_cpu = to_cpu
-        self._on_layer = on_layer
-        self._on_run = on_run
-        self._rows = rows
 
     def finish(self, call: Call, run: Run, parts: Any) -> None:
         """Makes the maps of a run."""
@@ -70,8 +73,8 @@ class Maker:
             wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
             run.maps = self.make(call, run, wanted)
         self.claim_heads(call, run)
-        if self._on_run is not None:
-            self._on_run(run)
+        if self.options.on_run is not None:
+            self.options.on_run(run)
         layer = Layer(
             run.name,
             attention.kind,
@@ -81,7 +84,7 @@ class Maker:
             parts.family,
         )
         call.layers[run.name] = layer
-        if self._on_layer is None:
+        if self.options.on_layer is None:
             call.batch.layers[run.name] = run.maps
         else:
             settlement = self.settlement(call)
@@ -103,9 +106,9 @@ class Maker:
             made = call.made.popleft()
             made.arrival.wait()
             made.settlement.check()
-            assert self._on_layer is not None
+            assert self.options.on_layer is not None
             with as_the_model_runs(gradients=True):
-                self._on_layer(call.index, made.layer, made.maps)
+                self.options.on_layer(call.index, made.layer, made.maps)
 
     def make(self, call: Call, run: Run, wanted: tuple[str, ...]) -> Contributions:
         plan, attention = run.plan, run.attention
@@ -125,12 +128,12 @@ class Maker:
         with memory_for("record", f"the maps of layer {run.name}"):
             with self.grad_mode():
                 weight = run.projection.weight
-                if self._rows is None:
+                if self.options.rows is None:
                     maps = make_maps(attention, weight, run.around, wanted)
                 else:
-                    maps = self._rows.make(attention, weight, run.around, wanted, run.name)
-            move = self.to_cpu_later if self._to_cpu else lambda x: x
-            return convert_tensors(maps, detach=self.detach, move=move)
+                    maps = self.options.rows.make(attention, weight, run.around, wanted, run.name)
+            move = self.to_cpu_later if self.options.to_cpu else lambda x: x
+            return convert_tensors(maps, detach=self.options.detach, move=move)
 
     def _check_room(self, call: Call, run: Run, wanted: tuple[str, ...]) -> None:
         """Raises torch.OutOfMemoryError where the maps of this layer, and its like, do not fit.
@@ -147,18 +150,18 @@ class Maker:
             for plan in self.plans
             if plan.parts.side == group[0] and plan.parts.kind in (None, group[1])
             if outermost in (plan.module, *plan.ancestors)
-            if self._to_cpu or _is_on(plan.module, run.attention.query.device)
+            if self.options.to_cpu or _is_on(plan.module, run.attention.query.device)
         ]
-        layers = 1 if self._on_layer is not None else max(1, len(alike))
-        check_room(run.attention, run.name, wanted, self._rows, layers, self._to_cpu)
+        layers = 1 if self.options.on_layer is not None else max(1, len(alike))
+        check_room(run.attention, run.name, wanted, self.options.rows, layers, self.options.to_cpu)
 
     def to_cpu_later(self, x: Tensor) -> Tensor:
-        return self.transfers.to_cpu(x, is_kept=self._on_layer is None)
+        return self.transfers.to_cpu(x, is_kept=self.options.on_layer is None)
 
     @contextlib.contextmanager
     def grad_mode(self) -> Iterator[None]:
         """Has maps their gradients, where the model has some and they are asked for."""
-        if self.detach or not model_has_gradients():
+        if self.options.detach or not model_has_gradients():
             yield
             return
         # checkpoints count the tensors that are saved within them, and these are not the model's

@@ -27,16 +27,11 @@ _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
 
 
 class Opener:
-    """Opens a run for each attention that is called.
+    """Opens a run for each attention that is called."""
 
-    Args:
-        maker: Makes the maps of runs.
-        follower: Follows them to the end of their blocks.
-        checks_all: Whether every row of heads and projections is compared, not one.
-    """
-
-    def __init__(self, maker: Maker, follower: Follower, *, checks_all: bool) -> None:
-        self._maker, self._follower, self._checks_all = maker, follower, checks_all
+    def __init__(self, maker: Maker, follower: Follower) -> None:
+        self._maker, self._follower = maker, follower
+        self._checks_all = maker.options.checks_all
         self.given_rules = GivenRules()
 
     def torch_ran(

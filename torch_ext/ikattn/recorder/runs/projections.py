@@ -14,23 +14,19 @@ from ikattn.recorder.calls.projection import (
     plain_projection,
 )
 from ikattn.recorder.runs.call import Call
+from ikattn.recorder.runs.making import Options
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.sketches import Sketches
-from ikattn.recorder.sums.distances import TOLERANCES, Distance
+from ikattn.recorder.sums.distances import Distance, tolerance_of
 from ikattn.recorder.sums.known_sums import takes_waiting
 from ikattn.recorder.sums.tensors import rows_of
 
 
 class Projections:
-    """Knows the linear maps of out-projections while a recording goes on.
+    """Knows the linear maps of out-projections while a recording goes on."""
 
-    Args:
-        detach: Whether maps carry no gradient, so that a projection may be kept.
-        checks_all: Whether every row of a projection is compared, not one.
-    """
-
-    def __init__(self, *, detach: bool, checks_all: bool) -> None:
-        self._detach, self._checks_all = detach, checks_all
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self.forget()
 
     def forget(self) -> None:
@@ -47,9 +43,9 @@ class Projections:
         apart = None if known is None else self._apart(call, run, module, known, x, y)
         has_changed = run.is_probed and apart is not None and apart.is_too_far
         if known is None or has_changed:
-            with as_the_model_runs(gradients=not self._detach):
+            with as_the_model_runs(gradients=not self._options.detach):
                 known = effective_projection(module, x.size(-1), x, run.plan.title)
-            if self._detach:
+            if self._options.detach:
                 self._known[module] = known
             apart = self._apart(call, run, module, known, x, y)
         if apart is not None:
@@ -77,12 +73,12 @@ class Projections:
         """How far a projection of heads ``x`` is from ``y``; None where nothing is left to see."""
         if not x.numel():
             return None
-        if not (self._checks_all or takes_waiting(x)):
-            tolerance = TOLERANCES.get(run.type_of_projection(x, y), 1e-1)
+        if not (self._options.checks_all or takes_waiting(x)):
+            tolerance = tolerance_of(run.type_of_projection(x, y))
             rows = rows_of(x), call.see(y).rows
             if self._sketches.agrees(module, projection, *rows, tolerance):
                 return None
-        return run.projected(projection, x, y, self._checks_all)
+        return run.projected(projection, x, y, self._options.checks_all)
 
 
 def is_handed_on(x: Tensor, out: Tensor) -> bool:
