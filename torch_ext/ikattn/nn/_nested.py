@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikattn.nn.projection import Projection
 from ikattn.ops.jagged import have_same_lengths, nested_like, tokens_of
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 
@@ -20,32 +20,11 @@ def are_jagged(*inputs: Tensor) -> bool:
 
 
 def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    projection: Projection,
-    frequencies: Callable[..., tuple[Tensor, Tensor | None]],
-    magnitude: Callable[[Tensor], Tensor] | None,
-    out_proj: Callable[[Tensor], Tensor],
-    *,
-    p: float | None,
-    dropout_p: float,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float
 ) -> Tensor:
-    """Attends with the implicit kernel within each sequence, without padding.
+    """Attends with a module's implicit kernel within each sequence, without padding.
 
-    Args:
-        query: Nested [N, *, E] of the jagged layout, as the others.
-        key: Nested [N, *, kdim].
-        value: Nested [N, *, vdim].
-        projection: From packed tokens [1, T, .] to heads [1, H, T, d].
-        frequencies: Called with heads of query and key, and two Nones: w1 and w2.
-        magnitude: From heads of keys to what learned orders add to logits, [1, H, T]; or None.
-        out_proj: From the merged heads [T, E] to the output.
-        p: Order of the norm in a key's magnitude; None: no magnitude, or learned orders.
-        dropout_p: Probability on the normalised weights, below 1.
-
-    Returns:
-        The output, nested like query.
+    Query, key and value are nested, [N, *, .] of the jagged layout, and so is the output.
 
     Raises:
         AssertionError: Key and value differ in lengths, or sizes do not fit the weights.
@@ -56,8 +35,9 @@ def attend_packed(
     if not have_same_lengths(of_values, of_keys):
         raise AssertionError("with NestedTensor input, key and value must have the same lengths")
     rows = {number: tokens.unsqueeze(0) for number, (tokens, _) in packed.items()}
-    q, k, v = projection(rows[id(query)], rows[id(key)], rows[id(value)], True)
-    w1, w2 = frequencies(q, k, None, None)
+    q, k, v = module._projection()(rows[id(query)], rows[id(key)], rows[id(value)], True)
+    w1, w2 = module._frequencies(q, k, None, None)
+    magnitude = None if module.magnitude is None else module.magnitude(k).squeeze(0)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
     output = implicit_kernel_attention_varlen(
         q,
@@ -67,11 +47,11 @@ def attend_packed(
         w2,
         of_queries,
         of_keys,
-        p=p,
-        key_bias=None if magnitude is None else magnitude(k.transpose(0, 1)[None]).squeeze(0),
+        p=module.p,
+        key_bias=magnitude,
         dropout_p=dropout_p,
     )
-    return nested_like(query, out_proj(output.flatten(1)))
+    return nested_like(query, module.out_proj(output.flatten(1)))
 
 
 def attend_padded(

@@ -9,9 +9,9 @@ M frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from numbers import Real
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -19,17 +19,19 @@ from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ikattn._memory import takes_memory_for
-from ikattn.nn.kernels import Frequencies, Kernel, KernelOptions, Wanted, attend_heads
-from ikattn.nn.masks import (
-    Masks,
-    check_hint,
-    check_types,
-    padding_of_queries,
+from ikattn.nn.kernels import (
+    Frequencies,
+    HeadCall,
+    Kernel,
+    KernelOptions,
+    Wanted,
+    attend_heads,
 )
+from ikattn.nn.masks import Masks, check_hint, check_types, padding_of_queries
 from ikattn.nn.projection import InProjection, Projection, check_axes, merge_heads, project
-from ikattn.nn.softmax import (
-    refuse_context_parallel,
-)
+from ikattn.nn.softmax import refuse_context_parallel
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ExtraKeys(NamedTuple):
@@ -42,6 +44,20 @@ class ExtraKeys(NamedTuple):
     static_v: Tensor | None = None
 
 
+def _overridable(function: _F) -> _F:
+    """Asks subclasses of Tensor, and torch.fx, before the function is called."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        tensors = (*args, *kwargs.values())
+        if has_torch_function(tensors):
+            return handle_torch_function(called, tensors, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+@_overridable
 def multi_head_attention_forward(
     query: Tensor,
     key: Tensor,
@@ -125,42 +141,6 @@ def multi_head_attention_forward(
         >>> output.shape, weights.shape
         (torch.Size([5, 2, 16]), torch.Size([2, 5, 5]))
     """
-    projections = (in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight, out_proj_bias)
-    overridable = (query, key, value, *projections, w1, w2)
-    if has_torch_function(overridable):  # subclasses of Tensor, and torch.fx
-        return handle_torch_function(
-            multi_head_attention_forward,
-            overridable,
-            query,
-            key,
-            value,
-            embed_dim_to_check,
-            num_heads,
-            in_proj_weight,
-            in_proj_bias,
-            bias_k,
-            bias_v,
-            add_zero_attn,
-            dropout_p,
-            out_proj_weight,
-            out_proj_bias,
-            training=training,
-            key_padding_mask=key_padding_mask,
-            need_weights=need_weights,
-            attn_mask=attn_mask,
-            use_separate_proj_weight=use_separate_proj_weight,
-            q_proj_weight=q_proj_weight,
-            k_proj_weight=k_proj_weight,
-            v_proj_weight=v_proj_weight,
-            static_k=static_k,
-            static_v=static_v,
-            average_attn_weights=average_attn_weights,
-            is_causal=is_causal,
-            kernel=kernel,
-            p=p,
-            w1=w1,
-            w2=w2,
-        )
     check_kernel(kernel, p)
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     check_axes(query, key, value, key_padding_mask, attn_mask, num_heads)
@@ -250,7 +230,8 @@ def attend(
     _check_values_fit(k, v, wanted.weights)
     if kernel.name != "dot" and not torch.compiler.is_compiling():
         refuse_context_parallel(kernel.name)
-    output, weights = attend_heads(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
+    call = HeadCall(q, k, v, kernel, masks, wanted, dropout_p, query.dtype)
+    output, weights = attend_heads(call)
     output = out_proj(merge_heads(output, batch_first))
 
     if not is_batched:

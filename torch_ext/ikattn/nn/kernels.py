@@ -49,19 +49,10 @@ class Wanted(NamedTuple):
     average: bool
 
 
-def attend_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: KernelOptions,
-    masks: Masks,
-    wanted: Wanted,
-    dropout_p: float,
-    mask_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    """Attends by the kernel that was chosen.
+class HeadCall(NamedTuple):
+    """A call of attention on heads.
 
-    Args:
+    Attributes:
         query: [N, H, L, d].
         key, value: [N, H, S, d].
         kernel: Which, and what it needs.
@@ -69,48 +60,51 @@ def attend_heads(
         wanted: Whether weights are returned, and how.
         dropout_p: Probability on the normalised weights.
         mask_dtype: The type in which bool masks are added to the logits.
-
-    Returns:
-        Output [N, H, L, d], and weights [N, H, L, S], [N, L, S], or None.
     """
-    compute = _implicit if kernel.name == "implicit" else _softmax
-    if kernel.split is not None:
-        compute = _hybrid
-    return compute(query, key, value, kernel, masks, wanted, dropout_p, mask_dtype)
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kernel: KernelOptions
+    masks: Masks
+    wanted: Wanted
+    dropout_p: float
+    mask_dtype: torch.dtype
 
 
-def _softmax(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: KernelOptions,
-    masks: Masks,
-    wanted: Wanted,
-    dropout_p: float,
-    mask_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    key, value = select_away(key, value, masks.padding)
-    share = kernel.head_share if dropout_p > 0.0 else None
-    with nullcontext() if share is None else share.own_numbers(query.device):
+# Of a call: output [N, H, L, d], and weights [N, H, L, S], [N, L, S], or None
+Attended: TypeAlias = "tuple[Tensor, Tensor | None]"
+
+
+def attend_heads(call: HeadCall) -> Attended:
+    """Attends by the kernel that was chosen."""
+    if call.kernel.split is not None:
+        return _hybrid(call, call.kernel.split)
+    return _implicit(call) if call.kernel.name == "implicit" else _softmax(call)
+
+
+def _softmax(call: HeadCall) -> Attended:
+    kernel = call.kernel
+    key, value = select_away(call.key, call.value, call.masks.padding)
+    bias = rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None
+    share = kernel.head_share if call.dropout_p > 0.0 else None
+    with nullcontext() if share is None else share.own_numbers(key.device):
         return softmax_attention(
-            query,
+            call.query,
             key,
             value,
-            masks,
-            key_bias=(
-                rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None
-            ),
-            dropout_p=dropout_p,
-            need_weights=wanted.weights,
-            average=wanted.average,
-            mask_dtype=mask_dtype,
+            call.masks,
+            key_bias=bias,
+            dropout_p=call.dropout_p,
+            need_weights=call.wanted.weights,
+            average=call.wanted.average,
+            mask_dtype=call.mask_dtype,
         )
 
 
-def _of_tokens(
-    query: Tensor, key: Tensor, kernel: KernelOptions, padding: Tensor | None
-) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+def _of_tokens(call: HeadCall) -> tuple[Attended, Tensor | None]:
     """Returns an implicit kernel's frequencies, and its keys' magnitudes where it makes them."""
+    query, key, kernel, padding = call.query, call.key, call.kernel, call.masks.padding
     assert kernel.frequencies is not None
     of_keys = None if padding is None else padded(padding)
     frequencies = kernel.frequencies(query, key, of_keys, kernel.query_padding)
@@ -119,19 +113,11 @@ def _of_tokens(
     return frequencies, kernel.magnitude(key, None if padding is None else hidden(padding))
 
 
-def _implicit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: KernelOptions,
-    masks: Masks,
-    wanted: Wanted,
-    dropout_p: float,
-    mask_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    padding, attention = masks.padding, masks.attention
-    (w1, w2), magnitude = _of_tokens(query, key, kernel, padding)
-    key_bias = None if padding is None else as_bias(padding, mask_dtype)[:, None]
+def _implicit(call: HeadCall) -> Attended:
+    query, key, kernel, dropout_p = call.query, call.key, call.kernel, call.dropout_p
+    padding, attention = call.masks.padding, call.masks.attention
+    (w1, w2), magnitude = _of_tokens(call)
+    key_bias = None if padding is None else as_bias(padding, call.mask_dtype)[:, None]
     if magnitude is not None:
         key_bias = magnitude if key_bias is None else magnitude + key_bias
     if not 0.0 <= dropout_p <= 1.0:
@@ -143,64 +129,51 @@ def _implicit(
         "p": kernel.p,
         "key_bias": key_bias,
         "attn_mask": None if attention is None else as_visible(attention),
-        "is_causal": masks.is_causal,
+        "is_causal": call.masks.is_causal,
         "dropout_p": dropout_p,
         # one seed for both calls: the weights returned are the weights used
         "dropout_seed": dropout_seed_for(dropout_p, query.device, kernel.head_share),
     }
-    if wanted.weights and is_over_ranks():
+    if call.wanted.weights and is_over_ranks():
         raise RuntimeError(
             "MultiheadAttention: need_weights must be False under context_parallel, where no rank "
             "has all weights of a query"
         )
-    output = attention_function()(query, key, value, w1, w2, **options)
+    output = attention_function()(query, key, call.value, w1, w2, **options)
     weights = None
-    if wanted.weights:
-        weights = implicit_kernel_weights(
-            query, key, w1, w2, **options, average_heads=wanted.average
-        )
+    if call.wanted.weights:
+        average = call.wanted.average
+        weights = implicit_kernel_weights(query, key, w1, w2, **options, average_heads=average)
     if drops_all:
         return 0.0 * output, None if weights is None else 0.0 * weights
     return output, weights
 
 
-def _hybrid(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: KernelOptions,
-    masks: Masks,
-    wanted: Wanted,
-    dropout_p: float,
-    mask_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
+def _hybrid(call: HeadCall, split: Split) -> Attended:
     """Attends with softmax in some heads, and with the implicit kernel in the others."""
-    assert kernel.split is not None
-    if is_over_ranks() or kernel.head_share is not None:
+    if is_over_ranks() or call.kernel.head_share is not None:
         raise NotImplementedError(
             "MultiheadAttention: heads that compute softmax are not supported where ranks share "
             "tokens or heads; keep_softmax(None) takes them back"
         )
-    frequencies, magnitude = _of_tokens(query, key, kernel, masks.padding)
-    by_head = Wanted(wanted.weights, average=False)
+    frequencies, magnitude = _of_tokens(call)
 
-    def part(compute: Any) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-        def compute_heads(heads: Tensor) -> tuple[Tensor, Tensor | None]:
-            own: Any = [None if w is None else w.index_select(-3, heads) for w in frequencies]
-            options = kernel._replace(frequencies=lambda *_: tuple(own))
-            if magnitude is not None:
-                of_heads = magnitude.index_select(1, heads)
-                options = options._replace(magnitude=lambda *_: of_heads)  # type: ignore[arg-type]
-            mask = masks.attention
-            if mask is not None and mask.size(1) > 1:
-                mask = mask.index_select(1, heads)
-            q, k, v = (x.index_select(1, heads) for x in (query, key, value))
-            own_masks = masks._replace(attention=mask)
-            return compute(q, k, v, options, own_masks, by_head, dropout_p, mask_dtype)  # type: ignore[no-any-return]
+    def of(heads: Tensor) -> HeadCall:
+        own: Any = [None if w is None else w.index_select(-3, heads) for w in frequencies]
+        options = call.kernel._replace(frequencies=lambda *_: tuple(own))
+        if magnitude is not None:
+            of_heads = magnitude.index_select(1, heads)
+            options = options._replace(magnitude=lambda *_: of_heads)  # type: ignore[arg-type]
+        mask = call.masks.attention
+        if mask is not None and mask.size(1) > 1:
+            mask = mask.index_select(1, heads)
+        q, k, v = (x.index_select(1, heads) for x in (call.query, call.key, call.value))
+        wanted = call.wanted._replace(average=False)
+        masks = call.masks._replace(attention=mask)
+        return HeadCall(q, k, v, options, masks, wanted, call.dropout_p, call.mask_dtype)
 
-        return compute_heads
-
-    output, weights = by_heads(kernel.split, part(_softmax), part(_implicit), query.device)
-    if weights is not None and wanted.average:
+    own = (lambda heads: _softmax(of(heads)), lambda heads: _implicit(of(heads)))
+    output, weights = by_heads(split, *own, call.query.device)
+    if weights is not None and call.wanted.average:
         weights = weights.mean(1)
     return output, weights

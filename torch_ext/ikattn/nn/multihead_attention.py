@@ -308,35 +308,18 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         return tracer.create_proxy("call_module", name, arguments, {})
 
     def _forward_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attends over nested tensors [N, *, E]; weights come padded, [N, L, S].
 
         Of the jagged layout nothing is padded where weights are not wanted, no keys are added, and
         frequencies depend on no whole sequence.
         """
+        key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal = options
         check_hint(is_causal, attn_mask)
         jagged = are_jagged(query, key, value)
         if self.kernel == "dot" and not jagged:
-            return _stock_forward(
-                self,
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            return _stock_forward(self, query, key, value, *options)
         if not self.batch_first or key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("NestedTensor input needs batch_first=True and takes no masks")
         if is_over_ranks():
@@ -354,18 +337,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             and not (need_weights or has_extra_keys or getattr(self.spectral, "pools", False))
             and dropout_p < 1.0
         ):
-            output = attend_packed(
-                query,
-                key,
-                value,
-                self._projection(),
-                self._frequencies,
-                self.magnitude,
-                self.out_proj,
-                p=self.p,
-                dropout_p=dropout_p,
-            )
-            return output, None
+            return attend_packed(self, query, key, value, dropout_p), None
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor, of_queries: Tensor

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def softmax_attention(
     Returns:
         Output [N, H, L, d], and the weights after dropout, [N, H, L, S] or [N, L, S], or None.
     """
-    bias = _total(_biases(masks, key_bias, mask_dtype))
+    bias = _bias(masks, key_bias, mask_dtype)
     if need_weights:
         weights = _softmax_weights(query, key, bias)
         if dropout_p > 0.0:
@@ -116,15 +115,11 @@ def rbf_key_bias(key: Tensor, p: float | LearnedOrder | None) -> Tensor | None:
     return (bias / (2 * math.sqrt(key.size(-1)))).to(key.dtype).unsqueeze(-2)
 
 
-def _biases(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """Returns all that is added to the logits, each broadcastable to [N, H, L, S]."""
+def _bias(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns the sum of what is added to the logits, broadcastable to [N, H, L, S], or None."""
     padding = None if masks.padding is None else as_bias(masks.padding, dtype)[:, None, None, :]
     attention = None if masks.attention is None else as_bias(masks.attention, dtype)
-    return [part for part in (key_bias, padding, attention) if part is not None]
-
-
-def _total(biases: Sequence[Tensor]) -> Tensor | None:
-    """Returns the sum of what is added to the logits; None: nothing."""
+    biases = [part for part in (key_bias, padding, attention) if part is not None]
     return sum(biases[1:], biases[0]) if biases else None
 
 

@@ -102,21 +102,13 @@ class WithKernel(Regularized):
             if reset is not None:
                 reset()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Lets a checkpoint without the kernel's parameters, as upstream's, leave them as is.
 
         Where they have no values yet, on the meta device, they are missing. Those of another kernel
         are unexpected, which torch overlooks where the child is None.
         """
+        _, strict, _, unexpected_keys, _ = args
         for child, what in (("spectral", "frequencies stay"), ("magnitude", "orders p stay")):
             module, own = getattr(self, child), f"{prefix}{child}."
             given = [name for name in state_dict if name.startswith(own)]
@@ -125,12 +117,4 @@ class WithKernel(Regularized):
             elif not given and not any(x.is_meta for x in module.state_dict().values()):
                 _logger.info("%s* is not in the checkpoint: %s as they are", own, what)
                 state_dict.update(module.state_dict(prefix=own))
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -106,9 +106,11 @@ class GraphLayer:
                 per_head = torch.linalg.vector_norm(messages, dim=-1) / messages.shape[1]
                 summed = torch.linalg.vector_norm(messages.mean(1), dim=-1)
             # copies of the ends, which the caller may fill again
-            ends = (self._kept(x.to(torch.int64, copy=True)) for x in (source, target))
-            of_edges = map(self._kept, (weights, per_head, summed))
-            self._take(self._name, EdgeMaps(*ends, output.shape[0], *of_edges))
+            source, target = (x.to(torch.int64, copy=True) for x in (source, target))
+            tensors = (source, target, weights, per_head, summed)
+            source, target, weights, per_head, summed = map(self._kept, tensors)
+            nodes = output.shape[0]
+            self._take(self._name, EdgeMaps(source, target, nodes, weights, per_head, summed))
 
     def _kept(self, x: Tensor) -> Tensor:
         x = x.detach() if self._options.detach else x
