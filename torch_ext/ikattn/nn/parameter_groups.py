@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ikattn.nn.selection import wrapped
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Direct, Generator
 from ikattn.spectral.regularized import Regularized
@@ -111,9 +112,8 @@ def _kernels(model: nn.Module) -> Iterator[nn.Module]:
 
 def _check_not_flattened(model: nn.Module) -> None:
     """Raises ValueError for FSDP's first version, whose parameters are parts of flat ones."""
-    for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__[:6] == "torch."}
-        if "FullyShardedDataParallel" in kinds:
+    for wrapper, name in wrapped(model):
+        if wrapper == "FullyShardedDataParallel":
             raise ValueError(
                 "parameter_groups: expected parameters with their own axes, got "
                 f"FullyShardedDataParallel around {name or 'the model'}, which flattens them; "

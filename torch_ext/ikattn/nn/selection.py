@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -42,16 +42,21 @@ def describe_unseen(names: Sequence[str]) -> str:
     return f"{', '.join(names[:4])}{more}"
 
 
-def check_unwrapped(function: str, model: nn.Module) -> None:
-    """Raises ValueError where torch keeps parameters alike on all ranks, but not new ones."""
+def wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields torch's wrappers for several ranks in a model, with what each is around."""
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__[:6] == "torch."}
-        for wrapper in kinds.intersection(_WRAPPERS):
-            raise ValueError(
-                f"{function}: expected a model that is not wrapped yet, got {wrapper} around "
-                f"{name or 'it'}, which would not keep new frequencies alike on all ranks; call "
-                f"{function} first"
-            )
+        yield from ((kind, name) for kind in _WRAPPERS if kind in kinds)
+
+
+def check_unwrapped(function: str, model: nn.Module) -> None:
+    """Raises ValueError where torch keeps parameters alike on all ranks, but not new ones."""
+    for wrapper, name in wrapped(model):
+        raise ValueError(
+            f"{function}: expected a model that is not wrapped yet, got {wrapper} around "
+            f"{name or 'it'}, which would not keep new frequencies alike on all ranks; call "
+            f"{function} first"
+        )
 
 
 def check_selection(select: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ikattn.conversion.calibration.layers import Layer
-from ikattn.conversion.calibration.weights import by_what_is_held_out
+from ikattn.conversion.calibration.weights import by_what_is_held_out, descending
 
 _NOTHING = 1e-30  # a square of outputs
 _HALF = (torch.float16, torch.bfloat16)
@@ -93,16 +93,8 @@ def fit_to_outputs(
     pairs = [(batch, own) for batch, own in zip(batches, targets, strict=True) if own]
     calls = [_calls_of(model, layer, batch, len(own)) for batch, own in pairs]
     targets = [own for _, own in pairs]
-    frequencies = layer.frequencies
-    own = {id(w) for w in frequencies}
-    others = [] if rates.projections is None else _others(layer, own)
-    groups = [{"params": frequencies, "lr": rates.frequencies}]
-    if others:
-        groups.append({"params": others, "lr": rates.projections})
-    split = layer.owner.split_heads()
-    parameters = [*frequencies, *others]
-    if split is not None and not split.implicit:  # no use where all heads compute softmax
-        groups, parameters = groups[1:], others
+    groups = _groups(layer, rates)
+    parameters = [w for group in groups for w in group["params"]]
     with _alone(layer.module, parameters), in_float32([layer.module]):
         first = [w.detach().clone() for w in parameters]
 
@@ -114,7 +106,16 @@ def fit_to_outputs(
             before = _held_out(error, len(calls))
         if not parameters:
             return before, before
-        _descend(groups, parameters, error, len(calls), steps)
+        order, numbers = torch.Generator().manual_seed(0), list[int]()
+
+        def loss(_: int) -> Tensor:  # each batch as often as the others
+            if not numbers:
+                numbers.extend(torch.randperm(len(calls), generator=order).tolist())
+            squared, size = error(numbers.pop())[0].unbind()
+            return squared / size
+
+        for _ in descending(groups, loss, steps):
+            pass
         with torch.no_grad():
             after = _held_out(error, len(calls))
             if not after < before:  # NaN, too
@@ -124,39 +125,17 @@ def fit_to_outputs(
     return before, after
 
 
-def _descend(
-    groups: list[dict[str, Any]],
-    parameters: list[nn.Parameter],
-    error: Callable[[int], Tensor],
-    count: int,
-    steps: int,
-) -> None:
-    """Takes steps of Adam down the errors of batches, each batch as often as the others.
-
-    Args:
-        groups: For the optimiser.
-        parameters: All of them.
-        error: From the number of a batch to what ``_errors`` gives of its calls.
-        count: Of batches.
-        steps: Of Adam.
-    """
-    optimiser = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    order = torch.Generator().manual_seed(0)
-    numbers: list[int] = []
-    for _ in range(steps):
-        numbers = numbers or torch.randperm(count, generator=order).tolist()
-        squared, size = error(numbers.pop())[0]
-        gradients = torch.autograd.grad(squared / size, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        optimiser.step()
-        schedule.step()
-
-
-def _others(layer: Layer, own: set[int]) -> list[nn.Parameter]:
-    """Returns the layer's parameters that are trained beside its frequencies."""
-    return [w for w in layer.module.parameters() if w.requires_grad and id(w) not in own]
+def _groups(layer: Layer, rates: Rates) -> list[dict[str, Any]]:
+    """Returns what is trained of a layer: frequencies, unless no head uses any, and the rest."""
+    frequencies, split = layer.frequencies, layer.owner.split_heads()
+    groups = [{"params": frequencies, "lr": rates.frequencies}]
+    if split is not None and not split.implicit:
+        groups = []
+    if rates.projections is not None:
+        own = {id(w) for w in frequencies}
+        others = [w for w in layer.module.parameters() if w.requires_grad and id(w) not in own]
+        groups += [{"params": others, "lr": rates.projections}] if others else []
+    return groups
 
 
 def _calls_of(
@@ -219,10 +198,9 @@ def _held_out(error: Callable[[int], Tensor], count: int) -> float:
 
 @contextmanager
 def _alone(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Lets no other parameter of the module require grad, and gives gradients back after."""
+    """Lets no other parameter of the module require grad."""
     chosen = {id(w) for w in parameters}
     frozen = [w for w in module.parameters() if w.requires_grad and id(w) not in chosen]
-    gradients = [w.grad for w in parameters]
     for w in frozen:
         w.requires_grad_(False)
     try:
@@ -230,8 +208,6 @@ def _alone(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
     finally:
         for w in frozen:
             w.requires_grad_(True)
-        for w, gradient in zip(parameters, gradients, strict=True):
-            w.grad = gradient
 
 
 @contextmanager

@@ -6,6 +6,8 @@ Sizes: B batch, H query heads, L queries, S keys, d head size, M frequencies.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,21 +66,17 @@ def fit_to_weights(
     """
     _check_calls(layer, calls)
     parameters = layer.frequencies
-    optimiser = torch.optim.Adam(parameters, learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
     state = [w.detach().clone() for w in parameters]
     by_head = isinstance(layer.kernel, Direct)
     with torch.no_grad():
         before = best = _errors(layer, calls)[1]
     groups = _groups(calls)
     every = max(1, steps // _LOOKS) if len(groups) > 1 else 1
-    for step in range(steps):
-        fitted = _errors(layer, groups[step % len(groups)])[0]
-        gradients = torch.autograd.grad(fitted.sum(), parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        optimiser.step()
-        schedule.step()
+
+    def loss(step: int) -> Tensor:
+        return _errors(layer, groups[step % len(groups)])[0].sum()
+
+    for step in descending([{"params": parameters, "lr": learning_rate}], loss, steps):
         if (step + 1) % every and step + 1 < steps:
             continue
         with torch.no_grad():
@@ -86,13 +84,38 @@ def fit_to_weights(
         better = found < best if by_head else (found.mean() < best.mean()).expand_as(found)
         best = torch.where(better, found, best)
         for kept, w in zip(state, parameters, strict=True):
-            _keep(kept, w.detach(), better, by_head)
+            if by_head:  # flat, [H d M]
+                heads = better.numel()
+                kept.view(heads, -1)[better] = w.detach().view(heads, -1)[better]
+            elif bool(better.all()):
+                kept.copy_(w.detach())
     with torch.no_grad():
         for parameter, kept in zip(parameters, state, strict=True):
             parameter.copy_(kept)
     if steps:
         _tell_of_heads(layer, before.sqrt(), best.sqrt())
     return before.sqrt(), best.sqrt()
+
+
+def descending(
+    groups: list[dict[str, Any]], loss: Callable[[int], Tensor], steps: int
+) -> Iterator[int]:
+    """Takes steps of Adam down a loss of each step, at rates that fall to 0 as a cosine.
+
+    Yields the number of a step when it has been taken; ``groups`` are the optimiser's.
+    """
+    if not steps:
+        return
+    optimiser = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    parameters = [w for group in groups for w in group["params"]]
+    for step in range(steps):
+        gradients = torch.autograd.grad(loss(step), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimiser.step()
+        schedule.step()
+        yield step
 
 
 def _groups(calls: list[AttentionCall]) -> list[list[AttentionCall]]:
@@ -106,15 +129,6 @@ def _groups(calls: list[AttentionCall]) -> list[list[AttentionCall]]:
         groups[-1].append(call)
         left -= call.weights.numel()
     return groups
-
-
-def _keep(kept: Tensor, found: Tensor, better: Tensor, by_head: bool) -> None:
-    """Copies what is better: the frequencies of heads, flat [H d M], or all parameters."""
-    if by_head:
-        heads = better.numel()
-        kept.view(heads, -1)[better] = found.view(heads, -1)[better]
-    elif bool(better.all()):
-        kept.copy_(found)
 
 
 def _check_calls(layer: Layer, calls: list[AttentionCall]) -> None:
