@@ -57,17 +57,10 @@ def attend_packed(
 def attend_padded(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Pads nested inputs, attends, and nests the output again.
+    """Pads nested inputs [N, *, .] of one layout, attends, and nests the output again.
 
-    Args:
-        attend: Called with padded query, key, value, and what is padding, True = is: of keys
-            [N, S], and of queries [N, L].
-        query: Nested [N, *, E], of the layout of the others.
-        key: Nested [N, *, kdim].
-        value: Nested [N, *, vdim].
-
-    Returns:
-        The output, nested like query, and what else ``attend`` returned, padded.
+    ``attend`` is called with padded query, key, value, and what is padding, True = is: of keys [N,
+    S], and of queries [N, L]. What else it returns stays padded.
 
     Raises:
         AssertionError: Not all three are nested tensors of one layout.

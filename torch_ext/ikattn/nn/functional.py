@@ -191,16 +191,11 @@ def attend(
     Args:
         query: [N, L, E] if ``batch_first``, else [L, N, E]; unbatched [L, E].
         key, value: As query, with S for L, and sizes of their own with separate weights.
-        projection: From query, key and value to heads.
-        extra, kernel: The layer.
+        projection, extra, kernel, out_proj: The layer.
         masks: As the caller gave them; ``is_causal`` is the caller's hint.
-        wanted: Whether weights are returned, and how.
+        wanted: Whether weights [N, L, S] or [N, H, L, S] are returned, and how.
         dropout_p: Probability on the normalised weights.
-        out_proj: From the merged heads, [N, L, E] or [L, N, E], to the output.
         batch_first: The order of the axes of batched tensors.
-
-    Returns:
-        The output, shaped like query, and weights [N, L, S], [N, H, L, S], or None.
 
     Raises:
         AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.

@@ -171,20 +171,11 @@ def padded(mask: Tensor) -> Tensor:
 def padding_of_queries(
     query: Tensor, key: Tensor, padding: Tensor | None, batch_first: bool
 ) -> Tensor | None:
-    """Returns which queries are padding, where that can be told from what a call is given.
+    """Returns which queries are padding, bool [N, L], where what a call is given can tell.
 
     In self-attention they are the keys that are padding. As callers, checkpointing and mixed
     precision hand over copies, it is self-attention wherever the tokens that are not padding have
-    the same values, sample by sample.
-
-    Args:
-        query: [N, L, E] if ``batch_first``, else [L, N, E].
-        key: [N, S, kdim] or [S, N, kdim].
-        padding: Of the keys, [N, S], bool or float, or None.
-        batch_first: The order of axes.
-
-    Returns:
-        Bool, [N, L], or None.
+    the same values, sample by sample. ``padding`` is that of the keys, [N, S].
     """
     if padding is None or key is query:
         return None if padding is None else padded(padding)

@@ -55,10 +55,7 @@ def dropout_seed_for(
 ) -> Tensor | None:
     """Returns the seed of a module's call; None if it drops nothing or ranks draw one for all.
 
-    Args:
-        dropout_p: Probability on the weights.
-        device: Of the queries.
-        share: The rank's heads, whose mask is a part of that of all heads; None: it has all.
+    ``share`` is the rank's heads, whose mask is a part of that of all heads; None: it has all.
 
     Raises:
         NotImplementedError: Ranks share out both heads and tokens.

@@ -57,17 +57,11 @@ def project(
     value: Tensor,
     batch_first: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks the sizes of batched inputs and applies the in-projection.
+    """Checks the sizes of batched inputs and applies the in-projection of weights, or of a module.
 
-    Args:
-        source: The weights to use, or the module whose they are.
-        query: [N, L, E] if ``batch_first``, else [L, N, E].
-        key: [N, S, kdim] or [S, N, kdim].
-        value: [N, S, vdim] or [S, N, vdim].
-        batch_first: The order of axes; None: the module's.
-
-    Returns:
-        Queries [N, H, L, d], keys and values [N, H, S, d].
+    Query is [N, L, E] if ``batch_first``, else [L, N, E], key [N, S, kdim] and value [N, S, vdim]
+    likewise; ``batch_first`` None is the module's. Queries are [N, H, L, d], keys and values
+    [N, H, S, d].
 
     Raises:
         AssertionError: Sizes do not fit the weights or each other, or a weight is missing.

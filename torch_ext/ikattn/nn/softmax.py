@@ -30,22 +30,18 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes softmax(q.k / sqrt(d) + bias) v; a query that sees no key gets zeros.
 
-    With ``need_weights`` it forms the weights and draws dropout as nn.MultiheadAttention does;
-    without, it leaves both to F.scaled_dot_product_attention, as that does.
+    With ``need_weights`` it forms the weights [N, H, L, S] and draws dropout as
+    nn.MultiheadAttention does; without, it leaves both to F.scaled_dot_product_attention, as that
+    does.
 
     Args:
-        query: [N, H, L, d].
-        key: [N, H, S, d].
-        value: [N, H, S, d].
+        query, key, value: [N, H, L, d], [N, H, S, d], [N, H, S, d].
         masks: ``is_causal`` must be False with any other mask, ``key_bias`` or ``need_weights``.
         key_bias: [N, H, 1, S], added to the logits.
         dropout_p: Probability on the normalised weights.
-        need_weights: Return the weights too.
-        average: Return their mean over heads.
+        need_weights, average: Whether to return the weights after dropout, or their mean over
+            heads.
         mask_dtype: The type in which bool masks are added to the logits.
-
-    Returns:
-        Output [N, H, L, d], and the weights after dropout, [N, H, L, S] or [N, L, S], or None.
     """
     bias = _bias(masks, key_bias, mask_dtype)
     if need_weights:
@@ -78,13 +74,7 @@ def refuse_context_parallel(kernel: str) -> None:
 
 
 def select_away(key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Zeroes padded keys and values: their weight is 0, but 0 * NaN would reach the output.
-
-    Args:
-        key: [N, H, S, d].
-        value: [N, H, S, d].
-        padding: [N, S], bool or float, or None.
-    """
+    """Zeroes padded keys and values [N, H, S, d]: 0 * NaN would reach the output."""
     if padding is None:
         return key, value
     away = hidden(padding)[:, None, :, None]
@@ -94,12 +84,8 @@ def select_away(key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Ten
 def rbf_key_bias(key: Tensor, p: float | LearnedOrder | None) -> Tensor | None:
     """Returns g_j - |k_j|_2^2 / (2 sqrt d), by which RBF logits differ from dot-product ones.
 
-    Args:
-        key: [N, H, S, d].
-        p: Order of the norm in g_j = |k_j|_p^2 / (2 sqrt d), or what computes g; None: g_j = 0.
-
-    Returns:
-        [N, H, 1, S] of key's type, computed in float32 at least; None where it is zero, at p = 2.
+    ``p`` is the order of the norm in g_j = |k_j|_p^2 / (2 sqrt d), or what computes g; None: g_j =
+    0. [N, H, 1, S] of key's type, computed in float32 at least; None where it is zero, at p = 2.
     """
     if p == 2:
         return None
@@ -132,11 +118,6 @@ def _softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
     """Returns softmax(q.k / sqrt(d) + bias), [.., L, S], with zeros for a query that sees no key.
 
     They are of the type of q.k, whatever that of the bias.
-
-    Args:
-        query: [.., L, d].
-        key: [.., S, d].
-        bias: Broadcastable to [.., L, S].
     """
     logits = (query * math.sqrt(1.0 / query.size(-1))) @ key.transpose(-2, -1)
     if bias is None:

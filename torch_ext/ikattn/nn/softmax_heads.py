@@ -79,13 +79,7 @@ def by_heads(
     implicit: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
-    """Joins output [B, H, L, d_v] and weights of all heads, from two functions of heads.
-
-    Args:
-        split: Which function is for which heads.
-        softmax, implicit: From numbers of heads, [heads], to their output and weights, or None.
-        device: Of the tensors.
-    """
+    """Joins output [B, H, L, d_v] and weights of all heads, from two functions of their numbers."""
     parts = [
         compute(torch.tensor(heads, device=device))
         for heads, compute in ((split.softmax, softmax), (split.implicit, implicit))

@@ -34,13 +34,7 @@ def graph_layers(model: nn.Module, layers: Selection | None) -> dict[str, nn.Mod
 
 
 class GraphLayer:
-    """A layer's propagation of messages, in each thread.
-
-    Args:
-        name: Of the layer.
-        options: Of the recording.
-        take: Called with the name and the maps of each run.
-    """
+    """A layer's propagation of messages, in each thread; ``take`` gets its name and maps."""
 
     def __init__(self, name: str, options: Options, take: Callable[[str, EdgeMaps], None]) -> None:
         self._name, self._options, self._take = name, options, take

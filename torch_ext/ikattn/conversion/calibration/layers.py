@@ -171,11 +171,8 @@ def listening(
 ) -> Iterator[None]:
     """Tells ``listener`` of what each layer's attention is given, for the time of the block.
 
-    Args:
-        model: The model.
-        layers: Those to listen to.
-        batch: What the model is called with, whose attention_mask tells of padding.
-        listener: Called with the layer and its call, before the layer's output is there.
+    It is called with the layer and its call, before the layer's output is there. ``batch`` is what
+    the model is called with, whose attention_mask tells of padding.
     """
     by_module = {layer.module: layer for layer in layers}
 

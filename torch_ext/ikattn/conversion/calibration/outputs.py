@@ -76,19 +76,10 @@ def fit_to_outputs(
     steps: int,
     rates: Rates,
 ) -> tuple[float, float]:
-    """Trains a layer to give what the softmax layer gave.
+    """Trains a layer to give what the softmax layer gave, by steps on the calls of one batch each.
 
-    Args:
-        model: In eval mode; the layers before this one compute what they will.
-        layer: The layer.
-        batches: Inputs of the model.
-        targets: Of each batch, the layer's calls.
-        steps: Of Adam, on the calls of one batch each.
-        rates: Of what is trained.
-
-    Returns:
-        The relative errors of the output, on what is held out, before and after. Where it came no
-        nearer everything is as it was.
+    The layers before this one compute what they will. Returns the relative errors of the output, on
+    what is held out, before and after. Where it came no nearer everything is as it was.
     """
     pairs = [(batch, own) for batch, own in zip(batches, targets, strict=True) if own]
     calls = [_calls_of(model, layer, batch, len(own)) for batch, own in pairs]

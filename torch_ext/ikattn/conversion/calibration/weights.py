@@ -47,19 +47,11 @@ def some_queries(call: AttentionCall) -> AttentionCall:
 def fit_to_weights(
     layer: Layer, calls: list[AttentionCall], steps: int, learning_rate: float
 ) -> tuple[Tensor, Tensor]:
-    """Fits a layer's frequencies to the softmax weights of its calls.
+    """Fits a layer's frequencies, in float32 at least, to the softmax weights of its calls.
 
     Of frequencies that are parameters each head keeps the best that it visits, by what is held out;
-    of a generator all heads do together.
-
-    Args:
-        layer: The layer; its parameters are in float32 at least.
-        calls: What its attention was given while the model computed softmax.
-        steps: Of Adam, each on calls of about half a million weights.
-        learning_rate: Of Adam, falling to 0 as a cosine.
-
-    Returns:
-        The errors of what is held out, [H], before and after.
+    of a generator all heads do together. Each step of Adam is on calls of about half a million
+    weights. Returns the errors of what is held out, [H], before and after.
 
     Raises:
         ValueError: Nothing can be fitted to: no query of the calls sees two keys.
@@ -165,15 +157,10 @@ def _errors(layer: Layer, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:
 
 
 def by_what_is_held_out(of_rows: Tensor) -> Tensor:
-    """Sums over sequences and queries: those that are fitted to, and the rest, in front.
+    """Sums [.., B, L, ..], the batch second, over sequences and queries: [2, ...].
 
-    Of fewer than five sequences queries are held out instead.
-
-    Args:
-        of_rows: [.., B, L, ..], the batch on the second axis.
-
-    Returns:
-        [2, ...], without B and L.
+    First those that are fitted to, then the rest. Of fewer than five sequences queries are held
+    out.
     """
     if of_rows.size(1) < _HELD_OUT:
         of_rows = of_rows.transpose(1, 2)

@@ -33,11 +33,8 @@ def pays(call: AttentionCall, projection: Tensor, blocks: int) -> bool:
 def in_own_coordinates(call: AttentionCall, projection: Tensor) -> tuple[AttentionCall, Tensor]:
     """Returns a run with values ``[B, H, S, H]``, and the out-projection ``[H, H H]`` for it.
 
-    Maps without a residual, norms and mixing ratios are those of ``call``.
-
-    Args:
-        call: The run.
-        projection: ``[D, H d_v]``, with D of at least H.
+    ``projection [D, H d_v]`` has a D of at least H. Maps without a residual, norms and mixing
+    ratios are those of ``call``.
     """
     B, H, _, S = call.sizes
     D, groups = projection.size(0), H // call.key.size(1)

@@ -103,14 +103,10 @@ class GivenRules:
     def take(
         self, key: Any, layer: str, given: GivenRule, before: Tensor | None, after: Tensor | None
     ) -> GivenRule:
-        """Returns what was given with that of the calls before.
+        """Returns what was given with that of the calls before of ``key``, a layer and its caller.
 
-        Args:
-            key: The layer, and who calls it.
-            layer: Its name, for errors.
-            given: In this call.
-            before: The state ``[B, H, d, d_v]`` that the call goes on from; None: it begins.
-            after: The state that it returned; None: no call goes on from it.
+        ``before`` is the state ``[B, H, d, d_v]`` that the call goes on from, None: it begins;
+        ``after`` the one that it returned, None: no call goes on from it.
 
         Raises:
             NotImplementedError: The call goes on from a state that no recorded call has returned.
@@ -147,13 +143,9 @@ def _equal_item(state: Tensor, states: Tensor) -> int | None:
 def given_rule(
     layer: str, name: str, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[GivenRule, Tensor | None]:
-    """Returns the arguments of a rule, and the state that it goes on from.
+    """Returns the arguments of a rule, ``[B, L, H, d]``, and the state that it goes on from.
 
-    Args:
-        layer: The layer's name, for errors.
-        name: The rule's.
-        mask: What the layer was given as its attention_mask: ``[B, L]``, 0 = padding, or None.
-        args, kwargs: Of the rule, whose tensors are ``[B, L, H, d]``.
+    ``mask`` is what the layer was given as its attention_mask: ``[B, L]``, 0 = padding, or None.
 
     Raises:
         NotImplementedError: Sequences are packed, or an argument is missing.

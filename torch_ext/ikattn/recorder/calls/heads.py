@@ -111,10 +111,8 @@ class FollowedHeads(TorchFunctionMode):
     def begin(self, heads: Tensor, place: Callable[[], Tensor], keep: Callable[[], None]) -> None:
         """Follows ``heads``, beside those of calls before it in the same module.
 
-        Args:
-            heads: What the attention has returned.
-            place: Gives the place of each number among the merged heads of all calls, int64.
-            keep: Called before something is written into ``heads``.
+        ``place`` gives the place of each number among the merged heads of all calls, int64;
+        ``keep`` is called before something is written into ``heads``.
         """
         self._known[id(heads)] = heads, lambda: [_Term(place())]
         self._keep = keep
@@ -221,15 +219,11 @@ class FollowedHeads(TorchFunctionMode):
         return id(x) in self._known
 
     def gate(self, x: Tensor, sizes: tuple[int, int, int]) -> Gate | str | None:
-        """Returns the multiple of the heads that ``x`` is, or why it is none.
+        """Returns the multiple of the heads that ``x [.., X]`` is, or why it is none.
 
-        Args:
-            x: What a module is called with, ``[.., X]``.
-            sizes: The number of calls of the attention, R, and H d_v, of each call.
-
-        Returns:
-            None where it does not have R rows that are made of heads; a reason where it has, and
-            they are not the heads of their own token, each number multiplied with one number.
+        ``sizes`` are the number of calls of the attention, R, and H d_v, of each call. None where x
+        does not have R rows that are made of heads; a reason where it has, and they are not the
+        heads of their own token, each number multiplied with one number.
         """
         if id(x) not in self._known or x.numel() == 0 or x.numel() != sizes[1] * x.size(-1):
             return None

@@ -73,11 +73,8 @@ def plain_projection(module: nn.Module) -> Projection | None:
 def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str) -> Projection:
     """Returns a module's linear map: its output for the identity less its output for zero.
 
-    Args:
-        module: The out-projection.
-        width: Its inputs, H d_v.
-        like: A tensor with the type and device of these.
-        layer: The name of the attention that it belongs to, for errors.
+    Of ``width`` H d_v inputs, with type and device of ``like``; errors name the attention,
+    ``layer``.
 
     Raises:
         TypeError: The module cannot be applied to ``[1, width, width]``.

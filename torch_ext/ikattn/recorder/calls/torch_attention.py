@@ -36,12 +36,9 @@ def torch_call(
 ) -> AttentionCall:
     """Returns the inputs of attention in a call that has just been made.
 
-    Args:
-        module: The module that was called.
-        args, kwargs: What its forward was called with.
-        kind: "self" or "cross"; None: self if query and key are the same tensor.
-        frequencies: w1 and w2 that the call used, for the implicit kernel.
-        padded_length: What nested inputs are padded to; None: the longest.
+    ``kind`` None: self if query and key are the same tensor. ``frequencies`` are those that the
+    call used, for the implicit kernel; nested inputs are padded to ``padded_length``, None: the
+    longest.
     """
     given = _signature.bind(module, *args, **kwargs).arguments
     query, key, value = inputs_of(module, args, kwargs)
@@ -93,10 +90,6 @@ def inputs_of(
 def out_projection_of(module: StockMultiheadAttention, layer: str) -> Projection:
     """Returns the out-projection, whose parameters ``nn.MultiheadAttention`` uses uncalled.
 
-    Args:
-        module: The attention.
-        layer: Its name, for errors.
-
     Raises:
         TypeError: Their tensors are no plain ones.
     """
@@ -130,13 +123,9 @@ def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
 def fused_layer_differs(
     layer: nn.TransformerEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether torch's fused kernel, which a recording replaces, would compute something else.
+    """Whether torch's fused kernel of a stock layer, which a recording replaces, computes another.
 
     It takes every number of a floating-point mask but 0 for -inf.
-
-    Args:
-        layer: A stock layer that is called.
-        args, kwargs: What its forward is called with.
     """
     given = _layer_signature.bind(layer, *args, **kwargs).arguments
     masks = [given.get(name) for name in ("src_mask", "src_key_padding_mask")]

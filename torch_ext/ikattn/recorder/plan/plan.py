@@ -124,8 +124,7 @@ def plan_layers(
 ) -> tuple[list[Plan], list[str]]:
     """Plans each selected layer; with may_be_none there need not be any.
 
-    Returns:
-        The plans, and where all layers are recorded the names of attention that no recording sees.
+    Where all layers are recorded, it also names attention that no recording sees.
 
     Raises:
         ValueError: There is none, none is selected, or one has not the maps that were asked for.

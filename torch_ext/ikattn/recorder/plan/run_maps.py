@@ -77,11 +77,7 @@ def why_undefined(
 ) -> str | None:
     """Why a layer has no map of this name; None where it has one.
 
-    Args:
-        name: One of ALL_MAPS.
-        parts: The layer.
-        kind: "self", "cross", or None where a call will tell.
-        has_run: Whether a run has told all that runs tell.
+    ``kind`` None: a call will tell. ``has_run``: a run has told all that runs tell.
     """
     if kind == "cross" and name in ("with_residual", "mixing_ratio"):
         return (
@@ -130,13 +126,10 @@ def awaited_norms(parts: AttentionParts, wanted: Collection[str]) -> tuple[str, 
 def make_maps(
     call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Collection[str]
 ) -> Contributions:
-    """The maps of one run of attention.
+    """The maps of one run of attention that are wanted, all of them defined for the layer.
 
-    Args:
-        call: The run.
-        projection: The weight of its out-projection, ``[D, H d_v]``.
-        around: As far as ``awaited_norms`` and the residual are concerned.
-        wanted: Names of maps, all defined for the layer.
+    ``projection`` is the weight of its out-projection, ``[D, H d_v]``; ``around`` has the residual
+    and what ``awaited_norms`` names.
     """
     projection = projection.to(call.value.dtype)
     if call.gate is not None and call.gate.size(-1) > 1:

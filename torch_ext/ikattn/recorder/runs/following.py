@@ -26,8 +26,7 @@ from ikattn.recorder.runs.residual_sum import is_sum
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.torch_blocks import block_of, second_half, why_no_norm
 from ikattn.recorder.sums.claims import settle
-from ikattn.recorder.sums.known_sums import takes_waiting
-from ikattn.recorder.sums.tensors import rows_of, same_rows, see
+from ikattn.recorder.sums.tensors import rows_of, same_rows, see, takes_waiting
 
 
 class Follower:

@@ -24,14 +24,10 @@ _decoder_signature = inspect.signature(nn.TransformerDecoderLayer.forward)
 def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | None) -> None:
     """Finds padded keys and, in self-attention, the place and the padding of the queries.
 
-    A token that is hidden from all queries is padding where the model's own mask of tokens says so.
-    Without such a mask it is padding if that of the attention is the same for all queries, or if
-    its own row is hidden, too: a token that others do not see may still see them.
-
-    Args:
-        call: The run; its mask is set.
-        given: The mask that the attention was given, or None.
-        of_tokens: The mask ``[B, S]`` that the model was given for these tokens, 0 = padding.
+    A token that is hidden from all queries is padding where the model's own mask ``of_tokens [B,
+    S]``, 0 = padding, says so. Without such a mask it is padding if that of the attention,
+    ``given``, is the same for all queries, or if its own row is hidden, too: a token that others do
+    not see may still see them.
     """
     B, _, L, S = call.sizes
     hidden = call.hidden() if given is not None or call.attn_mask is not None else None
@@ -61,9 +57,7 @@ def fill_padding(call: AttentionCall, given: Tensor | None, of_tokens: Tensor | 
 def padding_of_decoder(running: Iterable[Entered], B: int, L: int) -> Tensor | None:
     """The padding ``[B, L]`` of a decoder's own tokens, as it was told of it; None: of none.
 
-    Args:
-        running: The modules around its cross-attention, outermost first.
-        B, L: How many sequences and tokens it has.
+    ``running`` are the modules around its cross-attention, outermost first.
     """
     for entered in running:
         if isinstance(entered.module, nn.TransformerDecoderLayer):
@@ -93,11 +87,9 @@ def has_other_keys(
     where it was called with two sequences. The second is not the keys' where it ends with the
     first, nor where no linear module takes it, and more than queries are made of the first.
 
-    Args:
-        entered: The attention module, or the one around it that was called with tokens.
-        sizes: B, H d, and the numbers L and S of queries and keys.
-        looks_at_inputs: Whether any other tensor of tokens that the module can project is taken
-            for the keys'. Names tell in models of transformers.
+    ``entered`` is the attention, or the module around it that was called with tokens, ``sizes`` are
+    B, H d, L and S. With ``looks_at_inputs`` any other tensor of tokens that the module can project
+    is taken for the keys'; names tell in models of transformers.
     """
     B, width, L, S = sizes
     if L > S:

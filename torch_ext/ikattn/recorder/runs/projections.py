@@ -18,8 +18,7 @@ from ikattn.recorder.runs.making import Options
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.sketches import Sketches
 from ikattn.recorder.sums.distances import Distance, tolerance_of
-from ikattn.recorder.sums.known_sums import takes_waiting
-from ikattn.recorder.sums.tensors import rows_of
+from ikattn.recorder.sums.tensors import rows_of, takes_waiting
 
 
 class Projections:

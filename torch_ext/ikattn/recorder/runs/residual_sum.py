@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,28 +14,39 @@ from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.torch_blocks import why_no_sum
 from ikattn.recorder.sums.claims import Claim
 from ikattn.recorder.sums.distances import Distance, rows_apart, sum_of_rows, sum_tolerance
-from ikattn.recorder.sums.known_sums import (
-    KnownSum,
-    forget,
-    known_sum,
-    remember,
-    takes_waiting,
-)
+from ikattn.recorder.sums.finding import Sum, find_sum, order_of_rows
 from ikattn.recorder.sums.multipliers import multiplier_of
-from ikattn.recorder.sums.tensors import Sum, find_sum, may_be_sum, order_of_rows, rows_of
+from ikattn.recorder.sums.tensors import may_be_sum, rows_of, takes_waiting
+
+
+class _KnownSum(NamedTuple):
+    """Where the sum of a layer was found in a call before, and of what.
+
+    Finding it takes time, and on a GPU the host must wait. What is known is used where the same
+    modules run, and held to the numbers when the call has ended.
+
+    Attributes:
+        module: Whose input it was, or whose output.
+        place: Whether it was the input, and how many residuals and variants there were.
+        candidate, variant: Those that it was of.
+        is_as_it_was: Whether nothing had been written into the residual.
+    """
+
+    module: weakref.ref[nn.Module]
+    place: tuple[bool, int, int]
+    candidate: int
+    variant: int
+    is_as_it_was: bool
+
+
+_known_sums: weakref.WeakKeyDictionary[nn.Module, _KnownSum] = weakref.WeakKeyDictionary()
 
 
 def is_sum(run: Run, x: Tensor, module: nn.Module, call: Call, *, is_input: bool) -> bool:
     """Tells whether a tensor is the sum of residual and output; keeps what it is a sum of.
 
-    Two rows tell; around torch's attention, whose tokens may stand in another order, all rows do.
-
-    Args:
-        run: The run, whose output is known.
-        x: What a module was called with, or has made.
-        module: The module.
-        call: The call of the model; it keeps claims that are not looked at yet.
-        is_input: Whether ``module`` was called with it; else other branches may be in the sum.
+    ``module`` was called with it, or has made it: then other branches may be in the sum. Two rows
+    tell; around torch's attention, whose tokens may stand in another order, all rows do.
     """
     if run.order is None:
         return _is_sum(run, x, module, call, is_input=is_input)
@@ -111,22 +123,16 @@ def _is_sum(run: Run, x: Tensor, module: nn.Module, call: Call, *, is_input: boo
 
 
 def _known(
-    run: Run,
-    x: Tensor,
-    module: nn.Module,
-    call: Call,
-    is_input: bool,
+    run: Run, x: Tensor, module: nn.Module, call: Call, is_input: bool
 ) -> tuple[Sum, bool] | None:
     """The sum as it was found in a call before, and whether its residual is as it was.
 
     That it adds up this time, too, becomes a claim where the host would wait to see it.
     """
-    if not _may_be_known(run):
-        return None
     layer = run.plan.module
-    known = known_sum(layer, module, is_input)
-    sizes = (len(run.residuals), len(run.variants))
-    if known is None or (known.candidates, known.variants) != sizes:
+    known = _known_sums.get(layer) if _may_be_known(run) else None
+    place = is_input, len(run.residuals), len(run.variants)
+    if known is None or known.module() is not module or known.place != place:
         return None
     residual, y = run.residuals[known.candidate], run.variants[0].tensor
     if residual.rows.size(-1) != y.size(-1):
@@ -177,25 +183,14 @@ def _projects_turned(run: Run, y: Tensor) -> bool:
 def _remember(run: Run, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool) -> None:
     """Keeps how a plain sum was found that can be no other."""
     is_plain = found.scale is None and not found.has_other and found.is_alone
-    is_plain = is_plain and not run.is_turned
-    if not is_plain or not _may_be_known(run):
-        return
-    candidate = next(n for n, seen in enumerate(run.residuals) if seen is found.residual)
-    remember(
-        run.plan.module,
-        KnownSum(
-            weakref.ref(module),
-            is_input,
-            len(run.residuals),
-            candidate,
-            len(run.variants),
-            found.variant,
-            is_as_it_was,
-        ),
-    )
+    if is_plain and not run.is_turned and _may_be_known(run):
+        candidate = next(n for n, seen in enumerate(run.residuals) if seen is found.residual)
+        place = is_input, len(run.residuals), len(run.variants)
+        known = _KnownSum(weakref.ref(module), place, candidate, found.variant, is_as_it_was)
+        _known_sums[run.plan.module] = known
 
 
 def _forget(layer: weakref.ref[nn.Module]) -> None:
     module = layer()
     if module is not None:
-        forget(module)
+        _known_sums.pop(module, None)

@@ -25,13 +25,7 @@ def check_room(
 ) -> None:
     """Raises torch.OutOfMemoryError where maps of queries and keys need more than is free.
 
-    Args:
-        call: A run of the layer.
-        layer: Its name.
-        wanted: The maps to make of it.
-        rows: Which rows, None: all. Reduced maps are never whole, and fit.
-        layers: How many layers like this one are kept.
-        to_cpu: Whether they are kept on the CPU.
+    ``layers`` like this one are kept. Reduced maps are never whole, and fit.
     """
     names = pair_maps(wanted)
     if not names or (rows is not None and rows.reduction is not None):

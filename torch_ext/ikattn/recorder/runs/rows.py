@@ -273,11 +273,7 @@ def _one_batch(
 ) -> Contributions:
     """The maps of each sequence as those of a batch; the rows that one lacks are 0, and padding.
 
-    Args:
-        items: Of each sequence, with the rows that it has.
-        chosen: The rows of all.
-        layer: Their layer.
-        has_rows: Whether what was reduced may have an axis of rows.
+    ``has_rows``: whether what was reduced may have an axis of rows.
     """
     R = len(chosen.numbers)
     rows = [[i for i, place in enumerate(each) if place is not None] for each in chosen.places]

@@ -192,9 +192,7 @@ class Run:
     def is_fed_gated(self, x: Tensor, claims: list[Claim]) -> bool:
         """Whether a tensor is a multiple of the heads, number by number; keeps which, or why not.
 
-        Args:
-            x: What a module is called with.
-            claims: Take that it is.
+        ``claims`` take that it is.
         """
         contexts = [context for context in self.contexts if context is not None]
         if self.following is None or not contexts:

@@ -42,20 +42,12 @@ class Sketches:
     def agrees(
         self, module: nn.Module, projection: Projection, x: Tensor, y: Tensor, tolerance: float
     ) -> bool:
-        """Whether sums of ``y`` are those that the projection of ``x`` has.
+        """Whether sums of rows ``y [rows, D]`` are those that the projection of rows ``x`` has.
 
-        A difference of one output counts in full, and others do not add up to nothing in all sums.
-
-        Args:
-            module: What has the weight.
-            projection: Its linear map.
-            x: Rows ``[rows, H d_v]`` that it was given.
-            y: Rows ``[rows, D]`` that it has made.
-            tolerance: The part of the largest number of y that sums may be off.
-
-        Returns:
-            False where they are not, or where numbers are not finite, and where the sums are not
-            known yet: they are made when a module is seen for the second time with its weight.
+        They may be off by a ``tolerance`` of the largest number of y. A difference of one output
+        counts in full, and others do not add up to nothing in all sums. False where numbers are not
+        finite, and where the sums are not known yet: they are made when ``module``, which has the
+        weight, is seen for the second time with it.
         """
         state = _state_of(projection)
         known, sketch = self._known.get(module, (None, None))

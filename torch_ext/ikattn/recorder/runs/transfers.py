@@ -39,10 +39,7 @@ class Transfers:
     def to_cpu(self, x: Tensor, *, is_kept: bool) -> Tensor:
         """A copy of ``x`` that is filled when an :meth:`arrival` asked for later is over.
 
-        Args:
-            x: Of any device.
-            is_kept: Whether the recording keeps the copy, which counts towards
-                ``MOST_PAGE_LOCKED``.
+        One that the recording keeps counts towards ``MOST_PAGE_LOCKED``.
         """
         size = x.numel() * x.element_size()
         fits = not is_kept or self._kept_bytes + size <= MOST_PAGE_LOCKED

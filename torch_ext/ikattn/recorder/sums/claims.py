@@ -34,11 +34,9 @@ class Claim(NamedTuple):
 
 
 class Settlement:
-    """Claims whose numbers are on their way to the host.
+    """Claims, taken from a list, whose numbers are on their way to the host.
 
-    Args:
-        claims: They are taken from the list.
-        to_cpu: Copies a tensor to the CPU; the copy may be filled later.
+    ``to_cpu`` copies a tensor to the CPU; the copy may be filled later.
     """
 
     def __init__(self, claims: list[Claim], to_cpu: Callable[[Tensor], Tensor]) -> None:

@@ -129,11 +129,8 @@ def sum_tolerance(dtype: torch.dtype) -> float:
 def share_of_sum(rest: Tensor, size: Tensor) -> Tensor:
     """How much of what was added is left over, number by number.
 
-    A large number beside others does not hide what these are. NaN is compared with nothing.
-
-    Args:
-        rest: A sum less all that should be in it.
-        size: The magnitudes of the sum and of what should be in it, added up.
+    ``rest`` is a sum less all that should be in it, ``size`` all their magnitudes. A large number
+    beside others does not hide what these are. NaN is compared with nothing.
     """
     share = rest.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
     return share.nan_to_num(0.0, posinf=torch.inf)

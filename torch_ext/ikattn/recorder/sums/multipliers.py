@@ -31,12 +31,9 @@ class Variant:
 
 
 def multiplier_of(chain: Sequence[Variant]) -> float | Tensor | None:
-    """Returns the multiplier between the first variant and the last.
+    """Returns the multiplier from the first variant to the last; None where a module does more.
 
     Every row is looked at, or two where something was written into the last since.
-
-    Returns:
-        A number, ``[D]``, or None where a module does not multiply.
     """
     whole: float | Tensor = 1.0
     for before, after in pairwise(chain):
@@ -56,30 +53,31 @@ def multiplier_of(chain: Sequence[Variant]) -> float | Tensor | None:
 
 
 @torch.no_grad()
-def multiplied(x: Tensor, y: Tensor, dtype: torch.dtype) -> float | Tensor | None:
-    """Returns the multiplier of every row from ``y`` to ``x``, both ``[.., D]``.
+def multiplied(
+    x: Tensor, y: Tensor, dtype: torch.dtype, size: float | None = None
+) -> float | Tensor | None:
+    """Returns the multiplier of every row from ``y`` to ``x``, both ``[.., D]``, of a type.
 
-    Args:
-        x: The products.
-        y: The rows.
-        dtype: In which they were computed.
-
-    Returns:
-        A number, ``[D]``, or None where it is neither, or rows are too much alike to tell. Rows
-        that are not finite do not count.
+    ``size`` is that of numbers in whose rounding the products were formed; None: of their own. A
+    number, ``[D]``, or None where it is neither, or rows are too much alike to tell. Rows that are
+    not finite do not count, but in products of a size, of which all must be.
     """
     made, rows = (widened(each.detach()).reshape(-1, y.size(-1)) for each in (x, y))
     is_finite = (made.isfinite() & rows.isfinite()).all(-1, keepdim=True)
+    if size is not None and not bool(is_finite.all()):
+        return None
     made, rows = made.where(is_finite, 0.0), rows.where(is_finite, 0.0)
     limits = torch.finfo(dtype)
+    most = float(made.abs().max())
+    rounding = None if size is None else 16 * limits.eps * (size + most)
+    if not bool(rows.any()) or (rounding is not None and most <= 8 * rounding):
+        return None
 
     def is_made_by(scale: Tensor) -> bool:
         expected = rows * scale
-        allowed = 4 * limits.eps * (expected.abs() + limits.tiny)
+        allowed = 4 * limits.eps * (expected.abs() + limits.tiny) if rounding is None else rounding
         return bool(((made - expected).abs() <= allowed).all())
 
-    if not bool(rows.any()):
-        return None
     # over the largest of each channel, so that no square leaves its range
     largest = rows.abs().amax(0)
     smallest = torch.finfo(rows.dtype).tiny

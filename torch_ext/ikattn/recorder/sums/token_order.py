@@ -204,8 +204,7 @@ class _Sums(NamedTuple):
     """Sums ``[N, D]`` less their residuals, to be told apart from others.
 
     Attributes:
-        rest: The sums less the residuals.
-        size: Of both: numbers in whose rounding ``rest`` was formed.
+        rest, size: The sums less the residuals, and numbers in whose rounding that was formed.
         dtype, dtype_of_output: In which the sums were formed, and what was added.
         added: What was made of the output.
     """
