@@ -112,8 +112,6 @@ class Recorder:
         self._handles.clear()
         if self._call is not None:
             self._abandon(self._call)
-        self._follower.forget()
-        self._opener.given_rules.forget()
         if self._silent:
             is_told_not_to = any(
                 getattr(module, "fused_attn", True) is False for module in self._silent.values()

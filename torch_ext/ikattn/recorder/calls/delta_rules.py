@@ -96,10 +96,6 @@ class GivenRules:
     def __init__(self) -> None:
         self._last: dict[Any, tuple[Tensor, GivenRule]] = {}
 
-    def forget(self) -> None:
-        """Lets go of all calls."""
-        self._last.clear()
-
     def take(
         self, key: Any, layer: str, given: GivenRule, before: Tensor | None, after: Tensor | None
     ) -> GivenRule:

@@ -190,8 +190,8 @@ class FollowedHeads(TorchFunctionMode):
         elif is_one and name == "neg":
             rule = functools.partial(_times, terms[0], -1.0, made)
         elif len(own) == 2 and name in _SUMS and is_plain and own[0].shape == own[1].shape:
-            second = functools.partial(_times, terms[1], float(_SUMS[name]), made)
-            rule = functools.partial(_both, terms[0], second)
+            sign = float(_SUMS[name])
+            rule = functools.partial(lambda a, b: a() + _times(b, sign, made), *terms)
         elif is_one and name == "rms_norm" and first:
             rule = functools.partial(_normed, terms[0], made, *args, **kwargs)
         elif name == "cat" and all(id(x) in self._known for x in args[0]):
@@ -200,7 +200,7 @@ class FollowedHeads(TorchFunctionMode):
         if rule is not None:
             self._known[id(made)] = made, functools.cache(rule)
         elif is_one and first and name == "linear":
-            self.product = Product(made=made, **_linear(*args, **kwargs))
+            self.product = _linear(made, *args, **kwargs)
         elif is_one and first and name == "matmul" and args[1].dim() == 2:
             self.product = Product(args[0], args[1].mT, None, made)
         elif made.is_floating_point() and made.numel() >= own[0].numel():
@@ -227,9 +227,6 @@ class FollowedHeads(TorchFunctionMode):
         """
         if id(x) not in self._known or x.numel() == 0 or x.numel() != sizes[1] * x.size(-1):
             return None
-        return self._gate(x, sizes)
-
-    def _gate(self, x: Tensor, sizes: tuple[int, int, int]) -> Gate | str | None:
         calls, rows, width = sizes
         terms = self._known[id(x)][1]()
         if not terms:
@@ -250,11 +247,9 @@ class FollowedHeads(TorchFunctionMode):
             columns[places[0]] = torch.arange(x.size(-1), device=x.device)
             own = 1.0 if term.factor is None else term.factor.reshape(rows, -1).to(factors.dtype)
             factors[:, places[0]] = own
-        return (
-            "a head is in several of its columns"
-            if bool((taken > 1).any())
-            else Gate(columns, factors)
-        )
+        if bool((taken > 1).any()):
+            return "a head is in several of its columns"
+        return Gate(columns, factors)
 
 
 def _parts(several: _Terms, number: int) -> list[_Term]:
@@ -266,10 +261,6 @@ def _times(terms: _Terms, other: Any, made: Tensor, *, inverse: bool = False) ->
     factor = torch.as_tensor(other, dtype=dtype, device=made.device).detach()
     factor = 1 / factor if inverse else factor
     return [term.times(factor, made.shape) for term in terms()]
-
-
-def _both(one: _Terms, two: _Terms) -> list[_Term]:
-    return one() + two()
 
 
 def _normed(
@@ -300,8 +291,8 @@ def _joined(terms: list[_Terms], axis: int) -> list[_Term]:
     return [_Term(torch.cat([part.places for part in parts], axis), torch.cat(factors, axis))]
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Any]:
-    return {"x": input, "weight": weight, "bias": bias}
+def _linear(made: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+    return Product(input, weight, bias, made)
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
 from ikattn.recorder.calls.projection import FLOATS, Projection, describe
+from ikattn.recorder.sums.tensors import same_numbers
 
 _signature = inspect.signature(StockMultiheadAttention.forward)
 _layer_signature = inspect.signature(nn.TransformerEncoderLayer.forward)
@@ -43,7 +44,9 @@ def torch_call(
     given = _signature.bind(module, *args, **kwargs).arguments
     query, key, value = inputs_of(module, args, kwargs)
     if kind is None:
-        kind = "self" if _are_same_tokens(query, key) else "cross"
+        is_known = query is key or query.is_nested or key.is_nested or query.numel() == 0
+        is_self = query is key if is_known else same_numbers(query, key)
+        kind = "self" if is_self else "cross"
     masks = Masks(given.get("key_padding_mask"), given.get("attn_mask"))
     if query.is_nested:
         query, key, value, masks = _padded(query, key, value, padded_length)
@@ -109,15 +112,6 @@ def out_projection_of(module: StockMultiheadAttention, layer: str) -> Projection
 
 def _widened_pair(w1: Tensor, w2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return widened(w1), None if w2 is None else widened(w2)
-
-
-def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
-    """Whether both are one sequence: one tensor, or two with the same numbers."""
-    if query is key:
-        return True
-    if query.is_nested or key.is_nested or query.shape != key.shape or query.numel() == 0:
-        return False
-    return torch.equal(query.nan_to_num(0.0), key.nan_to_num(0.0))
 
 
 def fused_layer_differs(

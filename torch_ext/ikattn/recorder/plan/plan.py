@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import nn
@@ -75,8 +76,9 @@ class Plan:
         """Whether it may compute its attention without what tells of its runs."""
         return self.seen_by in ("sdpa", "delta rule")
 
+    @cached_property
     def limit(self) -> nn.Module | None:
-        """Returns the module around the layer at whose end its sum must have been formed."""
+        """The module around the layer at whose end its sum must have been formed."""
         known = self.parts.pre_norm or self.parts.norm
         if known is not None:
             for module in self.ancestors:

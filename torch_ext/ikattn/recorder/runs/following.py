@@ -37,14 +37,8 @@ class Follower:
         self._checks_all = maker.options.checks_all
         self.norms: set[nn.Module] = set()  # of the model
         self._projections = Projections(maker.options)
-        self._limits: dict[nn.Module, nn.Module | None] = {}
         self.plainly_fed: set[nn.Module] = set()  # whose heads are projected as they are
         self._known_readers: set[nn.Module] = set()  # norms that act as they are taken for
-
-    def forget(self) -> None:
-        """Lets go of what has been learnt of out-projections and norms."""
-        self._projections.forget()
-        self._known_readers.clear()
 
     def flows_in(self, call: Call, run: Run, module: nn.Module, x: Tensor) -> None:
         """A module is called with ``x``."""
@@ -157,7 +151,7 @@ class Follower:
             if is_sum(run, out, module, call, is_input=False):
                 self._summed(call, run, None, out)
                 return
-            if module is self._limit_of(run):
+            if module is run.plan.limit:
                 self._no_sum(call, run, None, out)
         elif module is run.awaited_norm and run.norm_input is not None:
             made = self._read if run.stage == "reading norm" else self._normed
@@ -215,12 +209,6 @@ class Follower:
             run.maps = self._maker.make(call, run, run.plan.maps(run.attention.kind))
             self._maker.claim_heads(call, run)
         run.begin_sum(call.see(y))
-
-    def _limit_of(self, run: Run) -> nn.Module | None:
-        """The module around the layer at whose end its sum must have been formed."""
-        if run.plan.module not in self._limits:
-            self._limits[run.plan.module] = run.plan.limit()
-        return self._limits[run.plan.module]
 
     def _summed(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
         """``x`` is the residual plus the attention's output; ``module`` is called with it."""

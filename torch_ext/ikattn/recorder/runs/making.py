@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
-from ikattn._memory import memory_for
+from ikattn import _memory
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer
+from ikattn.maps.sequences import AXES
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_gradients
 from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.plan.run_maps import convert_tensors, make_maps
 from ikattn.recorder.runs.call import Call, MadeLayer
-from ikattn.recorder.runs.room import check_room
-from ikattn.recorder.runs.rows import RowsAsked
+from ikattn.recorder.runs.rows import RowsAsked, pair_maps
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.transfers import Transfers
 from ikattn.recorder.sums.claims import Settlement
@@ -125,7 +125,7 @@ class Maker:
             )
         assert run.projection is not None
         self._check_room(call, run, wanted)
-        with memory_for("record", f"the maps of layer {run.name}"):
+        with _memory.memory_for("record", f"the maps of layer {run.name}"):
             with self.grad_mode():
                 weight = run.projection.weight
                 if self.options.rows is None:
@@ -140,8 +140,10 @@ class Maker:
 
         Asked at the first of them in a call, before its maps are made.
         """
-        group = (run.plan.parts.side, run.attention.kind)
-        if group in call.has_room:
+        attention, rows, names = run.attention, self.options.rows, pair_maps(wanted)
+        group = (run.plan.parts.side, attention.kind)
+        is_small = not names or (rows is not None and rows.reduction is not None)
+        if group in call.has_room or is_small:  # reduced maps are never whole
             return
         call.has_room.add(group)
         outermost = call.running[0].module if call.running else None
@@ -153,7 +155,24 @@ class Maker:
             if self.options.to_cpu or _is_on(plan.module, run.attention.query.device)
         ]
         layers = 1 if self.options.on_layer is not None else max(1, len(alike))
-        check_room(run.attention, run.name, wanted, self.options.rows, layers, self.options.to_cpu)
+        B, H, L, S = attention.sizes
+        if rows is not None:
+            L = len(rows.of_call(attention, run.name).numbers)
+        pairs = B * L * S * sum(H if "H" in AXES[name] else 1 for name in names)
+        size = pairs * attention.value.element_size()
+        device = attention.query.device
+        kept_on = torch.device("cpu") if self.options.to_cpu else device
+        for place, count in {device: 1, kept_on: layers}.items():
+            free = _memory.free_memory(place)
+            if free is not None and count * size > free:
+                of_layers = "1 layer" if count == 1 else f"{count} layers"
+                raise torch.OutOfMemoryError(
+                    f"record: no memory for the maps {', '.join(names)} of {of_layers}, from "
+                    f"{run.name} on: {B} x {L} x {S} pairs of {H} heads take "
+                    f"{_in_words(count * size)}, and {_in_words(free)} of {place} are free; ask "
+                    "for reduce= (such as 'columns'), layers= (fewer at a time) or queries= (some "
+                    "rows), or write them to disk by on_layer= (ikattn.maps.LayerWriter)"
+                )
 
     def to_cpu_later(self, x: Tensor) -> Tensor:
         return self.transfers.to_cpu(x, is_kept=self.options.on_layer is None)
@@ -198,6 +217,14 @@ def as_batch(x: Tensor, run: Run, padded: int | None) -> Tensor:
             f"[B, L, D] = [{B}, {L}, D], got {list(x.shape)}{hint}"
         )
     return x
+
+
+def _in_words(size: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
 
 
 def _is_on(module: nn.Module, device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ikattn.nn import masks
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.runs.call import Entered
+from ikattn.recorder.sums.tensors import same_numbers
 
 _NAME = "attention_mask"
 _decoder_signature = inspect.signature(nn.TransformerDecoderLayer.forward)
@@ -104,7 +105,7 @@ def has_other_keys(
     parts = entered.module.modules()
     widths = {part.in_features for part in parts if isinstance(part, nn.Linear)}
     inputs = [y for y in (*entered.args, *entered.kwargs.values()) if isinstance(y, Tensor)]
-    if sum(_are_same(y, x) for y in inputs) > 1:
+    if sum(same_numbers(y, x) for y in inputs) > 1:
         return False  # queries and keys are of one sequence
     others = [
         y
@@ -121,14 +122,6 @@ def has_other_keys(
     if made > width and not are_projected:
         return False
     return any(not _ends_with(y, x) for y in others)
-
-
-def _are_same(y: Tensor, x: Tensor) -> bool:
-    """Whether two tensors are one, or have the same numbers."""
-    if y.shape != x.shape or y.dtype != x.dtype or y.device != x.device:
-        return False
-    is_one = y.data_ptr() == x.data_ptr() and y.stride() == x.stride()
-    return is_one or torch.equal(y.nan_to_num(0.0), x.nan_to_num(0.0))
 
 
 def _ends_with(y: Tensor, x: Tensor) -> bool:

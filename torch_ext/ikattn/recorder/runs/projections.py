@@ -1,11 +1,17 @@
-"""Out-projections as linear maps: learnt once for a recording, and held to what modules compute."""
+"""Out-projections as linear maps: learnt once for a recording, and held to what modules compute.
+
+Sizes: H heads, d_v head size of value, D model size.
+"""
 
 from __future__ import annotations
 
 import inspect
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from ikattn._precision import widened
 from ikattn.recorder.calls.modes import as_the_model_runs
 from ikattn.recorder.calls.projection import (
     Projection,
@@ -16,9 +22,24 @@ from ikattn.recorder.calls.projection import (
 from ikattn.recorder.runs.call import Call
 from ikattn.recorder.runs.making import Options
 from ikattn.recorder.runs.run import Run
-from ikattn.recorder.runs.sketches import Sketches
 from ikattn.recorder.sums.distances import Distance, tolerance_of
 from ikattn.recorder.sums.tensors import rows_of, takes_waiting
+
+_SUMS = 8
+
+
+class _Sketch(NamedTuple):
+    """Sums of a linear map's outputs, which tell whether it has made of rows what it should.
+
+    A row's whole product reads all of the weight, which costs more than anything else that a
+    recording compares. Sums s_k = sum_i e_ki y_i of its outputs, with random signs e, need the sums
+    of the weight's rows alone, which are made once. Where they are not what they should be the
+    whole product decides.
+    """
+
+    signs: Tensor  # [D, 8]
+    weight: Tensor  # [H d_v, 8]
+    bias: Tensor  # [8]
 
 
 class Projections:
@@ -26,12 +47,9 @@ class Projections:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.forget()
-
-    def forget(self) -> None:
-        """Lets go of all that has been learnt."""
         self._known: dict[nn.Module, Projection] = {}
-        self._sketches = Sketches()
+        # With the state of the weight that they are of
+        self._sketches: dict[nn.Module, tuple[object, _Sketch | None]] = {}
         self._scaling: dict[nn.Module, bool] = {}  # modules that mix no numbers of their input
 
     def of(self, call: Call, run: Run, module: nn.Module, x: Tensor, y: Tensor) -> Projection:
@@ -75,9 +93,56 @@ class Projections:
         if not (self._options.checks_all or takes_waiting(x)):
             tolerance = tolerance_of(run.type_of_projection(x, y))
             rows = rows_of(x), call.see(y).rows
-            if self._sketches.agrees(module, projection, *rows, tolerance):
+            if self._agrees(module, projection, *rows, tolerance):
                 return None
         return run.projected(projection, x, y, self._options.checks_all)
+
+    @torch.no_grad()
+    def _agrees(
+        self, module: nn.Module, projection: Projection, x: Tensor, y: Tensor, tolerance: float
+    ) -> bool:
+        """Whether sums of rows ``y [rows, D]`` are those that the projection of rows ``x`` has.
+
+        They may be off by a ``tolerance`` of the largest number of y. A difference of one output
+        counts in full, and others do not add up to nothing in all sums. False where numbers are not
+        finite, and where the sums are not known yet: they are made when ``module``, which has the
+        weight, is seen for the second time with it.
+        """
+        state = _state_of(projection)
+        known, sketch = self._sketches.get(module, (None, None))
+        if state is None or known != state:
+            self._sketches[module] = state, None
+            return False
+        if sketch is None:
+            sketch = _sketch_of(projection)
+            self._sketches[module] = state, sketch
+        off = torch.addmm(sketch.bias, x.to(sketch.bias.dtype), sketch.weight)
+        off = off.addmm(y.to(off.dtype), sketch.signs, beta=-1)
+        return _largest(off) <= tolerance * _largest(y)
+
+
+def _largest(x: Tensor) -> float:
+    """The largest number, as a float; NaN where one is NaN."""
+    return float(torch.linalg.vector_norm(x, torch.inf))
+
+
+def _state_of(projection: Projection) -> object:
+    """Returns a value that changes when a projection is written into; None: nothing tells."""
+    tensors = [x for x in projection if x is not None]
+    if any(x.is_inference() for x in tensors):
+        return None
+    return tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x._version) for x in tensors)
+
+
+def _sketch_of(projection: Projection) -> _Sketch:
+    weight = widened(projection.weight.detach())
+    generator = torch.Generator().manual_seed(0)
+    coins = torch.randint(2, (weight.size(0), _SUMS), generator=generator, device="cpu")
+    signs = coins.to(weight).mul_(2).sub_(1)
+    bias = weight.new_zeros(_SUMS)
+    if projection.bias is not None:
+        bias = widened(projection.bias.detach()).to(weight.dtype) @ signs
+    return _Sketch(signs, weight.mT @ signs, bias)
 
 
 def is_handed_on(x: Tensor, out: Tensor) -> bool:

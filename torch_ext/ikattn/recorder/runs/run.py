@@ -41,6 +41,7 @@ from ikattn.recorder.sums.tensors import (
     address_of,
     has_rows_like,
     rows_of,
+    same_numbers,
     same_rows,
     see,
 )
@@ -339,12 +340,9 @@ class Run:
             return is_from_around and not any(seen.tensor is x for seen in self.normed)
         if not bool(self.given.rows.any()):
             return False  # zeros are everybody's
-        found = self.residual.rows.nan_to_num(0.0)
-
-        def is_residual(seen: Seen) -> bool:
-            return seen.rows.shape == found.shape and torch.equal(seen.rows.nan_to_num(0.0), found)
-
-        return is_residual(self.given) and not any(map(is_residual, self.normed))
+        found = self.residual.rows
+        is_normed = any(same_numbers(seen.rows, found) for seen in self.normed)
+        return same_numbers(self.given.rows, found) and not is_normed
 
     # --- 4
 

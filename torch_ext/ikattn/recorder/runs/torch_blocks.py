@@ -15,7 +15,7 @@ from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.calls.projection import describe
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.sums.distances import tolerance_of
-from ikattn.recorder.sums.tensors import see
+from ikattn.recorder.sums.tensors import same_numbers, see
 from ikattn.recorder.sums.token_order import Added, normed
 
 
@@ -31,13 +31,13 @@ def why_no_sum(run: Run, x: Tensor) -> str:
     if isinstance(added, str):
         return added
     # another may have the same ends, and its tokens in another order
-    alike = [seen for seen in run.residuals if _are_same(seen.rows, found.rows)]
+    alike = [seen for seen in run.residuals if same_numbers(seen.rows, found.rows)]
     proven, reasons = None, []
     for seen in alike if run.is_alone and not run.has_other else run.residuals:
         before = seen.tensor
         if not seen.is_as_it_was or (before.size(-1), before.device) != (x.size(-1), x.device):
             continue
-        if proven is not None and _are_same(seen.rows, proven.rows):
+        if proven is not None and same_numbers(seen.rows, proven.rows):
             continue
         why = order.why_no_sum(x, before, added, has_other=run.has_other)
         if why:
@@ -65,7 +65,7 @@ def _recovered(run: Run, x: Tensor, added: Added) -> Tensor | None:
     assert residual is not None
     if not (added.is_plain and order.is_as_it_was and x.shape == residual.tensor.shape):
         return None
-    norms = [norm for norm, seen in order.norms if _are_same(seen.rows, residual.rows)]
+    norms = [norm for norm, seen in order.norms if same_numbers(seen.rows, residual.rows)]
     fitting = {}
     for is_turned in (False, True):
         before = order.before(x, added, is_turned=is_turned)
@@ -109,7 +109,7 @@ def block_of(run: Run, norm: nn.Module | None) -> Literal["pre", "post"] | None:
     assert residual is not None
     reads = _is_read(run, residual.tensor)
     order.is_normed = any(
-        _are_same(seen.rows, residual.rows) and _is_read_through(run, by, residual.tensor)
+        same_numbers(seen.rows, residual.rows) and _is_read_through(run, by, residual.tensor)
         for by, seen in order.norms
     )
     if reads == order.is_normed:
@@ -176,8 +176,3 @@ def second_half(run: Run) -> tuple[nn.Module, Tensor, Tensor] | None:
     if halves is None or why_no_norm(run, norm, *halves):
         return None
     return norm, *halves
-
-
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    is_alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    return is_alike and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.recorder.sums.distances import share_of_sum, sum_tolerance
 from ikattn.recorder.sums.multipliers import multiplied
-from ikattn.recorder.sums.tensors import Seen, rows_of
+from ikattn.recorder.sums.tensors import Seen, rows_of, same_numbers
 
 
 class Sum(NamedTuple):
@@ -60,8 +60,7 @@ def find_sum(
     found = [candidate for candidate, row in enumerate(fitting) if any(row)]
     if found:
         variant = fitting[found[0]].index(True)
-        own = before[found[0]].nan_to_num(0.0)
-        is_alone = all(torch.equal(before[other].nan_to_num(0.0), own) for other in found[1:])
+        is_alone = all(same_numbers(before[other], before[found[0]]) for other in found[1:])
         return Sum(residuals[found[0]], variant, is_alone=is_alone)
     if others:
         branches = torch.stack([rows.to(total.dtype) for rows in others])  # [K, 2, D]

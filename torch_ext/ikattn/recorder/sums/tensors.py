@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     def is_as_it_was(self) -> bool:
         """Whether nothing has been written into the tensor since."""
         if self.version < 0:  # an inference tensor counts no versions
-            return torch.equal(rows_of(self.tensor).nan_to_num(0.0), self.rows.nan_to_num(0.0))
+            return same_numbers(rows_of(self.tensor), self.rows)
         return self.tensor._version == self.version
 
 
@@ -71,13 +71,21 @@ def see(x: Tensor) -> Seen:
 
 
 @torch.no_grad()
+def same_numbers(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same numbers, of one type and place; NaN is the same as 0."""
+    if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
+        return False
+    is_one = x is y or (x.data_ptr() == y.data_ptr() and x.stride() == y.stride())
+    return is_one or torch.equal(x.nan_to_num(0.0), y.nan_to_num(0.0))
+
+
+@torch.no_grad()
 def same_rows(x: Tensor, rows: Tensor) -> bool:
     """Whether the first and last row of ``x`` are these, bit for bit or rounded to its type."""
     if x.size(-1) != rows.size(-1) or x.numel() == 0:
         return False
     own = rows_of(x)
-    rounded = widened(rows.to(x.dtype)).to(own.dtype)
-    return torch.equal(own.nan_to_num(0.0), rounded.nan_to_num(0.0))
+    return same_numbers(own, widened(rows.to(x.dtype)).to(own))
 
 
 def may_be_sum(x: Tensor, y: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.sums.multipliers import are_alike
-from ikattn.recorder.sums.tensors import Seen, see
+from ikattn.recorder.sums.tensors import Seen, same_numbers, see
 
 _SINGLE = torch.finfo(torch.float32).eps
 MOST_OTHERS = 8  # outputs of modules that are kept to be compared in every row
@@ -104,7 +104,7 @@ class TokenOrder:
         """Whether nothing has been written into the output since."""
         if self.sums is None:
             return self.output.is_as_it_was
-        return torch.equal(self.output.tensor.sum(-1).nan_to_num(0.0), self.sums.nan_to_num(0.0))
+        return same_numbers(self.output.tensor.sum(-1), self.sums)
 
     def items_first(self, x: Tensor) -> Tensor:
         """``[P, Q, ..]`` as ``[B, L, ..]``."""
