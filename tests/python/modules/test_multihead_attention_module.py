@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ikattn
-from attention_cases import KERNELS, E, H, L, N, batch, causal, ignore, make
+from attention_cases import KERNELS, OPTIONS, E, H, L, N, batch, causal, ignore, make
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
@@ -41,14 +41,21 @@ def test_initial_values_and_random_stream_are_upstreams(kernel, seed, options):
         assert torch.equal(ours.get_parameter(name), parameter), name
 
 
-def test_signature_begins_with_upstreams():
-    for method in ("__init__", "forward", "merge_masks"):
-        ours = inspect.signature(getattr(ikattn.MultiheadAttention, method)).parameters
-        stock = inspect.signature(getattr(nn.MultiheadAttention, method)).parameters
+@pytest.mark.parametrize(
+    ("owner", "stock_owner", "names"),
+    [
+        (ikattn.MultiheadAttention, nn.MultiheadAttention, ("__init__", "forward", "merge_masks")),
+        (ikattn.nn.functional, nn.functional, ("multi_head_attention_forward",)),
+    ],
+)
+def test_signature_begins_with_upstreams(owner, stock_owner, names):
+    for name in names:
+        ours = inspect.signature(getattr(owner, name)).parameters
+        stock = inspect.signature(getattr(stock_owner, name)).parameters
         assert list(ours)[: len(stock)] == list(stock)
-        for name, parameter in stock.items():
-            assert ours[name].default == parameter.default
-            assert ours[name].kind == parameter.kind
+        for argument, parameter in stock.items():
+            assert ours[argument].default == parameter.default
+            assert ours[argument].kind == parameter.kind
         new = list(ours.values())[len(stock) :]
         assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in new)
 
@@ -83,9 +90,12 @@ def test_a_seed_fixes_frequencies_for_every_dtype():
 
 
 @each_kernel
-def test_stock_checkpoint_loads_strictly_and_keeps_frequencies(kernel):
-    stock = make("stock")
-    ours = ikattn.MultiheadAttention(E, H, dtype=torch.float64, kernel=kernel)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_checkpoints_pass_both_ways_and_keep_frequencies(kernel, options):
+    stock, ours = make("stock", **options), make(kernel, **options)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.add_(1.0)
     model, checkpoint = nn.Sequential(nn.Identity(), ours), nn.Sequential(nn.Identity(), stock)
     frequencies = [] if kernel != "implicit" else [w.clone() for w in ours.spectral.parameters()]
     model.load_state_dict(checkpoint.state_dict(), strict=True)
@@ -95,6 +105,11 @@ def test_stock_checkpoint_loads_strictly_and_keeps_frequencies(kernel):
         frequencies, [] if ours.spectral is None else ours.spectral.parameters(), strict=True
     ):
         assert torch.equal(before, after)
+    back = make("stock", **options)
+    names = ["spectral.w1", "spectral.w2"] if kernel == "implicit" else []
+    assert back.load_state_dict(ours.state_dict(), strict=False) == ([], names)
+    for name, tensor in stock.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor)
 
 
 def test_a_checkpoint_with_part_of_the_frequencies_is_an_error():
@@ -142,20 +157,6 @@ def test_a_checkpoint_of_another_kernel_is_an_error():
             assert all(f'"{prefix}{name}"' in str(raised.value) for name in names)
             unexpected = model.load_state_dict(state, strict=False).unexpected_keys
             assert sorted(unexpected) == sorted(prefix + name for name in names)
-
-
-def test_our_checkpoint_loads_into_stock():
-    state = make("implicit").state_dict()
-    stock = nn.MultiheadAttention(E, H, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*spectral\.w1"):
-        stock.load_state_dict(state)
-    assert stock.load_state_dict(state, strict=False).unexpected_keys == [
-        "spectral.w1",
-        "spectral.w2",
-    ]
-    stock.load_state_dict(make("dot").state_dict())
-    for name, parameter in stock.named_parameters():
-        assert torch.equal(parameter, state[name])
 
 
 def saved_and_loaded(module):

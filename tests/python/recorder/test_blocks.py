@@ -23,8 +23,6 @@ from torch_blocks import (
     Functional,
     Parallel,
     Sandwich,
-    TorchPost,
-    TorchPre,
     ViT,
     Wrapped,
     Written,
@@ -412,9 +410,6 @@ def test_a_map_that_is_missing_is_told_by_what_was_seen(make: Any, map: str, rea
 
 
 # --- Around nn.MultiheadAttention
-
-KINDS = [ViT, Clip, Functional, Parallel, Sandwich, Detr, Wrapped, TorchPost, TorchPre]
-
 
 KINDS = [ViT, Clip, Functional, Parallel, Sandwich, Detr, Wrapped]
 

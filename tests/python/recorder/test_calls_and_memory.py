@@ -105,28 +105,34 @@ def test_nested_recordings_each_get_every_call() -> None:
     assert (len(outer.batches), len(inner.batches)) == (3, 1)
     assert inner["layers.0.self_attn"].summed is None
     assert hooks_of(model) == 0
+    with pytest.raises(ZeroDivisionError), record(model):
+        raise ZeroDivisionError
+    assert hooks_of(model) == 0
 
 
-def test_layers_are_selected_by_name_pattern_or_predicate() -> None:
-    model = encoder()
-    for layers in ("layers.1.*", ["layers.1.self_attn"], lambda name, module: "1" in name):
-        with torch.no_grad(), record(model, layers=layers) as recording:
-            model(torch.randn(1, 3, 16))
-        assert recording.names == ["layers.1.self_attn"]
-
-
-def test_layers_are_selected_by_type_and_a_model_may_be_attention_itself() -> None:
-    model = nn.ModuleList([encoder(), nn.MultiheadAttention(16, 4)])
-    x = torch.randn(1, 3, 16)
-    with record(model, layers=nn.TransformerEncoderLayer) as recording:
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("0.layers.1.*", ["0.layers.1.self_attn"]),
+        (["0.layers.1.self_attn"], ["0.layers.1.self_attn"]),
+        (lambda name, module: "layers.1" in name, ["0.layers.1.self_attn"]),
+        (nn.TransformerEncoderLayer, ["0.layers.0.self_attn", "0.layers.1.self_attn"]),
+    ],
+)
+def test_layers_are_selected(layers: Any, expected: list[str]) -> None:
+    model, x = nn.ModuleList([encoder(), attention()]), torch.randn(1, 3, 16)
+    with torch.no_grad(), record(model, layers=layers) as recording:
         model[0](x)
         model[1](x, x, x)
-    assert recording.names
-    assert all("layers" in name for name in recording.names)
-    with record(model[1], layers=nn.MultiheadAttention) as recording:
-        model[1](x, x, x)
+    assert recording.names == expected
+
+
+def test_a_model_may_be_attention_itself() -> None:
+    module, x = attention(), torch.randn(1, 3, 16)
+    with record(module, layers=nn.MultiheadAttention) as recording:
+        module(x, x, x)
     assert recording.names == ["MultiheadAttention"]
-    with pytest.raises(ValueError, match="selects none"), record(model[1], layers="x"):
+    with pytest.raises(ValueError, match="selects none"), record(module, layers="x"):
         pass
 
 
@@ -390,22 +396,6 @@ def test_half_precision_maps_are_float32(kernel: str) -> None:
 # --- Threads
 
 
-def test_two_threads_record_two_models() -> None:
-    models, found = [encoder(), encoder()], {}
-
-    def work(number: int) -> None:
-        for length in range(1, 6):
-            x = torch.randn(number + 1, length, 16, dtype=torch.float64)
-            with torch.no_grad(), record(models[number], maps=None) as recording:
-                models[number](x)
-            found[number, length] = recording["layers.1.self_attn"].encoder
-
-    run_in_threads(lambda: work(0), lambda: work(1))
-    for (number, length), encoder_map in found.items():
-        assert encoder_map.shape == (number + 1, length, length)
-    assert len(found) == 10
-
-
 def test_one_model_is_run_by_several_threads() -> None:
     model = encoder()
     inputs = [torch.randn(1, length, 16) for length in range(1, 9)]
@@ -445,17 +435,6 @@ def test_fused_layer_is_fused_again_after_the_block(monkeypatch: pytest.MonkeyPa
         assert not fused
         model(torch.randn(1, 3, 16))
     assert fused
-
-
-def test_no_hook_is_left() -> None:
-    model = encoder()
-    with torch.no_grad(), record(model, maps=None):
-        assert hooks_of(model) > 0
-        model(torch.randn(1, 3, 16))
-    assert hooks_of(model) == 0
-    with pytest.raises(ZeroDivisionError), record(model, maps=None):
-        raise ZeroDivisionError
-    assert hooks_of(model) == 0
 
 
 def test_recording_keeps_neither_model_nor_inputs_alive() -> None:

@@ -202,16 +202,8 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             RuntimeError: ``is_causal`` with frequencies that depend on whole sequences.
             TypeError, ValueError: The source of frequencies returned what it must not.
         """
-        arguments: tuple[Any, ...] = (
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            average_attn_weights,
-            is_causal,
-        )
+        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        arguments: tuple[Any, ...] = (query, key, value, *options)
         tracer = next((x.tracer for x in arguments if isinstance(x, fx.Proxy)), None)
         if isinstance(tracer, fx.Tracer) and tracer.root is not self:
             return self._as_leaf(tracer, *arguments)  # type: ignore[no-any-return]

@@ -323,17 +323,14 @@ def joined(layer: str, calls: Sequence[AttentionCall]) -> AttentionCall:
         torch.arange(len(sizes), device=first.query.device),
         torch.tensor(sizes, device=first.query.device),
     )
-    return AttentionCall(
+    return dataclasses.replace(
+        first,
         query=torch.cat([call.query for call in calls], 2),
         key=torch.cat([call.key for call in calls], 2),
         value=torch.cat([call.value for call in calls], 2),
-        kind=first.kind,
-        kernel=first.kernel,
-        p=first.p,
-        scaling=first.scaling,
         attn_mask=(part[:, None] == part)[None, None],
-        softcap=first.softcap,
-        sinks=first.sinks,
+        query_padding=None,
+        key_padding=None,
     )
 
 

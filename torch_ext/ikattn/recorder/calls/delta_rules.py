@@ -209,17 +209,9 @@ def _unfolded(named: dict[str, Any]) -> dict[str, Any]:
     return found | of_heads
 
 
-def _with_all_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    erased: Tensor,
-    own: Tensor,
-) -> GivenRule:
+def _with_all_heads(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> GivenRule:
     """Repeats queries and keys for the heads of values; nothing is padding."""
     B, H, L, _ = value.shape
     query, key = (x.repeat_interleave(H // x.size(1), 1) for x in (query, key))
     padding = torch.zeros(B, L, dtype=torch.bool, device=value.device)
-    return GivenRule(query, key, value, decay, beta, erased, own, padding)
+    return GivenRule(query, key, value, *others, padding)  # type: ignore[call-arg]

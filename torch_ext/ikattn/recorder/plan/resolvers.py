@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.integrations.transformers.interface import calls_interface
+from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.calls.sdpa import calls_sdpa
-from ikattn.recorder.plan.parts import AttentionParts
-from ikattn.recorder.plan.torch_parts import torch_attention
+from ikattn.recorder.plan.parts import AttentionParts, Side
 from ikattn.recorder.plan.transformers_parts import transformers_attention
+
+_stock_forward = StockMultiheadAttention.forward
 
 Resolver: TypeAlias = Callable[[nn.Module, Sequence[nn.Module]], AttentionParts | None]
 
@@ -104,7 +106,7 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
     Raises:
         NotImplementedError: It is attention that cannot be recorded, or that no resolver knows.
     """
-    resolvers = [*reversed(_registered.values()), torch_attention, transformers_attention]
+    resolvers = [*reversed(_registered.values()), _torch_attention, transformers_attention]
     for resolver in resolvers:
         parts = resolver(module, ancestors)
         if parts is not None:
@@ -134,3 +136,39 @@ def found_by_running(module: nn.Module, ancestors: Sequence[nn.Module]) -> Atten
     family = next(filter(None, kinds), type(module).__module__.split(".")[0])
     is_decoder = bool(getattr(module, "is_decoder", getattr(module, "is_causal", False)))
     return AttentionParts(family, None, "found", side="decoder" if is_decoder else "encoder")
+
+
+def _torch_attention(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts | None:
+    if not isinstance(module, StockMultiheadAttention):
+        return None
+    if type(module).forward not in (_stock_forward, MultiheadAttention.forward):
+        return None
+    layer: Any = ancestors[0] if ancestors else None
+    if _is_stock(layer, nn.TransformerEncoderLayer):
+        return _in_torch_layer(module, layer, "self", "encoder", layer.norm1, layer.norm2)
+    if _is_stock(layer, nn.TransformerDecoderLayer):
+        if module is layer.self_attn:  # the cross-attention stands before the next norm
+            return _in_torch_layer(module, layer, "self", "decoder", layer.norm1, None)
+        return _in_torch_layer(module, layer, "cross", "decoder", layer.norm2, layer.norm3)
+    # one that is all of a model has no block
+    return AttentionParts("torch", module.out_proj, "found" if ancestors else "none")
+
+
+def _is_stock(layer: object, kind: type[nn.Module]) -> bool:
+    """Whether ``layer`` is of a kind of torch's and its forward still is torch's."""
+    return isinstance(layer, kind) and type(layer).forward is kind.forward
+
+
+def _in_torch_layer(
+    module: StockMultiheadAttention,
+    layer: nn.Module,
+    kind: Literal["self", "cross"],
+    side: Side,
+    norm: nn.Module,
+    second_norm: nn.Module | None,
+) -> AttentionParts:
+    if layer.norm_first:
+        return AttentionParts("torch", module.out_proj, "pre", kind, side, pre_norm=norm)
+    return AttentionParts(
+        "torch", module.out_proj, "post", kind, side, norm=norm, second_norm=second_norm
+    )

@@ -157,7 +157,7 @@ class Follower:
             made = self._read if run.stage == "reading norm" else self._normed
             made(call, run, module, run.norm_input, out)
         elif run.stage == "reading norm" and module in run.plan.ancestors[:3]:
-            self.leave_unread(call, run)
+            self._leave_unread(call, run)
         elif run.stage == "second norm":
             run.note_other(out)
         elif run.stage == "end of block":
@@ -263,7 +263,20 @@ class Follower:
         if module is parts.norm:
             run.norm_input = x
 
-    def without_sum(self, call: Call, run: Run) -> None:
+    def ends(self, call: Call, run: Run) -> bool:
+        """Ends a run whose next step does not come, if maps can be made without it."""
+        parts = run.plan.parts
+        if run.stage == "reading norm":
+            self._leave_unread(call, run)
+        elif run.stage == "sum" and parts.block == "found":
+            self._without_sum(call, run)
+        elif run.stage == "end of block":
+            self._maker.finish(call, run, parts)
+        else:
+            return False
+        return True
+
+    def _without_sum(self, call: Call, run: Run) -> None:
         """Makes the maps of a run in whose block no sum was seen."""
         why = "no module near it was given, or has made, the sum of a residual and its output"
         self._without_block(call, run, run.why_no_block or why)
@@ -277,7 +290,7 @@ class Follower:
         """The block has gone on, and nothing was the residual plus the attention's output."""
         parts = run.plan.parts
         if parts.block == "found":
-            self.without_sum(call, run)
+            self._without_sum(call, run)
             return
         if not run.plan.module.training and x.numel():
             of = "what the norm after it was given" if module is not None else "its block's output"
@@ -361,7 +374,7 @@ class Follower:
             run.plan = replace(run.plan, parts=replace(parts, block="post", norm=module))
             run.norm, run.stage = module, "norm"
 
-    def leave_unread(self, call: Call, run: Run) -> None:
+    def _leave_unread(self, call: Call, run: Run) -> None:
         """No norm has read the sum of a "pre" block."""
         run.norm_input = None
         self._maker.finish(call, run, replace(run.plan.parts, second_norm=None))
@@ -369,7 +382,7 @@ class Follower:
     def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """The norm before the second half of a "pre" block has run; one of another kind is left."""
         if run.order is not None and why_no_norm(run, norm, x, out):
-            self.leave_unread(call, run)
+            self._leave_unread(call, run)
             return
         is_required = "encoder" in run.plan.asked.required
         is_known = is_required or (takes_waiting(x) and norm in self._known_readers)
@@ -388,7 +401,7 @@ class Follower:
         except (TypeError, RuntimeError) as error:
             if is_known or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.leave_unread(call, run)
+            self._leave_unread(call, run)
             return
         run.around.second_norm, run.norm_input = stats, None
         self._maker.finish(call, run, run.plan.parts)
@@ -404,14 +417,7 @@ class Follower:
                 f"record: {run.plan.title} cannot be recorded: {seen}{self._why(run)}. layers=... "
                 "leaves it out"
             )
-        if run.plan.parts.block == "found" and run.stage == "sum":
-            self.without_sum(call, run)
-            return
-        if run.stage == "reading norm":
-            self.leave_unread(call, run)
-            return
-        if run.stage == "end of block":
-            self._maker.finish(call, run, run.plan.parts)
+        if self.ends(call, run):
             return
         if run.stage == "sum" and run.plan.parts.block == "pre":
             self._maker.finish(call, run, run.plan.parts)  # its block was not run whole

@@ -195,14 +195,8 @@ class Opener:
                 run.calls.append(attention)
                 run.contexts.append(context)
                 return run
-            if run.stage == "reading norm":
-                self._follower.leave_unread(call, run)
-                continue
-            if run.plan.parts.block == "found" and run.stage == "sum":
-                self._follower.without_sum(call, run)
-            elif run.stage == "end of block":  # another attention stands before it
-                self._maker.finish(call, run, run.plan.parts)
-            elif run.plan.module is module:
+            # another attention stands before what it waits for
+            if not self._follower.ends(call, run) and run.plan.module is module:
                 raise RuntimeError(
                     f"record: {plan.title} ran again, and {run.awaited} has not run since its "
                     f"first run; {plan.source} names it"
@@ -246,14 +240,8 @@ class Opener:
             return None
         if parts.pre_norm is None:
             return None if run.given is None else run.given.tensor
-        for module, seen in reversed(call.norms):
-            if module is parts.pre_norm:
-                return seen.tensor
-        return next(
-            (
-                each.given.tensor
-                for each in call.running
-                if each.given and each.module is parts.pre_norm
-            ),
-            None,
+        running = ((each.module, each.given) for each in call.running)
+        seen = (
+            seen for module, seen in (*reversed(call.norms), *running) if module is parts.pre_norm
         )
+        return next((each.tensor for each in seen if each is not None), None)

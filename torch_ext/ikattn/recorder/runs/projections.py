@@ -22,7 +22,7 @@ from ikattn.recorder.calls.projection import (
 from ikattn.recorder.runs.call import Call
 from ikattn.recorder.runs.making import Options
 from ikattn.recorder.runs.run import Run
-from ikattn.recorder.sums.distances import Distance, tolerance_of
+from ikattn.recorder.sums.claims import Distance, tolerance_of
 from ikattn.recorder.sums.tensors import rows_of, takes_waiting
 
 _SUMS = 8

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from ikattn.recorder.runs.call import Call
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.torch_blocks import why_no_sum
-from ikattn.recorder.sums.claims import Claim
-from ikattn.recorder.sums.distances import Distance, rows_apart, sum_of_rows, sum_tolerance
-from ikattn.recorder.sums.finding import Sum, find_sum, order_of_rows
-from ikattn.recorder.sums.multipliers import multiplier_of
+from ikattn.recorder.sums.claims import Claim, Distance, rows_apart, sum_of_rows, sum_tolerance
+from ikattn.recorder.sums.finding import Sum, find_sum, multiplier_of, order_of_rows
 from ikattn.recorder.sums.tensors import may_be_sum, rows_of, takes_waiting
 
 

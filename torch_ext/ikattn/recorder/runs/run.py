@@ -25,8 +25,8 @@ from ikattn.recorder.calls.heads import FollowedHeads, Gate
 from ikattn.recorder.calls.projection import Projection, describe
 from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.plan.run_maps import Surroundings
-from ikattn.recorder.sums.claims import Claim
-from ikattn.recorder.sums.distances import (
+from ikattn.recorder.sums.claims import (
+    Claim,
     Distance,
     centered_rows,
     distance,
@@ -35,7 +35,7 @@ from ikattn.recorder.sums.distances import (
     sum_tolerance,
     tolerance_of,
 )
-from ikattn.recorder.sums.multipliers import Variant
+from ikattn.recorder.sums.finding import Variant
 from ikattn.recorder.sums.tensors import (
     Seen,
     address_of,

@@ -14,7 +14,7 @@ from ikattn._precision import widened
 from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.calls.projection import describe
 from ikattn.recorder.runs.run import Run
-from ikattn.recorder.sums.distances import tolerance_of
+from ikattn.recorder.sums.claims import tolerance_of
 from ikattn.recorder.sums.tensors import same_numbers, see
 from ikattn.recorder.sums.token_order import Added, normed
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ikattn._precision import widened
 from ikattn.maps.contribution_maps import NormStats
-from ikattn.recorder.sums.multipliers import are_alike
+from ikattn.recorder.sums.finding import are_alike
 from ikattn.recorder.sums.tensors import Seen, same_numbers, see
 
 _SINGLE = torch.finfo(torch.float32).eps
