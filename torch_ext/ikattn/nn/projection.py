@@ -51,26 +51,17 @@ class InProjection(NamedTuple):
 
 
 def project(
-    source: InProjection | StockMultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch_first: bool | None = None,
+    source: InProjection, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks the sizes of batched inputs and applies the in-projection of weights, or of a module.
+    """Checks the sizes of batched inputs and applies the in-projection.
 
     Query is [N, L, E] if ``batch_first``, else [L, N, E], key [N, S, kdim] and value [N, S, vdim]
-    likewise; ``batch_first`` None is the module's. Queries are [N, H, L, d], keys and values
-    [N, H, S, d].
+    likewise. Queries are [N, H, L, d], keys and values [N, H, S, d].
 
     Raises:
         AssertionError: Sizes do not fit the weights or each other, or a weight is missing.
         RuntimeError: query and key differ in batch size.
     """
-    if not isinstance(source, InProjection):
-        batch_first = source.batch_first
-        source = InProjection.of(source)
-    assert batch_first is not None
     _check_sizes(source, query, key, value, batch_first)
     bias = _bias_like_weights(source)
     if source.weights is None:

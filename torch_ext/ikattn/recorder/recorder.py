@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 from torch.utils.hooks import RemovableHandle
 
@@ -147,7 +147,10 @@ class Recorder:
         if isinstance(module, nn.Linear) and call is not None and call.running:
             entered = call.running[-1]
             if entered.module in self._around_sdpa:
-                _note_projected(entered, module, first_tensor(args, kwargs))
+                fed = first_tensor(args, kwargs)
+                if fed is not None:
+                    _, made = entered.projected.get(fed.data_ptr(), (fed, 0))
+                    entered.projected[fed.data_ptr()] = fed, made + module.out_features
         is_norm = module in self._follower.norms
         if not is_watched and (call is None or not (call.pending or is_norm)):
             return
@@ -307,7 +310,7 @@ class Recorder:
         entered = next((each for each in call.running if each.module is plan.module), None)
         if entered is None or call.reports.get(plan.module, 0) > entered.reports:
             return
-        if plan.may_be_silent:
+        if plan.seen_by in ("sdpa", "delta rule"):  # it may compute without what tells of it
             self._silent[plan.name] = plan.module
             return
         implementation = getattr(
@@ -353,13 +356,6 @@ class Recorder:
         if call is not None and not _is_in_backward():
             number = 1 + sum(own.partition("#")[0] == name for own in call.edges)
             call.edges[name if number == 1 else f"{name}#{number}"] = maps
-
-
-def _note_projected(entered: Entered, module: nn.Linear, x: Tensor | None) -> None:
-    """Notes with a module that runs what one of its linear modules is called with."""
-    if x is not None:
-        _, made = entered.projected.get(x.data_ptr(), (x, 0))
-        entered.projected[x.data_ptr()] = x, made + module.out_features
 
 
 def _is_in_backward() -> bool:

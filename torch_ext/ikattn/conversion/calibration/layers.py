@@ -6,17 +6,15 @@ Sizes: B batch, H query heads, L queries, S keys, E model size.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from ikattn.conversion.modules import select_modules
+from ikattn.conversion.modules import AttentionModule, select_modules
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.nn.selection import Selection
-from ikattn.nn.softmax_heads import SoftmaxHeads
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.torch_attention import torch_call
@@ -29,17 +27,27 @@ _OTHERS = ("key_value_states", "encoder_hidden_states")
 Listener = Callable[["Layer", AttentionCall], None]
 
 
-class Layer(ABC):
+_TORCH, _INTERFACE = "nn.MultiheadAttention", "attention of transformers"
+
+
+class Layer:
     """An attention module with an implicit kernel.
 
     Attributes:
         names: Of the module in the model.
         module: Whose output the layer's is, and whose parameters are the layer's.
-        kernel: The module that has, or makes, the frequencies.
+        source: What the module calls for its frequencies.
+        kernel: What has, or makes, them: the source without what is around it.
+        is_torch: Whether it is an ``ikattn.MultiheadAttention``; else one of transformers.
+        owner: The module that knows which heads compute softmax.
     """
 
-    def __init__(self, names: list[str], module: Any, kernel: Any) -> None:
-        self.names, self.module, self.kernel = names, module, kernel
+    def __init__(self, found: AttentionModule) -> None:
+        self.names, self.module = found.names, found.module
+        self.source: Any = found.module.spectral
+        self.kernel: Any = unwrapped(self.source)
+        self.is_torch = found.kind.title == _TORCH
+        self.owner: Any = self.module if self.is_torch else self.kernel
 
     def __str__(self) -> str:
         return " = ".join(name or "the model itself" for name in self.names)
@@ -51,78 +59,33 @@ class Layer(ABC):
 
     def weights(self, call: AttentionCall) -> Tensor:
         """Returns the implicit kernel's normalised weights [B, H, L, S] of a call."""
-        w1, w2, p, key_bias = self._kernel_of(call)
-        query = call.query
+        query, key, key_bias = call.query, call.key, call.key_bias
+        p, magnitude = self.owner.p, getattr(self.module, "magnitude", None)
+        if self.is_torch:
+            w1, w2, _ = call_source(self.source, query, key, call.key_padding, call.query_padding)
+        else:
+            w1, w2 = self.kernel(query, key, call.key_padding)
+        if magnitude is not None:
+            learned = magnitude(key, call.key_padding)
+            p, key_bias = None, learned if key_bias is None else learned + key_bias
         return implicit_kernel_weights(
             query,
-            call.key,
+            key,
             w1.to(query.dtype),
             None if w2 is None else w2.to(query.dtype),
             p=p,
             key_bias=key_bias,
             attn_mask=call.attn_mask,
-            enable_gqa=query.size(1) != call.key.size(1),
+            enable_gqa=query.size(1) != key.size(1),
         )
-
-    @abstractmethod
-    def _kernel_of(
-        self, call: AttentionCall
-    ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
-        """Returns w1, w2, p and what is added to the logits of keys."""
-
-    @property
-    @abstractmethod
-    def owner(self) -> SoftmaxHeads:
-        """The module that knows which heads compute softmax."""
-
-
-class _TorchLayer(Layer):
-    """An ``ikattn.MultiheadAttention``."""
-
-    def _kernel_of(
-        self, call: AttentionCall
-    ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
-        module = self.module
-        w1, w2, _ = call_source(
-            module.spectral, call.query, call.key, call.key_padding, call.query_padding
-        )
-        p, key_bias = module.p, call.key_bias
-        if module.magnitude is not None:
-            magnitude = module.magnitude(call.key, call.key_padding)
-            p, key_bias = None, magnitude if key_bias is None else magnitude + key_bias
-        return w1, w2, p, key_bias
-
-    @property
-    def owner(self) -> SoftmaxHeads:
-        return self.module  # type: ignore[no-any-return]
-
-
-class _InterfaceLayer(Layer):
-    """A module of transformers after ``ikattn.convert``."""
-
-    def _kernel_of(
-        self, call: AttentionCall
-    ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
-        w1, w2 = self.kernel(call.query, call.key, call.key_padding)
-        return w1, w2, self.kernel.p, call.key_bias
-
-    @property
-    def owner(self) -> SoftmaxHeads:
-        return self.kernel  # type: ignore[no-any-return]
 
 
 def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
     """Makes a checkpoint of the model know that layers have heads with softmax."""
-    if any(isinstance(layer, _InterfaceLayer) for layer in layers):
+    if not all(layer.is_torch for layer in layers):
         from ikattn.integrations.transformers.conversion import note_softmax_heads as note
 
         note(model)
-
-
-_LAYERS: dict[str, type[Layer]] = {
-    "nn.MultiheadAttention": _TorchLayer,
-    "attention of transformers": _InterfaceLayer,
-}
 
 
 def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
@@ -133,9 +96,9 @@ def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
         ValueError: There are none.
     """
     found = [
-        _LAYERS[one.kind.title](one.names, one.module, unwrapped(one.module.spectral))
+        Layer(one)
         for one in select_modules(model, select)
-        if one.kind.title in _LAYERS and one.is_ours and one.kernel == "implicit"
+        if one.kind.title in (_TORCH, _INTERFACE) and one.is_ours and one.kernel == "implicit"
     ]
     if not found:
         raise ValueError(
@@ -158,7 +121,7 @@ def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
             if isinstance(module, MultiheadAttention) and module.kernel == "implicit":
                 stack.callback(vars(module).__setitem__, "kernel", "implicit")
                 vars(module)["kernel"] = "dot"
-        if any(isinstance(layer, _InterfaceLayer) for layer in layers):
+        if not all(layer.is_torch for layer in layers):
             from ikattn.integrations.transformers.interface import softmax_in_place
 
             stack.enter_context(softmax_in_place(model))
@@ -182,10 +145,10 @@ def listening(
 
     with ExitStack() as stack:
         for module, layer in by_module.items():
-            if isinstance(layer, _TorchLayer):
+            if layer.is_torch:
                 hook = module.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
                 stack.callback(hook.remove)
-        of_interface = [m for m, layer in by_module.items() if isinstance(layer, _InterfaceLayer)]
+        of_interface = [module for module, layer in by_module.items() if not layer.is_torch]
         if of_interface:
             from ikattn.integrations.transformers.attention import scaled_query
             from ikattn.recorder.calls import transformers_attention

@@ -18,9 +18,6 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _get_nothing, ()
 

@@ -94,17 +94,13 @@ def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str
                 "leaves the layer out"
             ) from error
     if not isinstance(made, Tensor) or made.dim() != 3 or made.shape[:2] != (1, width + 1):
+        got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise TypeError(
             f"record: the out-projection of {layer}, a {describe(module)}, must make a tensor "
-            f"[1, L, D] of [1, L, {width}], got {_shape_of(made)}. layers=... leaves the layer out"
+            f"[1, L, D] of [1, L, {width}], got {got}. layers=... leaves the layer out"
         )
     made = widened(made[0])
     return Projection((made[:-1] - made[-1]).mT, made[-1])
-
-
-def _shape_of(made: object) -> object:
-    """Returns how an error names what a module has made."""
-    return list(made.shape) if isinstance(made, Tensor) else type(made).__name__
 
 
 def _is_plain(x: Tensor) -> bool:

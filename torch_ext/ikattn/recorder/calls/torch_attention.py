@@ -15,7 +15,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from ikattn._precision import widened
 from ikattn.nn.functional import ExtraKeys, with_extra_keys
 from ikattn.nn.masks import Masks, as_bias, as_visible, hidden
-from ikattn.nn.projection import project
+from ikattn.nn.projection import InProjection, project
 from ikattn.nn.softmax import rbf_key_bias, select_away
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hooks import Hook
@@ -57,7 +57,7 @@ def torch_call(
             masks = masks._replace(padding=masks.padding.unsqueeze(0))
 
     with as_the_model_runs(gradients=torch.is_grad_enabled()):
-        heads = project(module, query, key, value)
+        heads = project(InProjection.of(module), query, key, value, module.batch_first)
     q, k, v = (widened(x) for x in heads)
     masks = masks.four_axes(q, k)
     extra = ExtraKeys(module.bias_k, module.bias_v, module.add_zero_attn)

@@ -16,7 +16,7 @@ from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_
 from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.calls.torch_attention import out_projection_of
 from ikattn.recorder.plan.parts import AttentionParts
-from ikattn.recorder.plan.resolvers import Site, described_by, find_attention
+from ikattn.recorder.plan.resolvers import described_by, find_attention
 from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS, defined_maps, why_undefined
 
 _GROUPS = {"ledger": (*LEDGER, "value_norms", "per_head")}
@@ -70,11 +70,6 @@ class Plan:
         if calls_interface(self.module):
             return "interface"
         return "delta rule" if calls_delta_rule(self.module) else "sdpa"
-
-    @property
-    def may_be_silent(self) -> bool:
-        """Whether it may compute its attention without what tells of its runs."""
-        return self.seen_by in ("sdpa", "delta rule")
 
     @cached_property
     def limit(self) -> nn.Module | None:
@@ -134,7 +129,7 @@ def plan_layers(
         TypeError: The out-projection of an nn.MultiheadAttention holds no plain tensors.
     """
     sites = find_attention(model)
-    unseen = left_out(model, sites) if layers is None else []
+    unseen = unseen_attention(model, (x.module for x in sites)) if layers is None else []
     if not sites and may_be_none:
         return [], unseen
     if not sites:
@@ -170,11 +165,6 @@ def plan_layers(
         names = ", ".join(site.name for site in sites)
         raise ValueError(f"record: layers={layers!r} selects none of {names}")
     return plans, unseen
-
-
-def left_out(model: nn.Module, sites: Iterable[Site]) -> list[str]:
-    """Names of attention in the model that no recording sees."""
-    return unseen_attention(model, (site.module for site in sites))
 
 
 def asked_maps(maps: Iterable[str] | Asked | None) -> Asked:

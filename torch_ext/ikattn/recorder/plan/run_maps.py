@@ -235,16 +235,21 @@ def _scaled(projection: Tensor, scale: float | Tensor) -> Tensor:
     return projection * scale
 
 
+def _through(
+    stats: NormStats, projection: Tensor, divisor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A norm after an out-projection [D, H d_v]: a linear map, and a divisor of rows [B, L]."""
+    centered = projection - projection.mean(0) if stats.centered else projection
+    scale = stats.scale.to(projection.dtype)
+    made = centered * stats.weight.to(projection.dtype)[:, None]
+    return made, scale if divisor is None else divisor * scale
+
+
 def _between(projection: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
     """The out-projection with what stands between it and the sum, and a divisor of rows, [B, L]."""
     if around.scale is not None:
         projection = _scaled(projection, around.scale)
-    stats = around.output_norm
-    if stats is None:
-        return projection, None
-    centered = projection - projection.mean(0) if stats.centered else projection
-    divisor = stats.scale.to(projection.dtype)
-    return centered * stats.weight.to(projection.dtype)[:, None], divisor
+    return (projection, None) if (own := around.output_norm) is None else _through(own, projection)
 
 
 def _through_what_is_between(
@@ -317,9 +322,7 @@ def _fill_cross_maps(
     for name, stats in (("with_norm", norm), ("encoder", second_norm)):
         if stats is None:
             return
-        centered = projection - projection.mean(0) if stats.centered else projection
-        projection = centered * stats.weight[:, None]
-        scale = stats.scale if scale is None else scale * stats.scale
+        projection, scale = _through(stats, projection, scale)
         if name in wanted:
             summed = call.maps(projection, ("summed",)).summed
             assert summed is not None

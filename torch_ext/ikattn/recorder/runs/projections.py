@@ -118,12 +118,8 @@ class Projections:
             self._sketches[module] = state, sketch
         off = torch.addmm(sketch.bias, x.to(sketch.bias.dtype), sketch.weight)
         off = off.addmm(y.to(off.dtype), sketch.signs, beta=-1)
-        return _largest(off) <= tolerance * _largest(y)
-
-
-def _largest(x: Tensor) -> float:
-    """The largest number, as a float; NaN where one is NaN."""
-    return float(torch.linalg.vector_norm(x, torch.inf))
+        largest, size = (float(torch.linalg.vector_norm(rows, torch.inf)) for rows in (off, y))
+        return largest <= tolerance * size  # not so where one is NaN
 
 
 def _state_of(projection: Projection) -> object:

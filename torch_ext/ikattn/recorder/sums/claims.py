@@ -177,13 +177,6 @@ class Claim(NamedTuple):
     hint: str = ""
     at_fault: Callable[[], None] | None = None  # called where it does not hold
 
-    def error(self, off: float) -> RuntimeError:
-        """Returns the error of rows that are so far apart, over the largest number."""
-        return RuntimeError(
-            f"record: {self.layer} does not add up: {self.step}, which is off by "
-            f"{100 * off:.3g} % of the largest number{self.hint}"
-        )
-
 
 class Settlement:
     """Claims, taken from a list, whose numbers are on their way to the host.
@@ -214,7 +207,11 @@ class Settlement:
                 at_fault()
         if wrong:
             first = min(wrong)
-            raise self._claims[first].error(wrong[first])
+            claim = self._claims[first]
+            raise RuntimeError(
+                f"record: {claim.layer} does not add up: {claim.step}, which is off by "
+                f"{100 * wrong[first]:.3g} % of the largest number{claim.hint}"
+            )
 
 
 def settle(claims: list[Claim]) -> None:
