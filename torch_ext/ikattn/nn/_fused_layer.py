@@ -73,46 +73,30 @@ class StepByStep(Tensor):
 
 
 def _layer(
-    attention: nn.MultiheadAttention,
-    masks: tuple[Tensor | None, Tensor | None],
-    x: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    norm1_weight: Tensor,
-    norm1_bias: Tensor,
-    norm2_weight: Tensor,
-    norm2_bias: Tensor,
-    linear1_weight: Tensor,
-    linear1_bias: Tensor,
-    linear2_weight: Tensor,
-    linear2_bias: Tensor,
-    *mask: Any,
+    attention: nn.MultiheadAttention, masks: tuple[Tensor | None, ...], x: Tensor, *given: Any
 ) -> Tensor:
-    """Computes ``nn.TransformerEncoderLayer.forward`` from the fused function's arguments."""
+    """Computes ``nn.TransformerEncoderLayer.forward`` from the fused function's arguments.
+
+    After sizes and projections, which the attention has, they are use_gelu, norm_first, eps, and
+    weights and biases of both norms and both linear modules.
+    """
     attn_mask, padding = masks
+    use_gelu, norm_first, eps, *weights = given[6:17]
+    norm1, norm2, linear1, linear2 = (weights[i : i + 2] for i in range(0, 8, 2))
 
     def attend(x: Tensor) -> Tensor:
         return attention(x, x, x, padding, attn_mask=attn_mask, need_weights=False)[0]  # type: ignore[no-any-return]
 
     def feed(x: Tensor) -> Tensor:
-        hidden = F.linear(x, linear1_weight, linear1_bias)
-        return F.linear(F.gelu(hidden) if use_gelu else hidden.relu(), linear2_weight, linear2_bias)
+        hidden = F.linear(x, *linear1)
+        return F.linear(F.gelu(hidden) if use_gelu else hidden.relu(), *linear2)
 
-    def norm1(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.size(-1),), norm1_weight, norm1_bias, eps)
-
-    def norm2(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.size(-1),), norm2_weight, norm2_bias, eps)
+    def norm(x: Tensor, own: list[Tensor]) -> Tensor:
+        weight, bias = own
+        return F.layer_norm(x, (x.size(-1),), weight, bias, eps)
 
     if norm_first:
-        x = x + attend(norm1(x))
-        return x + feed(norm2(x))
-    x = norm1(x + attend(x))
-    return norm2(x + feed(x))
+        x = x + attend(norm(x, norm1))
+        return x + feed(norm(x, norm2))
+    x = norm(x + attend(x), norm1)
+    return norm(x + feed(x), norm2)

@@ -72,7 +72,7 @@ class HeadCall(NamedTuple):
     mask_dtype: torch.dtype
 
 
-# Of a call: output [N, H, L, d], and weights [N, H, L, S], [N, L, S], or None
+# Output [N, H, L, d] of a call, and weights [N, H, L, S], [N, L, S], or None
 Attended: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 

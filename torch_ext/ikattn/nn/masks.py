@@ -53,9 +53,10 @@ class Masks(NamedTuple):
         """
         padding, attention = self.padding, self.attention
         if padding is not None and attention is not None:
-            types = [_type_of_bias(mask, queries.dtype) for mask in (padding, attention)]
+            masks = (padding, attention)
+            types = [queries.dtype if m.dtype == torch.bool else m.dtype for m in masks]
             both = torch.promote_types(*types)
-            padding, attention = _widened(padding, both), _widened(attention, both)
+            padding, attention = (m if m.dtype == torch.bool else m.to(both) for m in masks)
         return self._replace(
             padding=_for_logits_of(queries, padding),
             attention=_for_logits_of(queries, attention),
@@ -125,14 +126,6 @@ def check_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
             "You may use the Transformer module method "
             "`generate_square_subsequent_mask` to create this mask."
         )
-
-
-def _type_of_bias(mask: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if mask.dtype == torch.bool else mask.dtype
-
-
-def _widened(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask.to(dtype)
 
 
 def _for_logits_of(queries: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -319,7 +319,7 @@ class Recorder:
         now = "" if implementation is None else f" (its config says {implementation!r} now)"
         raise RuntimeError(
             f"record: {plan.title} ran, but its attention was not seen{now}: "
-            "the attention implementation must stay what it was when the block began, and the "
+            "the attention implementation must be one that can be recorded, such as sdpa, and the "
             "module must compute its weights through it"
         )
 
@@ -345,10 +345,9 @@ class Recorder:
         plan = self._plans.get(call.running[-1].module)
         if plan is not None and plan.seen_by == kind:
             check_is_plain_call(plan.name)
-            if kind == "sdpa":
-                self._opener.sdpa_called(call, plan, args, kwargs, output)
-            else:
-                self._opener.recurrence_called(call, plan, name, args, kwargs, output)
+            is_sdpa = kind == "sdpa"
+            take = self._opener.sdpa_called if is_sdpa else self._opener.recurrence_called
+            take(call, plan, name, args, kwargs, output)
 
     def _edges_made(self, name: str, maps: EdgeMaps) -> None:
         """Takes the maps of one run of a layer over a graph; a further run is ``name#2``."""

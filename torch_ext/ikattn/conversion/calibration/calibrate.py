@@ -105,7 +105,12 @@ def calibrate(
         >>> bool(report[0].after.square().mean() <= report[0].before.square().mean())
         True
     """
-    given = _checked(batches, steps, output_steps, learning_rate, projection_learning_rate, keep)
+    numbers = {
+        "learning_rate": learning_rate,
+        "projection_learning_rate": projection_learning_rate,
+        "keep": 1.0 if keep is None else keep,
+    }
+    given = _checked(batches, {"steps": steps, "output_steps": output_steps}, numbers)
     if train not in get_args(Trained):
         raise ValueError(f"calibrate: train must be one of {get_args(Trained)}, got {train!r}")
     layers = layers_of(model, select)
@@ -152,12 +157,7 @@ def calibrate(
 
 
 def _checked(
-    batches: Iterable[Any],
-    steps: int,
-    output_steps: int,
-    learning_rate: float,
-    projection_learning_rate: float,
-    keep: float | None,
+    batches: Iterable[Any], counts: dict[str, int], numbers: dict[str, float]
 ) -> list[Any]:
     """Returns the batches, if they are some and the numbers are in range."""
     if isinstance(batches, Tensor | Mapping | str):
@@ -166,16 +166,11 @@ def _checked(
             "positional or a dict of keyword arguments, got one "
             f"{type(batches).__name__}: [batch] is one batch"
         )
-    for name, count in (("steps", steps), ("output_steps", output_steps)):
+    for name, count in counts.items():
         if not isinstance(count, Integral):
             raise TypeError(f"calibrate: {name} must be a whole number, got {count!r}")
         if count < 0:
             raise ValueError(f"calibrate: {name} must not be negative, got {count}")
-    numbers = {
-        "learning_rate": learning_rate,
-        "projection_learning_rate": projection_learning_rate,
-        "keep": 1.0 if keep is None else keep,
-    }
     for name, number in numbers.items():
         if not isinstance(number, Real) or not 0.0 < number < float("inf"):
             raise ValueError(f"calibrate: {name} must be a positive number, got {number!r}")

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from ikattn._precision import widened
@@ -19,6 +19,7 @@ from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hearing import Heard, hearing, methods_of
 
 _NAME = "scaled_dot_product_attention"
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
 def calls_sdpa(module: nn.Module) -> bool:
@@ -56,19 +57,6 @@ def hearing_sdpa(model: nn.Module, heard: Heard) -> AbstractContextManager[None]
     return hearing("sdpa", [(names, _NAME) for names in namespaces], heard)
 
 
-def _bound(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None]:
-    return query, key, value, attn_mask, dropout_p, is_causal, scale
-
-
 def sdpa_call(
     layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[AttentionCall, float]:
@@ -77,7 +65,8 @@ def sdpa_call(
     Raises:
         NotImplementedError: Tensors that are not ``[B, H, L, d]``.
     """
-    query, key, value, mask, dropout_p, is_causal, scale = _bound(*args, **kwargs)
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    query, key, value, mask = *(given[name] for name in _ARGUMENTS[:3]), given.get("attn_mask")
     if query.dim() != 4 or query.is_nested:
         raise NotImplementedError(
             f"record: {layer} must call {_NAME} with [B, H, L, d] to be recorded, got "
@@ -92,9 +81,9 @@ def sdpa_call(
         key=widened(key),
         value=widened(value),
         kind="self",
-        scaling=scale,
+        scaling=given.get("scale"),
         attn_mask=mask,
-        causal=0 if is_causal else None,
+        causal=0 if given.get("is_causal") else None,
         given_dtype=query.dtype if key.dtype == query.dtype else None,
     )
-    return call, dropout_p
+    return call, given.get("dropout_p") or 0.0

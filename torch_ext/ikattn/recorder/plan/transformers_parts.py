@@ -30,7 +30,7 @@ class _Anatomy(NamedTuple):
     is_cross: bool = False
 
 
-# From the attention module and the modules around it, innermost first.
+# Asks the attention module and the modules around it, innermost first.
 _Asked: TypeAlias = Callable[[Any, Sequence[Any]], _Anatomy]
 
 

@@ -96,10 +96,7 @@ class Follower:
             return
         run.join()
         run.heads = product.x
-        if self._checks_all:
-            call.claim(run.heads_claim())
-        else:
-            run.note_heads()
+        run.note_heads(self._checks_all)
         run.projection = Projection(product.weight, product.bias)
         apart = run.projected(run.projection, product.x, product.made, self._checks_all)
         call.claim(run.claim("the product that it applies makes something else", apart))
@@ -126,10 +123,8 @@ class Follower:
             if is_found and is_handed_on(x, out):
                 run.out_proj, run.stage = None, "heads"  # dropout in evaluation, an identity
                 return
-            if run.scales is None and self._checks_all:
-                call.claim(run.heads_claim())
-            elif run.scales is None:
-                run.note_heads()
+            if run.scales is None:
+                run.note_heads(self._checks_all)
             projection = self._projections.of(call, run, module, run.heads, out)
             if run.scales is not None:
                 projection = projection.after(run.scales)
@@ -207,7 +202,7 @@ class Follower:
         if parts.block != "found" and not run.plan.needs_block(run.attention.kind):
             # made here, where what they are made of is let go
             run.maps = self._maker.make(call, run, run.plan.maps(run.attention.kind))
-            self._maker.claim_heads(call, run)
+            call.claim(run.noted_heads_claim())
         run.begin_sum(call.see(y))
 
     def _summed(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:

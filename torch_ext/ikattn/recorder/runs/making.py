@@ -30,7 +30,7 @@ OnLayer: TypeAlias = Callable[[int, Layer, Contributions], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What ``ikattn.record`` was asked for beside layers and maps, with its names.
+    """Arguments of ``ikattn.record`` beside layers and maps.
 
     Attributes:
         on_run: Called with each run when its maps are made.
@@ -72,7 +72,7 @@ class Maker:
                 run.around.residual = None
             wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
             run.maps = self.make(call, run, wanted)
-        self.claim_heads(call, run)
+        call.claim(run.noted_heads_claim())
         if self.options.on_run is not None:
             self.options.on_run(run)
         layer = Layer(
@@ -91,10 +91,6 @@ class Maker:
             made = MadeLayer(layer, run.maps, settlement, self.transfers.arrival())
             call.made.append(made)
             self.hand_over(call, waits=False)
-
-    def claim_heads(self, call: Call, run: Run) -> None:
-        """Compares the row of heads that was kept with the weights that the maps were made of."""
-        call.claim(run.noted_heads_claim())
 
     def settlement(self, call: Call) -> Settlement:
         """Returns the claims of a call so far, on their way to the host."""

@@ -98,6 +98,7 @@ class Opener:
         self,
         call: Call,
         plan: Plan,
+        name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Tensor,

@@ -43,7 +43,7 @@ Queries: TypeAlias = slice | Sequence[int]
 MOST_HELD = 1 << 24
 # Below this many a map is made at once; above it in four blocks at least.
 FEW = 1 << 20
-# Of [B, keys, H, D], held while coordinates are made.
+# Numbers of [B, keys, H, D] that are held while coordinates are made.
 MOST_NUMBERS = 1 << 22
 
 

@@ -78,9 +78,9 @@ class ARow(NamedTuple):
 
 
 class NotedHeads(NamedTuple):
-    """A row of the heads that the model computed, merged, ``[1, 1, H d_v]``, and of which type."""
+    """The heads that the model computed, merged, or a row ``[1, 1, H d_v]``, and of which type."""
 
-    row: ARow
+    row: ARow | None  # None: all of them
     found: Tensor
     dtype: torch.dtype
 
@@ -221,39 +221,30 @@ class Run:
         self.gate = gate
         return True
 
-    def note_heads(self) -> None:
-        """Keeps a row of the heads, to be compared when maps have been made of their weights."""
+    def note_heads(self, every_row: bool) -> None:
+        """Keeps the heads, or a row, to be compared when maps have been made of their weights."""
         context = self.contexts[0]
         if self.drops or context is None or context.numel() == 0:
             return
-        row = self.a_row()
-        self.noted_heads = NotedHeads(row, widened(row.of(context[:1]).clone()), context.dtype)
+        row = None if every_row else self.a_row()
+        found = context if row is None else row.of(context[:1])
+        self.noted_heads = NotedHeads(row, widened(found.clone()), context.dtype)
 
     def noted_heads_claim(self) -> Claim | None:
-        """That weights times values are the row that was kept; None where there was none."""
+        """That weights times values are the heads that were kept; None where there were none."""
         if self.noted_heads is None:
             return None
-        row, found, dtype = self.noted_heads
-        self.noted_heads = None
-        expected = self.attention.context_of_row(0, row.place)
-        return self._heads_claim(found, expected, dtype, at_once=False)
-
-    def heads_claim(self) -> Claim | None:
-        """That weights times values are all heads; None where there is nothing to compare."""
-        context, padding = self.contexts[0], self.attention.query_padding
-        if self.drops or context is None or context.numel() == 0:
-            return None
-        expected = self.attention.context()
-        if padding is not None:
-            expected = expected.masked_fill(padding.unsqueeze(-1), 0)
-        return self._heads_claim(widened(context), expected, context.dtype, at_once=True)
-
-    def _heads_claim(
-        self, found: Tensor, expected: Tensor, dtype: torch.dtype, *, at_once: bool
-    ) -> Claim:
+        (row, found, dtype), self.noted_heads = self.noted_heads, None
+        padding = self.attention.query_padding
+        if row is not None:
+            expected = self.attention.context_of_row(0, row.place)
+        else:
+            expected = self.attention.context()
+            if padding is not None:
+                expected = expected.masked_fill(padding.unsqueeze(-1), 0)
         # rows that see no key the model may make anything of
-        found = found.to(expected.dtype)
-        apart = distance(found, expected, dtype, zeros_count=False, at_once=at_once)
+        found, every_row = found.to(expected.dtype), row is None
+        apart = distance(found, expected, dtype, zeros_count=False, at_once=every_row)
         return self.claim(_HEADS, apart, _HEADS_HINT)
 
     def a_row(self) -> ARow:
