@@ -141,15 +141,12 @@ def test_calibration_keeps_the_heads_whose_error_stays_large() -> None:
     assert model.self_attn.split_heads() is None
 
 
-@pytest.mark.parametrize("heads", [[0, 1], torch.ones(2, 2, dtype=torch.bool)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [[0, 1], torch.ones(2, 2) > 0, torch.ones(3) > 0], ids=["numbers", "axes", "number"]
+)
 def test_heads_are_a_mask(heads: Any) -> None:
-    with pytest.raises(ValueError, match=r"keep_softmax: heads must be bool \[4\]"):
+    with pytest.raises(ValueError, match=r"keep_softmax: heads must be bool \[4\], got"):
         module().keep_softmax(heads)
-
-
-def test_a_mask_of_another_number_of_heads() -> None:
-    with pytest.raises(ValueError, match=r"heads must be bool \[4\], got torch.bool \[3\]"):
-        module().keep_softmax(torch.ones(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("extra", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
