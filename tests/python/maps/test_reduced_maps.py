@@ -16,8 +16,8 @@ from agreement import assert_close
 from ikattn.maps import Contributions, Groups, PairMap, Recording, TopK, TopSources
 from ikattn.maps.sequences import AXES
 from ikattn.recorder import record
-from ikattn.recorder.runs.rows import in_own_coordinates
 from ikattn.recorder.runs import rows as made_rows
+from ikattn.recorder.runs.rows import in_own_coordinates
 from programs import megabytes_grown
 from recorded_models import TOLERANCE, attention, encoder, recorded
 from tiny_transformers import build_tiny
