@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agreement import assert_close, assert_identical
-from families import ALONE, POST, PRE
+from families import ALONE, POST, PRE, WRITTEN_OUT
 from ikattn.maps.contribution_maps import Contributions, streamed_contributions
 from ikattn.recorder import record, register_norms
 from ikattn.recorder.calls import attention_call
@@ -501,9 +501,20 @@ def test_maps_that_a_family_has_not_are_refused_before_anything_runs() -> None:
     assert recording.names == ["encoder.layers.0.self_attn"]
 
 
-def test_deberta_is_refused_by_name() -> None:
-    config = transformers.DebertaV2Config(**BERT)
-    assert "never calls" in refused(transformers.DebertaV2Model(config))
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "big_bird", "deberta", "deberta-v2"])
+@torch.no_grad()
+def test_weights_that_a_module_writes_out_are_those_that_it_returns(kind: str) -> None:
+    model = build_tiny(kind)
+    inputs = tiny_inputs(model)
+    with record(model, maps="weights", check="all") as recording:
+        returned = model(**inputs, output_attentions=True)
+    found = recording.batches[0].values()
+    for maps, weights in zip(found, returned.attentions, strict=True):
+        expected = without_padding(weights.to(maps.weights), maps)
+        assert_close(maps.weights, expected, FLOAT32_SOFTMAX)
+    with pytest.raises(ValueError, match="computes the weights itself"):
+        with record(model, maps="similarity"):
+            model(**inputs)
 
 
 def test_soft_caps_leave_similarity_and_magnitude_out() -> None:
@@ -562,7 +573,7 @@ def explicit(call: AttentionCall, projection: Tensor, around: Surroundings) -> T
     return y.norm(dim=-1)
 
 
-@pytest.mark.parametrize("kind", [*PRE, *POST, *ALONE])
+@pytest.mark.parametrize("kind", [*PRE, *POST, *ALONE, *WRITTEN_OUT])
 def test_maps_of_a_family_that_is_found_by_running(kind, monkeypatch):
     model = build_tiny(kind)
     seen: list[tuple[AttentionCall, Tensor, Surroundings, Contributions]] = []
@@ -581,7 +592,8 @@ def test_maps_of_a_family_that_is_found_by_running(kind, monkeypatch):
             found = model(**inputs)[0]
     torch.testing.assert_close(found, expected)
     blocks = {layer.block for layer in recording.layers.values()}
-    assert blocks >= ({"post"} if kind in POST else {"none"} if kind in ALONE else {"pre"})
+    usual = "post" if kind in POST else "none" if kind in ALONE else "pre"
+    assert WRITTEN_OUT.get(kind, usual) in blocks
     if kind in SECOND:
         assert all(maps.encoder is not None for maps in recording.batches[0].values())
     for call, projection, around, maps in seen:

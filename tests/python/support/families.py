@@ -28,3 +28,9 @@ POST = (
 )  # fmt: skip
 # The block of these is not found: windows, branches that scale each other.
 ALONE = ("doge", "falcon_h1", "mobilebert", "sam3_vit_model")
+# These write out their attention: a softmax, and a product with values.
+WRITTEN_OUT = {
+    **dict.fromkeys(("bloom", "mpt"), "pre"),
+    **dict.fromkeys(("big_bird", "deberta", "deberta-v2"), "post"),
+    "prophetnet": "none",
+}

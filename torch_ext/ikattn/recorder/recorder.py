@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from ikattn.nn.over_ranks import goes_over_ranks
 from ikattn.recorder.calls.heads import FollowedHeads
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import check_is_plain_call, in_own_modes
+from ikattn.recorder.calls.products import Written, WrittenOut
 from ikattn.recorder.calls.projection import describe, is_probing
 from ikattn.recorder.calls.torch_attention import fused_layer_differs
 from ikattn.recorder.graphs import GraphLayer
@@ -86,7 +88,7 @@ class Recorder:
         self._around_sdpa = {
             module
             for plan in plans
-            if plan.seen_by == "sdpa"
+            if plan.seen_by in ("sdpa", "product")
             for module in (plan.module, *plan.ancestors[:2])
         }
         self._follower.norms = {x for x in model.modules() if "Norm" in type(x).__name__}
@@ -204,8 +206,12 @@ class Recorder:
         call.running.append(entered)
         plan = self._plans.get(module)
         is_known = module in self._follower.plainly_fed
-        if plan is not None and plan.seen_by != "torch" and not is_known:
+        if plan is not None and plan.seen_by == "product":
+            told = partial(self._product_made, call, plan)
+            entered.following = FollowedHeads(WrittenOut(told))
+        elif plan is not None and plan.seen_by != "torch" and not is_known:
             entered.following = FollowedHeads()
+        if entered.following is not None:
             entered.following.enter()
 
     def _tell_of_masks(
@@ -348,6 +354,12 @@ class Recorder:
             is_sdpa = kind == "sdpa"
             take = self._opener.sdpa_called if is_sdpa else self._opener.recurrence_called
             take(call, plan, name, args, kwargs, output)
+
+    @in_own_modes
+    def _product_made(self, call: Call, plan: Plan, written: Written) -> None:
+        """Takes up a product of weights and values that a module has written out."""
+        if call.running[-1].module is plan.module and not (is_probing() or _is_in_backward()):
+            self._opener.product_made(call, plan, written)
 
     def _edges_made(self, name: str, maps: EdgeMaps) -> None:
         """Takes the maps of one run of a layer over a graph; a further run is ``name#2``."""

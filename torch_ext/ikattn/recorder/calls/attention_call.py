@@ -26,7 +26,13 @@ MOST_WEIGHTS = 1 << 26
 # The axes of a run's tensors, the last ones of those that have fewer.
 _AXES = {
     **{"query": "BHL.", "key": "BGS.", "value": "BGS.", "gate": "BHL."},
-    **{"attn_mask": "BHLS", "key_bias": "BHS", "query_padding": "BL", "key_padding": "BS"},
+    **{
+        "given_weights": "BHLS",
+        "attn_mask": "BHLS",
+        "key_bias": "BHS",
+        "query_padding": "BL",
+        "key_padding": "BS",
+    },
 }
 
 
@@ -55,6 +61,8 @@ class AttentionCall:
         streams: Whether weights are never held where no map needs them, however few they are.
         delta: The gated delta rule, or Mamba-2, that makes the weights, which have signs, in place
             of a kernel and its masks; row ``causal`` is the first query's. None: a kernel does.
+        given_weights: ``[B, H, L, S]``, which the module has computed, in place of a kernel and
+            its masks; query and key are then not known. None: a kernel makes them.
         gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what the model multiplies heads with before
             the out-projection; None: nothing. Maps of contributions count it, weights do not.
         given_dtype: The type that query and key were given in, where they are still the same
@@ -81,6 +89,7 @@ class AttentionCall:
     softmax_heads: Tensor | None = None
     streams: bool = False
     delta: DeltaRule | None = None
+    given_weights: Tensor | None = None
     gate: Tensor | None = None
     given_dtype: torch.dtype | None = None
 
@@ -97,6 +106,7 @@ class AttentionCall:
         Maps are then made of weights that are held.
         """
         changes = (self.softcap, self.sinks, self.softmax_heads, self.gate, self.delta)
+        changes = (*changes, self.given_weights)
         return any(change is not None for change in changes)
 
     @property
@@ -105,6 +115,8 @@ class AttentionCall:
         product = "no product of similarity and magnitude"
         if self.delta is not None:
             return f"its weights are those of a recurrent state, which are {product}"
+        if self.given_weights is not None:
+            return "its module computes the weights itself, and query and key are not known"
         extra = (("a soft cap", self.softcap), ("sinks", self.sinks))
         found = " and ".join(words for words, x in extra if x is not None)
         return found and f"its logits have {found}, so that weights are {product}"
@@ -120,6 +132,8 @@ class AttentionCall:
 
         Those of a delta rule are as they are: a row does not add up to 1.
         """
+        if self.given_weights is not None:
+            return self.given_weights
         if self.delta is not None:
             first, L = self.causal or 0, self.query.size(2)
             return self.delta.rows(first, first + L, self.key.size(2))

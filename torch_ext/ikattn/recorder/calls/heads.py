@@ -23,6 +23,7 @@ from torch.overrides import (
 )
 
 from ikattn._precision import widened
+from ikattn.recorder.calls.products import WrittenOut
 
 _MOVES = {
     *("reshape", "view", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"),
@@ -100,8 +101,9 @@ _Terms: TypeAlias = Callable[[], list[_Term]]  # which are made when somebody as
 class FollowedHeads(TorchFunctionMode):
     """Follows the heads that a module has computed, while it is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, written_out: WrittenOut | None = None) -> None:
         super().__init__()
+        self._written_out = written_out
         self._known: dict[int, tuple[Tensor, _Terms]] = {}
         self._keep: Callable[[], None] | None = None
         self.stop = ""  # the name of the last operation that heads cannot be followed through
@@ -126,6 +128,8 @@ class FollowedHeads(TorchFunctionMode):
         """Lets go of all tensors, and of the mode, which others may have been entered above."""
         self._known.clear()
         self.product = None
+        if self._written_out is not None:
+            self._written_out.forget()
         if not self.is_entered:
             return
         self.is_entered = False
@@ -142,10 +146,13 @@ class FollowedHeads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         own = [x for x in _tensors((args, kwargs)) if id(x) in self._known]
-        if not own:
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         plain = name.strip("_")
+        if not own:
+            made = func(*args, **kwargs)
+            if self._written_out is not None:
+                self._written_out.note(plain, args, kwargs, made)
+            return made
         writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         writes = writes or kwargs.get("out") is not None
         if writes and self._keep is not None:

@@ -14,6 +14,8 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
 from ikattn.recorder.calls.delta_rules import calls_delta_rule
+from ikattn.recorder.calls.products import writes_out_attention
+from ikattn.recorder.calls.sdpa import calls_sdpa
 from ikattn.recorder.calls.torch_attention import out_projection_of
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import described_by, find_attention
@@ -63,13 +65,16 @@ class Plan:
         return "; it is in training mode, where dropout may change the summands: try model.eval()"
 
     @property
-    def seen_by(self) -> Literal["torch", "interface", "sdpa", "delta rule"]:
+    def seen_by(self) -> Literal["torch", "interface", "sdpa", "delta rule", "product"]:
         """The source that tells of its runs."""
         if isinstance(self.module, StockMultiheadAttention):
             return "torch"
         if calls_interface(self.module):
             return "interface"
-        return "delta rule" if calls_delta_rule(self.module) else "sdpa"
+        if calls_delta_rule(self.module):
+            return "delta rule"
+        writes_out = writes_out_attention(self.module) and not calls_sdpa(self.module)
+        return "product" if writes_out else "sdpa"
 
     @cached_property
     def limit(self) -> nn.Module | None:

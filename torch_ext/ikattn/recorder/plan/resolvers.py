@@ -17,6 +17,7 @@ from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAtte
 from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.recorder.calls.delta_rules import calls_delta_rule
+from ikattn.recorder.calls.products import writes_out_attention
 from ikattn.recorder.calls.sdpa import calls_sdpa
 from ikattn.recorder.plan.parts import AttentionParts, Side
 from ikattn.recorder.plan.transformers_parts import transformers_attention
@@ -115,7 +116,7 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
         raise NotImplementedError(
             f"{type(module).__name__} is an nn.MultiheadAttention with a forward of its own"
         )
-    if calls_interface(module) or calls_sdpa(module):
+    if calls_interface(module) or calls_sdpa(module) or writes_out_attention(module):
         return found_by_running(module, ancestors)
     if calls_delta_rule(module):  # each token sees those before it
         return replace(found_by_running(module, ancestors), kind="self", side="decoder")

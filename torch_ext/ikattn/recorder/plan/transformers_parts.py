@@ -130,11 +130,6 @@ _ANATOMIES: dict[str, _Anatomy | _Asked] = {
     },
 }
 
-_REFUSED = {
-    "DisentangledSelfAttention": "DeBERTa's attention never calls transformers' AttentionInterface "
-    "and adds position terms of its own",
-}
-
 
 def transformers_attention(
     module: nn.Module, ancestors: Sequence[nn.Module]
@@ -145,11 +140,9 @@ def transformers_attention(
     no norms; without its out-projection it cannot be recorded.
     """
     names = [kind.__name__ for kind in type(module).__mro__]
-    name = next((name for name in names if name in _ANATOMIES or name in _REFUSED), None)
+    name = next((name for name in names if name in _ANATOMIES), None)
     if name is None:
         return None
-    if name in _REFUSED:
-        raise NotImplementedError(_REFUSED[name])
     found = _ANATOMIES[name]
     anatomy = found(module, ancestors) if callable(found) else found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ikattn.integrations.transformers.interface import Given
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.delta_rules import GivenRules, given_rule
+from ikattn.recorder.calls.products import Written, written_call
 from ikattn.recorder.calls.sdpa import sdpa_call
 from ikattn.recorder.calls.torch_attention import inputs_of, out_projection_of, torch_call
 from ikattn.recorder.calls.transformers_attention import interface_call
@@ -92,7 +94,7 @@ class Opener:
         drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
         run = self._begin(call, plan, attention, merged, drops)
         if context.dim() == 4:
-            self._follow(call, run, context, turned=False)
+            self._follow(call, run, context, lambda own: own)
 
     def sdpa_called(
         self,
@@ -113,7 +115,7 @@ class Opener:
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
         merged = output.transpose(1, 2)
         run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
-        self._follow(call, run, output, turned=True)
+        self._follow(call, run, output, lambda own: own.transpose(1, 2))
 
     def recurrence_called(
         self,
@@ -133,20 +135,31 @@ class Opener:
             given = self.given_rules.take(caller, plan.title, given, before, after)
             attention = given.call(L)
         run = self._begin(call, plan, attention, heads.reshape(heads.size(0), L, -1), drops=False)
-        self._follow(call, run, heads, turned=False)
+        self._follow(call, run, heads, lambda own: own.view(heads.shape))
+
+    def product_made(self, call: Call, plan: Plan, written: Written) -> None:
+        """Takes up a product of weights and values that a module has written out."""
+        with self._maker.grad_mode():
+            attention, heads = written_call(plan.title, plan.module, written)
+            attention.kind = self._kind_of(call, plan, heads, attention.sizes[3])
+            for entered in call.running:
+                entered.projected.clear()
+            hidden = torch.where(attention.weights == 0, -torch.inf, 0.0)
+            attention.attn_mask = hidden
+            fill_padding(attention, hidden, self._mask_of_tokens(call, attention))
+            attention.attn_mask = None
+        run = self._begin(call, plan, attention, heads.transpose(1, 2).flatten(2), written.drops)
+        self._follow(call, run, written.made, lambda own: written.as_made(own.transpose(1, 2)))
 
     @staticmethod
-    def _follow(call: Call, run: Run, heads: Tensor, *, turned: bool) -> None:
-        """Follows heads ``[B, L, H, d_v]``, or turned, ``[B, H, L, d_v]``, in their module."""
-        number, shape, device = len(run.calls) - 1, heads.shape, heads.device
+    def _follow(call: Call, run: Run, heads: Tensor, of_tokens: Callable[[Tensor], Tensor]) -> None:
+        """Follows heads in their module; ``of_tokens`` moves ``[B, L, H, d_v]`` to their axes."""
+        attention, device = run.calls[-1], heads.device
+        B, H, L, _ = attention.sizes
+        first, numbers = (len(run.calls) - 1) * heads.numel(), heads.numel()
 
         def places() -> Tensor:
-            first = number * shape.numel()
-            own = torch.arange(first, first + shape.numel(), device=device)
-            if not turned:
-                return own.view(shape)
-            B, one, two, d = shape
-            return own.view(B, two, one, d).transpose(1, 2)
+            return of_tokens(torch.arange(first, first + numbers, device=device).view(B, L, H, -1))
 
         for entered in reversed(call.running):
             if entered.module is run.plan.module and entered.following is not None:
@@ -166,7 +179,8 @@ class Opener:
         around = (each for each in reversed(call.running[-3:]) if each.was_called_with_tokens)
         entered = next(around, call.running[-1])
         sizes = (B, H * d, L, S)
-        return "cross" if has_other_keys(entered, sizes, plan.seen_by == "sdpa") else "self"
+        looks_at_inputs = plan.seen_by in ("sdpa", "product")
+        return "cross" if has_other_keys(entered, sizes, looks_at_inputs) else "self"
 
     def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
         """The mask [B, S] that the innermost running module was given for its own tokens."""
