@@ -112,15 +112,19 @@ def test_maps_with_the_residual(name, scale, monkeypatch):
 
 
 @torch.no_grad()
-def test_attention_that_is_told_to_compute_its_own_weights_is_named() -> None:
-    timm.layers.set_fused_attn(True)
-    name = "swin_tiny_patch4_window7_224"
-    model = timm.create_model(name, pretrained=False, **MODELS[name]).eval()
-    with (
-        pytest.warns(UserWarning, match=r"set_fused_attn\(True, experimental=True\)"),
-        record(model),
-    ):
-        model(torch.randn(1, 3, 56, 56))
+def test_attention_that_is_told_to_compute_its_own_weights_has_the_same_maps() -> None:
+    name, x = "swin_tiny_patch4_window7_224", torch.randn(1, 3, 56, 56)
+    found = []
+    for is_fused in (True, False):
+        torch.manual_seed(1)
+        timm.layers.set_fused_attn(is_fused, experimental=is_fused)
+        model = timm.create_model(name, pretrained=False, **MODELS[name]).eval()
+        with record(model) as recording:
+            model(x)
+        found.append(recording)
+    assert found[0].names == found[1].names
+    for layer in found[0].names:
+        assert_close(found[1][layer].summed, found[0][layer].summed, 1e-8)
 
 
 @torch.no_grad()

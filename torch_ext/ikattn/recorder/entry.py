@@ -40,15 +40,15 @@ def record(
     """Records what every token contributes, in every layer of attention, while the model runs.
 
     Records ``nn.MultiheadAttention``, stock and ours, every module that computes its weights
-    through Hugging Face's attention interface or ``F.scaled_dot_product_attention``, and gated
-    delta rules and Mamba-2 of transformers, whose weights have signs and whose rows do not add up
-    to 1. The block
-    around it is found by what its tensors add up to. Each layer is held to what it computed: its
-    heads, its out-projection, the sum with the residual, the norm after it. Inside the block the
-    model is called as ever: arguments, return values and gradients stay what they are, but torch's
-    fused kernel of a whole ``nn.TransformerEncoderLayer``, which hides the attention, is replaced
-    by the same layer's ordinary code, and what torch.compile made runs as written. After the block
-    the model is as it was before it.
+    through Hugging Face's attention interface or ``F.scaled_dot_product_attention``, modules named
+    for attention that multiply a softmax with values themselves, and gated delta rules and Mamba-2
+    of transformers, whose weights have signs and whose rows do not add up to 1. The block around it
+    is found by what its tensors add up to. Each layer is held to what it computed: its heads, its
+    out-projection, the sum with the residual, the norm after it. Inside the block the model is
+    called as ever: arguments, return values and gradients stay what they are, but torch's fused
+    kernel of a whole ``nn.TransformerEncoderLayer``, which hides the attention, is replaced by the
+    same layer's ordinary code, and what torch.compile made runs as written. After the block the
+    model is as it was before it.
 
     Each call of the model gives one batch; so does each direct call of a part of it, such as the
     encoder pass of ``generate``, each of whose steps is a call of its own. A call that raises gives

@@ -34,7 +34,7 @@ from ikattn.recorder.calls.products import Written, WrittenOut
 from ikattn.recorder.calls.projection import describe, is_probing
 from ikattn.recorder.calls.torch_attention import fused_layer_differs
 from ikattn.recorder.graphs import GraphLayer
-from ikattn.recorder.plan.plan import Plan
+from ikattn.recorder.plan.plan import KNOWN_ATTENTION, Plan
 from ikattn.recorder.runs.call import Call, Entered, note_ids, tokens_before
 from ikattn.recorder.runs.following import Follower
 from ikattn.recorder.runs.making import Maker, Options
@@ -115,17 +115,9 @@ class Recorder:
         if self._call is not None:
             self._abandon(self._call)
         if self._silent:
-            is_told_not_to = any(
-                getattr(module, "fused_attn", True) is False for module in self._silent.values()
-            )
-            hint = (
-                ". It calls the former where its fused_attn is True: "
-                "timm.layers.set_fused_attn(True, experimental=True) before the model is built"
-            )
             warnings.warn(
-                f"record: {', '.join(sorted(self._silent))} ran without calling "
-                "F.scaled_dot_product_attention, transformers' AttentionInterface, a gated delta "
-                f"rule or Mamba-2's scan, and is not recorded{hint if is_told_not_to else ''}",
+                f"record: {', '.join(sorted(self._silent))} ran as none of {KNOWN_ATTENTION}, and "
+                "is not recorded",
                 stacklevel=2,
             )
 
@@ -206,12 +198,10 @@ class Recorder:
         call.running.append(entered)
         plan = self._plans.get(module)
         is_known = module in self._follower.plainly_fed
-        if plan is not None and plan.seen_by == "product":
-            told = partial(self._product_made, call, plan)
-            entered.following = FollowedHeads(WrittenOut(told))
-        elif plan is not None and plan.seen_by != "torch" and not is_known:
-            entered.following = FollowedHeads()
-        if entered.following is not None:
+        is_of_torch = plan is not None and plan.seen_by == "torch"
+        if plan is not None and (plan.seen_by == "product" or not (is_known or is_of_torch)):
+            told = partial(self._product_made, call, plan, reports)
+            entered.following = FollowedHeads(WrittenOut(told) if plan.writes_out else None)
             entered.following.enter()
 
     def _tell_of_masks(
@@ -356,9 +346,14 @@ class Recorder:
             take(call, plan, name, args, kwargs, output)
 
     @in_own_modes
-    def _product_made(self, call: Call, plan: Plan, written: Written) -> None:
-        """Takes up a product of weights and values that a module has written out."""
-        if call.running[-1].module is plan.module and not (is_probing() or _is_in_backward()):
+    def _product_made(self, call: Call, plan: Plan, reports: int, written: Written) -> None:
+        """Takes up a product that a module has written out; ``reports`` are those before its run.
+
+        A module that has called a function for its attention multiplies something else.
+        """
+        is_called = plan.seen_by != "product" and call.reports.get(plan.module, 0) > reports
+        is_own = call.running[-1].module is plan.module
+        if is_own and not (is_called or is_probing() or _is_in_backward()):
             self._opener.product_made(call, plan, written)
 
     def _edges_made(self, name: str, maps: EdgeMaps) -> None:

@@ -105,9 +105,8 @@ class AttentionCall:
 
         Maps are then made of weights that are held.
         """
-        changes = (self.softcap, self.sinks, self.softmax_heads, self.gate, self.delta)
-        changes = (*changes, self.given_weights)
-        return any(change is not None for change in changes)
+        names = ("softcap", "sinks", "softmax_heads", "gate", "delta", "given_weights")
+        return any(getattr(self, name) is not None for name in names)
 
     @property
     def why_no_product(self) -> str:

@@ -113,7 +113,7 @@ def _product(weights: Tensor, value: Tensor, made: Tensor, equation: str | None)
         return Written(weights, value, made, tuple(range(made.dim())), False)
     left, _, right = equation.replace(" ", "").partition("->")
     of_weights, _, of_value = left.partition(",")
-    *outer, query, key = of_weights
+    *outer, query, key = list(of_weights)
     column = set(of_value) - set(of_weights)
     is_of_heads = len(outer) == 2 and set(outer) <= set(of_value) and len(column) == 1
     if not is_of_heads or key in right or set(right) != {*outer, query, *column}:
@@ -130,7 +130,7 @@ def written_call(layer: str, module: nn.Module, written: Written) -> tuple[Atten
         NotImplementedError: It is not told how many heads there are.
     """
     weights, heads = written.weights, written.heads
-    outer = heads.shape[:-2]
+    outer: tuple[int, ...] = heads.shape[:-2]
     if len(outer) == 1:
         counts = (getattr(module, name, None) for name in _HEADS)
         H = next((n for n in counts if isinstance(n, int) and n > 0), 0)

@@ -21,6 +21,12 @@ from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import described_by, find_attention
 from ikattn.recorder.plan.run_maps import ALL_MAPS, LEDGER, USUAL_MAPS, defined_maps, why_undefined
 
+# The attention that a recording sees, for errors and warnings.
+KNOWN_ATTENTION = (
+    "nn.MultiheadAttention, a module that calls transformers' AttentionInterface, "
+    "F.scaled_dot_product_attention, a gated delta rule or Mamba-2's scan, or one named for "
+    "attention that multiplies a softmax with values"
+)
 _GROUPS = {"ledger": (*LEDGER, "value_norms", "per_head")}
 
 
@@ -73,8 +79,12 @@ class Plan:
             return "interface"
         if calls_delta_rule(self.module):
             return "delta rule"
-        writes_out = writes_out_attention(self.module) and not calls_sdpa(self.module)
-        return "product" if writes_out else "sdpa"
+        return "product" if self.writes_out and not calls_sdpa(self.module) else "sdpa"
+
+    @property
+    def writes_out(self) -> bool:
+        """Whether it may multiply a softmax with values itself."""
+        return writes_out_attention(self.module)
 
     @cached_property
     def limit(self) -> nn.Module | None:
@@ -140,16 +150,14 @@ def plan_layers(
     if not sites:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
-            "record: model must hold attention that can be recorded, nn.MultiheadAttention, what "
-            "calls transformers' AttentionInterface, F.scaled_dot_product_attention, a gated "
-            "delta rule or Mamba-2's scan, or GATConv, GATv2Conv and TransformerConv; there is "
-            f"none in {', '.join(kinds)}"
+            f"record: model must hold attention that can be recorded, {KNOWN_ATTENTION}, or layers "
+            "over graphs (GATConv, GATv2Conv, TransformerConv); there is none in "
+            f"{', '.join(kinds)}"
         )
     if unseen:
         warnings.warn(
             f"record: {describe_unseen(unseen)} look like attention, and are not recorded: they "
-            "are no nn.MultiheadAttention and call neither transformers' AttentionInterface nor "
-            "F.scaled_dot_product_attention nor a gated delta rule nor Mamba-2's scan",
+            f"are none of {KNOWN_ATTENTION}",
             stacklevel=4,
         )
     plans = []
