@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,84 +51,125 @@ def kinds() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def tiny_config(config_class: type, left_out: tuple[str, ...], depth: int = 0) -> Any:
+# Ways to make a family small, tried in turn: names that keep their usual size, and other sizes.
+RECIPES: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
+    *((left_out, {}) for left_out in LEFT_OUT),
+    (("head_dim",), {"num_hidden_layers": 8, "num_layers": 8, "n_layer": 8}),
+    (
+        ("head_dim", "attention_head_dim", "v_head_dim", "num_layers"),
+        dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim"), 256),
+    ),
+    (("head_dim",), dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 8)),
+    (tuple(set(SIZES) - {"num_hidden_layers", "n_layer", "vocab_size", "pad_token_id"}), {}),
+)
+MOST_NUMBERS = 60_000_000
+
+
+def tiny_config(
+    config_class: type, left_out: tuple[str, ...], other: dict[str, int], depth: int = 0
+) -> Any:
     """Returns a configuration whose known sizes are small, and those of its parts."""
     known = set(inspect.signature(config_class.__init__).parameters)
     for base in config_class.__mro__:
         known |= set(getattr(base, "__annotations__", {}))
-    sizes = {name: size for name, size in SIZES.items() if name in known and name not in left_out}
-    parts = getattr(config_class, "sub_configs", {})
-    if parts and depth < 3:
-        usual = config_class()
-        for name in parts:
+    usual = config_class()
+    sizes: dict[str, Any] = {
+        name: size
+        for name, size in (SIZES | other).items()
+        if name in known and name not in left_out
+        if not isinstance(getattr(usual, name, None), (list, tuple, float, str))
+    }
+    if depth < 3:
+        for name in getattr(config_class, "sub_configs", {}):
             part = getattr(usual, name, None)
             if part is not None:
-                sizes[name] = tiny_config(type(part), left_out, depth + 1)
-    return config_class(**sizes)
+                sizes[name] = tiny_config(type(part), left_out, other, depth + 1)
+    config = config_class(**sizes)
+    config._experts_implementation = "eager"  # the other one knows no float64
+    return config
 
 
-def tiny_model(kind: str, class_name: str) -> nn.Module:
-    """Builds a model in float64 whose parameters are far from zero."""
+def tiny_models(kind: str, class_name: str) -> Iterator[nn.Module | Exception]:
+    """Yields models in float64 whose parameters are far from zero, and why others cannot be built."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[kind])
     model_class = getattr(transformers, class_name)
-    error: Exception = RuntimeError("no sizes")
-    for left_out in LEFT_OUT:
+    for left_out, other in RECIPES:
         try:
             torch.manual_seed(0)
-            config = tiny_config(config_class, left_out)
+            config = tiny_config(config_class, left_out, other)
             with torch.device("meta"):
                 numbers = sum(x.numel() for x in model_class(config).parameters())
-            if numbers > 40_000_000:
+            if numbers > MOST_NUMBERS:
                 raise ValueError(f"its tiny model has {numbers} numbers")
             model = model_class(config).double().eval()
         except Exception as failed:
-            error = failed
+            yield failed
             continue
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        return model
-    raise error
+        yield model
 
 
-def first_that_runs(model: nn.Module) -> dict[str, Tensor]:
-    """Returns inputs on which the model runs: what its forward names, then fewer.
+def inputs_to_try(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs by what a model's forward names, the usual ones first."""
+    names = set(inspect.signature(model.forward).parameters)
+    text = {"input_ids": torch.arange(5, 17).view(2, 6)}
+    target = {"decoder_input_ids": torch.tensor([[1, 4, 3], [1, 7, 9]])}
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    if "grid_thw" in names:
+        config: Any = model.config
+        size = getattr(config, "in_channels", getattr(config, "in_chans", 3)) * config.patch_size**2
+        grid = torch.tensor([[1, 4, 4]])
+        for frames in (getattr(config, "temporal_patch_size", 1), 1):
+            first = next(iter(inspect.signature(model.forward).parameters))
+            yield {first: numbers(16, size * frames), "grid_thw": grid}
+    usual = tiny_inputs(model)
+    yield usual
+    yield {name: x for name, x in usual.items() if name in names}
+    if "bbox" in names:
+        yield text | {"bbox": torch.zeros(2, 6, 4, dtype=torch.long)}
+        yield text | {"bbox": torch.rand(2, 6, 8, dtype=torch.float64)}
+    yield text
+    yield text | target
+    yield text | {"pixel_values": numbers(2, 3, 16, 16)}
+    for side in (16, 32, 64, 224):
+        yield {"pixel_values": numbers(2, 3, side, side)}
+    yield {"pixel_values": numbers(2, 4, 3, 16, 16)}
+    yield {"pixel_values_videos": numbers(2, 4, 3, 16, 16)}
+    for name in ("input_values", "input_features"):
+        for shape in ((2, 2000), (2, 4, 32), (2, 32, 4), (2, 80, 64), (2, 128, 64)):
+            yield {name: numbers(*shape)} | (target if "decoder_input_ids" in names else {})
+    yield {"past_values": numbers(2, 64)}
+    yield {"past_values": numbers(2, 64, 1)}
+
+
+def first_that_runs(kind: str, class_name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a model that attends, and inputs on which it runs.
 
     Raises:
-        Exception: The error of the usual inputs.
+        Exception: The first of the errors.
     """
-    names = set(inspect.signature(model.forward).parameters)
-    usual = tiny_inputs(model)
-    text = {"input_ids": torch.arange(5, 17).view(2, 6)}
-    image = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    target = {"decoder_input_ids": torch.tensor([[1, 4, 3], [1, 7, 9]])}
-    tried = [
-        usual,
-        {name: x for name, x in usual.items() if name in names},
-        text,
-        text | target,
-        text | {"pixel_values": image},
-        {"pixel_values": image},
-        {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64)},
-        {"pixel_values": torch.randn(2, 3, 64, 64, dtype=torch.float64)},
-        {"pixel_values": torch.randn(2, 3, 224, 224, dtype=torch.float64)},
-        {"pixel_values": torch.randn(2, 4, 3, 16, 16, dtype=torch.float64)},
-        {"input_values": torch.randn(2, 2000, dtype=torch.float64)},
-        {"input_features": torch.randn(2, 4, 32, dtype=torch.float64)},
-        {"input_features": torch.randn(2, 32, 4, dtype=torch.float64)},
-    ]
-    errors: list[Exception] = []
-    for inputs in tried:
-        try:
-            with torch.no_grad():
-                model(**inputs)
-            return inputs
-        except Exception as failed:
-            errors.append(failed)
-    raise errors[0]
+    error: Exception | None = None
+    for model in tiny_models(kind, class_name):
+        if isinstance(model, Exception):
+            error = error or model
+            continue
+        for inputs in inputs_to_try(model):
+            try:
+                with torch.no_grad():
+                    model(**inputs)
+                return model, inputs
+            except Exception as failed:
+                error = error or failed
+    assert error is not None
+    raise error
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -145,8 +187,7 @@ def tried(kind: str, class_name: str) -> dict[str, Any]:
 
     row: dict[str, Any] = {"kind": kind, "class": class_name}
     try:
-        model = tiny_model(kind, class_name)
-        inputs = first_that_runs(model)
+        model, inputs = first_that_runs(kind, class_name)
     except Exception as error:
         return row | {"state": "not built", "why": f"{type(error).__name__}: {error}"}
     with torch.no_grad():
@@ -168,7 +209,7 @@ def tried(kind: str, class_name: str) -> dict[str, Any]:
         except Exception as error:
             state = "refused" if attends(model) else "no attention"
             return row | {"state": state, "why": f"{type(error).__name__}: {error}"}
-    if not recording.batches:
+    if not recording.batches or not recording.batches[0]:
         return row | {"state": "refused", "why": "no layer ran on these inputs"}
     same = all(torch.equal(a, b) for a, b in zip(before, again, strict=True))
     if same and not all(torch.equal(a, b) for a, b in zip(before, during, strict=True)):
