@@ -4,7 +4,7 @@
 
 A family is a model type of this release of transformers that has a model class. It is built with
 random weights in float64, sizes of the names in SIZES made small, in nested configurations too, and
-runs on a batch of two. The exit status is 1 where a family that the page has as recorded is not.
+runs on a batch of two. Each takes a process of its own, a minute and 6 GiB at most.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ from tiny_transformers import LEFT_OUT, SIZES, tiny_inputs  # noqa: E402
 
 SECONDS = 60  # of a family
 BYTES = 6 << 30
+STATES = ("recorded", "refused", "no attention", "not built")
+LATER = ("with_residual", "with_norm", "encoder")
 
 
 def kinds() -> dict[str, str]:
-    """Returns the name of a model class for each type: the bare model, else the first with a head."""
+    """Returns a model class for each type, by name: the bare model, else the first with a head."""
     from transformers.models.auto import modeling_auto
 
-    mappings = [getattr(modeling_auto, x) for x in sorted(dir(modeling_auto)) if "MAPPING_NAMES" in x]
+    mappings = [
+        getattr(modeling_auto, x) for x in sorted(dir(modeling_auto)) if "MAPPING_NAMES" in x
+    ]
     found: dict[str, str] = {}
     for mapping in (modeling_auto.MODEL_MAPPING_NAMES, *mappings):
-        for kind, names in mapping.items():
-            name = names if isinstance(names, str) else names[0]
+        for kind, classes in mapping.items():
+            name = classes if isinstance(classes, str) else classes[0]
             if not name.endswith("Config"):
                 found.setdefault(kind, name)
     return dict(sorted(found.items()))
@@ -59,7 +63,10 @@ RECIPES: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
         ("head_dim", "attention_head_dim", "v_head_dim", "num_layers"),
         dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim"), 256),
     ),
-    (("head_dim",), dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 8)),
+    (
+        ("head_dim",),
+        dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 8),
+    ),
     (tuple(set(SIZES) - {"num_hidden_layers", "n_layer", "vocab_size", "pad_token_id"}), {}),
 )
 MOST_NUMBERS = 60_000_000
@@ -90,7 +97,7 @@ def tiny_config(
 
 
 def tiny_models(kind: str, class_name: str) -> Iterator[nn.Module | Exception]:
-    """Yields models in float64 whose parameters are far from zero, and why others cannot be built."""
+    """Yields models in float64 with parameters far from zero, and why others cannot be built."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -203,9 +210,6 @@ def tried(kind: str, class_name: str) -> dict[str, Any]:
             with ikattn.record(model, None, check="all") as recording:
                 during = tensors_of(model(**inputs))
             row["time"] = (time.perf_counter() - began) / plain
-        except NotImplementedError as error:
-            state = "refused" if attends(model) else "no attention"
-            return row | {"state": state, "why": str(error)}
         except Exception as error:
             state = "refused" if attends(model) else "no attention"
             return row | {"state": state, "why": f"{type(error).__name__}: {error}"}
@@ -216,10 +220,7 @@ def tried(kind: str, class_name: str) -> dict[str, Any]:
         return row | {"state": "refused", "why": "recording changed its outputs"}
     found = recording.batches[0]
     maps = Counter(
-        name
-        for layer in found.values()
-        for name in ("summed", "with_residual", "with_norm", "encoder")
-        if getattr(layer, name) is not None
+        name for layer in found.values() for name in LATER if getattr(layer, name) is not None
     )
     return row | {
         "state": "recorded", "layers": len(found), "maps": dict(maps),
@@ -273,16 +274,61 @@ def all_tried(named: dict[str, str], jobs: int) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["kind"])
 
 
+def page_of(rows: list[dict[str, Any]]) -> str:
+    """Returns the page: what is recorded, what is not and why, and what could not be built."""
+    import transformers
+
+    by_state: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_state.setdefault(row["state"], []).append(row)
+    found = {state: by_state.get(state, []) for state in STATES}
+    recorded, refused = found["recorded"], found["refused"]
+    share = 100 * len(recorded) / max(1, len(recorded) + len(refused))
+    text = [
+        "# Families of transformers",
+        "",
+        f"`tools/catalogue.py` builds a tiny model with random weights for each model type of "
+        f"transformers {transformers.__version__} and records it, every row checked. Of "
+        f"{len(recorded) + len(refused)} types with attention or a linear mixer that it can build, "
+        f"{len(recorded)} are recorded ({share:.1f} %). {len(found['no attention'])} have none. "
+        f"{len(found['not built'])} need sizes or inputs that the tool does not know.",
+        "",
+        "Each recorded layer has the maps of the attention alone. Further columns count the layers "
+        "that have one with the residual, after the norm, and after the norm of the second half of "
+        "the block (`encoder`).",
+        "",
+        "## Recorded",
+        "",
+        f"| type | class | layers | {' | '.join(LATER)} |",
+        f"|---|---|{'---|' * (1 + len(LATER))}",
+    ]
+    for row in recorded:
+        counts = (str(row["maps"].get(name, "")) for name in LATER)
+        text.append(f"| {row['kind']} | {row['class']} | {row['layers']} | {' | '.join(counts)} |")
+    text += ["", "## Refused", "", "| type | class | reason |", "|---|---|---|"]
+    for row in refused:
+        why = row["why"].replace("|", "/").replace("\n", " ")
+        why = why.removeprefix("RuntimeError: ").removeprefix("ValueError: ").partition(", and ")[0]
+        text.append(f"| {row['kind']} | {row['class']} | {why[:200]} |")
+    text += ["", "## Without attention", "", ", ".join(x["kind"] for x in found["no attention"])]
+    text += ["", "## Not built", "", ", ".join(row["kind"] for row in found["not built"]), ""]
+    return "\n".join(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", help="model types; all where none is named")
+    parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
     named = kinds()
     if asked.kinds:
-        named = {kind: named[kind] for kind in asked.kinds if kind in named}
+        named = {kind: named[kind] for kind in asked.kinds}
     rows = all_tried(named, asked.jobs)
-    print(Counter(row["state"] for row in rows))
+    if asked.out:
+        asked.out.write_text(page_of(rows))
+    counts = Counter(row["state"] for row in rows)
+    print(", ".join(f"{counts[state]} {state}" for state in STATES))
     return 0
 
 
