@@ -512,9 +512,11 @@ def test_weights_that_a_module_writes_out_are_those_that_it_returns(kind: str) -
     for maps, weights in zip(found, returned.attentions, strict=True):
         expected = without_padding(weights.to(maps.weights), maps)
         assert_close(maps.weights, expected, FLOAT32_SOFTMAX)
-    with pytest.raises(ValueError, match="computes the weights itself"):
-        with record(model, maps="similarity"):
-            model(**inputs)
+    with (
+        pytest.raises(ValueError, match="computes the weights itself"),
+        record(model, maps="similarity"),
+    ):
+        model(**inputs)
 
 
 def test_soft_caps_leave_similarity_and_magnitude_out() -> None:

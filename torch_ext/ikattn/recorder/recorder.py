@@ -306,7 +306,7 @@ class Recorder:
         entered = next((each for each in call.running if each.module is plan.module), None)
         if entered is None or call.reports.get(plan.module, 0) > entered.reports:
             return
-        if plan.seen_by in ("sdpa", "delta rule"):  # it may compute without what tells of it
+        if plan.seen_by not in ("torch", "interface"):  # it may compute without what tells of it
             self._silent[plan.name] = plan.module
             return
         implementation = getattr(
