@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch
 
 from fuzz import campaign, holding
+from fuzz.record import Cells, read
 
 
 def main() -> int:
@@ -19,20 +21,25 @@ def main() -> int:
     parser.add_argument("--replay", metavar="LINE", help="the call that a failure has printed")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many")
     parser.add_argument("--whole", action="store_true", help="print failures as they were drawn")
-    parser.add_argument("--cells", action="store_true", help="print what was covered")
+    parser.add_argument("--record", type=Path, help="a file that gets the calls, or goes on")
+    parser.add_argument(
+        "--cells", type=Path, nargs="*", help="print what was covered, or what records have"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.replay:
         told = campaign.failure_of(campaign.replayed(given.replay))
         print(told or "passed")
         return int(told is not None)
+    if given.cells:
+        print(*Cells(line for path in given.cells for line in read(path)).table(), sep="\n")
+        return 0
     print(f"seed {given.seed}", flush=True)
-    found = campaign.run(given.seed, given.calls, given.kind, given.failures)
+    found = campaign.run(given.seed, given.calls, given.kind, given.failures, given.record)
     for call, told in found.failures:
         print(f"{told}\n    {call if given.whole else campaign.smallest(call)}")
-    if given.cells:
-        for cell, count in sorted(found.cells.items(), key=lambda x: -x[1]):
-            print(f"{count:7d}  {cell}")
+    if given.cells is not None:
+        print(*found.cells.table(), sep="\n")
         for what, largest in sorted(holding.worst.items(), key=lambda x: -x[1])[:40]:
             print(f"{largest:9.3g} of its bound: {what}")
     failed = len(found.failures)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ikattn
 from fuzz.draws import VALUES, Draws, numbers, uniform
-from fuzz.holding import laid_out
+from fuzz.holding import guarded, laid_out
 from fuzz.laws import LAWS, WEIGHTS
-from fuzz.tried import Tried, routes_of
+from fuzz.tried import Tried
 from samples import LAYOUTS, MASK_SHAPES
 
 DTYPES = {"float32": 8, "float64": 4, "bfloat16": 5, "float16": 3}
@@ -154,10 +154,11 @@ class AttentionCall:
         if bias is not None and self.seed % 3 == 0:
             bias = bias.masked_fill(uniform(self.seed + 6, *bias.shape) < 0.2, -math.inf)
         seed = torch.tensor([self.seed % 2**62, self.seed % 977])
+        sides = (w[0], None if self.stationary else w[1], bias, mask)
+        w1, w2, bias, mask = (None if x is None else guarded(x) for x in sides)
         return {
-            "query": query, "key": key, "value": value, "w1": w[0],
-            "w2": None if self.stationary else w[1], "p": self.p, "key_bias": bias,
-            "attn_mask": mask, "dropout_p": self.dropout, "is_causal": self.causal,
+            "query": query, "key": key, "value": value, "w1": w1, "w2": w2, "p": self.p,
+            "key_bias": bias, "attn_mask": mask, "dropout_p": self.dropout, "is_causal": self.causal,
             "enable_gqa": self.G != self.H, "eps": self.eps, "magnitude_scale": self.scale,
             "dropout_seed": seed if self.dropout else None,
         }  # fmt: skip
@@ -168,12 +169,18 @@ class AttentionCall:
         x = numbers(kind, "value", self.seed + 3, *self.shape("BHL"), self.d_v)
         return laid_out(x.to(self.torch_dtype), self.layouts[3])
 
-    def cell(self) -> str:
-        """Names what is counted: route, type, mask and gradients."""
-        forward, backward = routes_of(self.arguments())
-        mask = "no mask" if self.mask is None else self.mask_kind
-        passes = f"{forward} and {backward}" if self.gradients else forward
-        return f"{passes}, {self.dtype}, {mask}{', causal' * self.causal}"
+    def cell(self) -> dict[str, Any]:
+        """Names what is counted: routes with their instructions, type, mask and gradients."""
+        forward, backward = ikattn.which_kernels(**self.arguments())
+        used = [forward, backward] if self.gradients else [forward]
+        return {
+            "forward": forward.algorithm,
+            "backward": backward.algorithm if self.gradients else "none",
+            "instructions": sorted({x.unit for x in used}),
+            "dtype": self.dtype,
+            "mask": ("none" if self.mask is None else self.mask_kind) + ", causal" * self.causal,
+            "gradients": self.gradients or "none",
+        }
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""

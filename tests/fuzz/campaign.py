@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from fuzz.edges import EdgeCall
 from fuzz.holding import Wrong
 from fuzz.maps import MapCall
 from fuzz.modules import ModuleCall, RecordCall
+from fuzz.record import Cells, Line, Record
 from fuzz.state import StateCall
 
 
@@ -26,7 +27,7 @@ class Call(Protocol):
     seed: int
 
     def check(self) -> None: ...
-    def cell(self) -> str: ...
+    def cell(self) -> dict[str, Any]: ...
 
 
 # Each kind with its share of the calls.
@@ -74,8 +75,14 @@ class Found:
 
     calls: int = 0
     failures: list[tuple[Call, str]] = field(default_factory=list)
-    cells: Counter[str] = field(default_factory=Counter)
+    cells: Cells = field(default_factory=Cells)
     seconds: float = 0.0
+
+    def add(self, line: Line) -> None:
+        self.calls += 1
+        self.cells.add(line)
+        if "failed" in line:
+            self.failures.append((replayed(line["call"]), line["failed"]))
 
 
 def seeds_from(seed: int) -> Iterator[int]:
@@ -84,20 +91,42 @@ def seeds_from(seed: int) -> Iterator[int]:
         yield r.bits()
 
 
-def run(seed: int, calls: int, kind: str | None = None, stop_at: int = 1_000_000) -> Found:
-    """Checks so many calls of a stream, or until ``stop_at`` have failed."""
-    found, began = Found(), time.perf_counter()
-    for own in seeds_from(seed):
+def run(
+    seed: int,
+    calls: int,
+    kind: str | None = None,
+    stop_at: int = 1_000_000,
+    path: Path | None = None,
+) -> Found:
+    """Checks so many calls of a stream, or until ``stop_at`` have failed.
+
+    Those that a record already has are not run again.
+    """
+    found, began, numbers = Found(), time.perf_counter(), seeds_from(seed)
+    record = None if path is None else Record(path)
+    for line in record.done if record else ():
+        if line["seed"] != next(numbers):
+            raise SystemExit(f"{path} has calls of another seed than {seed}")
+        found.add(line)
+    for own in numbers:
         if found.calls >= calls or len(found.failures) >= stop_at:
             break
-        call = drawn(own, kind)
-        found.calls += 1
-        told = failure_of(call)
-        if told is not None:
-            found.failures.append((call, told))
-        found.cells[f"{type(call).__name__}: {call.cell()}"] += 1
+        line = checked(own, kind)
+        found.add(line)
+        if record:
+            record.add(line)
+    if record:
+        record.close()
     found.seconds = time.perf_counter() - began
     return found
+
+
+def checked(seed: int, kind: str | None = None) -> Line:
+    """Checks the call of a number; returns its line of a record."""
+    call = drawn(seed, kind)
+    told = failure_of(call)
+    line = {"seed": seed, "kind": type(call).__name__, "cell": call.cell()}
+    return line if told is None else line | {"failed": told, "call": repr(call)}
 
 
 def smallest(call: Call, limit: int = 400) -> Call:

@@ -16,7 +16,7 @@ from torch import Tensor
 import ikattn
 from fuzz.condition import Attention, Bounded, arithmetic_of
 from fuzz.draws import Draws, integers, numbers, uniform
-from fuzz.holding import Wrong, assert_bits, assert_bounded, assert_raises
+from fuzz.holding import Wrong, assert_bits, assert_bounded, assert_raises, guarded, unchanged
 from ikattn.ops import Edges
 
 FORMS = {"implicit": 6, "softmax": 3, "gat": 2}
@@ -87,8 +87,9 @@ class EdgeCall:
             changes |= {"slope": 0.2, "p": 2.0, "scale": None, "values": "normal"}  # off the kink
         return EdgeCall(**(vars(call) | changes))
 
-    def cell(self) -> str:
-        return f"{self.form}, {self.dtype}, {self.values}"
+    def cell(self) -> dict[str, Any]:
+        gradients = self.gradients or "none"
+        return {"form": self.form, "dtype": self.dtype, "gradients": gradients}
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""
@@ -96,16 +97,15 @@ class EdgeCall:
         given = self.arguments()
         if self.seed % 16 < 2:
             return self.check_wrong(given, edges)
-        leaves = {
-            x: y.detach().clone().requires_grad_(x in self.gradients) for x, y in given.items()
-        }
-        output, weights = self.run(leaves, edges)
-        again = self.run(given, edges)
-        assert_bits("the same call twice", [output, weights], again)
-        if output.dtype != getattr(torch, self.dtype):
-            raise Wrong(f"the output is of type {output.dtype}")
-        check = self.check_by_formula if self.form == "softmax" else self.check_against_dense
-        return check(Result(given, leaves, source, target, output, weights))
+        leaves = {x: y.detach().requires_grad_(x in self.gradients) for x, y in given.items()}
+        with unchanged(*given.values()):
+            output, weights = self.run(leaves, edges)
+            again = self.run(given, edges)
+            assert_bits("the same call twice", [output, weights], again)
+            if output.dtype != getattr(torch, self.dtype):
+                raise Wrong(f"the output is of type {output.dtype}")
+            check = self.check_by_formula if self.form == "softmax" else self.check_against_dense
+            return check(Result(given, leaves, source, target, output, weights))
 
     def graph(self) -> tuple[Tensor, Tensor, Edges]:
         """Makes the sources and targets of edges, and the graph of them."""
@@ -125,7 +125,7 @@ class EdgeCall:
 
         def make(role: str, number: int, *shape: int) -> Tensor:
             x = numbers(self.values, role, seed + 16 * number, *shape)
-            return x.to(wide if role == "frequency" else dtype)
+            return guarded(x.to(wide if role == "frequency" else dtype))
 
         given = {
             "query": make("token", 1, self.L, self.H, self.d),
@@ -142,7 +142,7 @@ class EdgeCall:
             if shape is not None:
                 x = numbers("exact", "bias", seed + 96 + 16 * i, *(letters[x] for x in shape))
                 x = x.masked_fill(uniform(seed + 7 + i, *x.shape) < 0.2, -math.inf)
-                given[name] = x.to(wide)
+                given[name] = guarded(x.to(wide))
         if self.values == "special":
             names = [x for x in given if not x.startswith("w")]
             x = given[names[seed % len(names)]]

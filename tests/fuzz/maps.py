@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ikattn
 from fuzz.draws import Draws, numbers, uniform
-from fuzz.holding import Wrong, assert_bits, assert_bounded
+from fuzz.holding import Wrong, assert_bits, assert_bounded, guarded, unchanged
 from ikattn.maps import NormStats
 
 SUMMED = ("summed", "with_residual", "with_norm", "encoder")
@@ -60,43 +60,47 @@ class MapCall:
         is_wide = r.chance(12) and call.B * L * S < 2000
         return replace(call, D=r.choice([130, 257, 770])) if is_wide else call
 
-    def cell(self) -> str:
+    def cell(self) -> dict[str, Any]:
         kernel = "implicit" if self.M else "dot"
-        return f"{kernel}, {self.dtype}, {self.parts} parts" + ", padded" * self.padding
+        padding = "padded" if self.padding else "none"
+        return {"kernel": kernel, "dtype": self.dtype, "parts": str(self.parts), "padding": padding}
 
-    def check(self) -> None:
-        """Raises Wrong where something does not hold."""
+    def arguments(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+        """Makes tokens with the projection, options of the attention, and parts of the block."""
         dtype, seed = getattr(torch, self.dtype), self.seed
         B, H, G, L, S, D = self.B, self.H, self.G, self.L, self.S, self.D
         diagonal = 0 if self.square else min(S - 1, max(0, S - L))
 
         def make(role: str, number: int, *shape: int) -> Tensor:
-            return numbers("exact" if seed % 3 else "normal", role, seed + 16 * number, *shape).to(
-                dtype
-            )
+            kind = "exact" if seed % 3 else "normal"
+            return guarded(numbers(kind, role, seed + 16 * number, *shape).to(dtype))
 
-        q, k = make("token", 1, B, H, L, self.d), make("token", 2, B, G, S, self.d)
-        v, project = make("value", 3, B, G, S, self.d_v), make("value", 4, D, H * self.d_v)
+        given = {
+            "query": make("token", 1, B, H, L, self.d),
+            "key": make("token", 2, B, G, S, self.d),
+            "value": make("value", 3, B, G, S, self.d_v),
+            "out_proj_weight": make("value", 4, D, H * self.d_v),
+        }
         block: dict[str, Any] = {"diagonal": diagonal}
         if self.parts > 0:
             block["residual"] = make("value", 5, B, L, D)
         for i, name in enumerate(("norm", "second_norm")):
             if self.parts > 1 + i:
-                scale = (uniform(seed + 6 + i, B, L) + 0.5).to(dtype)
+                scale = guarded((uniform(seed + 6 + i, B, L) + 0.5).to(dtype))
                 block[name] = NormStats(make("value", 7 + i, D), scale, self.centered[i])
-        pad_q = uniform(seed + 11, B, L) < 0.3
-        pad_k = uniform(seed + 12, B, S) < 0.3
+        pad_q = guarded(uniform(seed + 11, B, L) < 0.3)
+        pad_k = guarded(uniform(seed + 12, B, S) < 0.3)
         if self.padding:
             block |= {"query_padding": pad_q, "key_padding": pad_k}
             if self.hidden == "value":
-                v = v.masked_fill(pad_k[:, None, :, None], math.nan)
+                given["value"].masked_fill_(pad_k[:, None, :, None], math.nan)
             elif self.hidden == "residual" and self.parts:
-                block["residual"] = block["residual"].masked_fill(pad_q[..., None], math.nan)
+                block["residual"].masked_fill_(pad_q[..., None], math.nan)
         kernel: dict[str, Any] = {"is_causal": self.causal, "enable_gqa": G < H}
         if self.bias:
             kernel["key_bias"] = make("bias", 9, H, S)
         if self.mask == "bool":  # some rows see nothing
-            kernel["attn_mask"] = (
+            kernel["attn_mask"] = guarded(
                 uniform(seed + 13, B, 1, L, S) < 2 * uniform(seed + 14, 1, 1, L, 1) - 0.3
             )
         elif self.mask:
@@ -104,18 +108,27 @@ class MapCall:
         if self.M:
             kernel["w1"] = make("frequency", 10, H, self.d, self.M)
             kernel["w2"] = make("frequency", 11, H, self.d, self.M)
+        return given, kernel, block
+
+    def check(self) -> None:
+        """Raises Wrong where something does not hold."""
+        given, kernel, block = self.arguments()
+        q, k, v, project = given.values()
         weights = self.weights(q, k, kernel)
-        stored = weights.to(dtype)
-        found = ikattn.contributions(stored, v, project, per_head=True, **block)
+        stored = guarded(weights.to(q.dtype))
+        norms = [x for y in block.values() if isinstance(y, NormStats) for x in (y.weight, y.scale)]
+        with unchanged(*given.values(), stored, *kernel.values(), *block.values(), *norms):
+            found, again = (
+                ikattn.contributions(stored, v, project, per_head=True, **block) for _ in range(2)
+            )
+            streamed = ikattn.streamed_contributions(**given, **kernel, **block)
         self.compare(found, stored.double(), v, project, block, 0.0)
-        again = ikattn.contributions(stored, v, project, per_head=True, **block)
         names = [x for x in ("value_norms", *SUMMED) if getattr(found, x) is not None]
         assert_bits(
             "the same maps twice", *([getattr(x, n) for n in names] for x in (found, again))
         )
-        streamed = ikattn.streamed_contributions(q, k, v, project, **kernel, **block)
         self.compare(streamed, weights, v, project, block, 1.0)
-        if self.gradient and dtype.itemsize >= 4 and not self.hidden and seed % 3 == 0:
+        if self.gradient and q.dtype.itemsize >= 4 and not self.hidden and self.seed % 3 == 0:
             self.check_gradient(stored, v, project, block)
 
     def weights(self, q: Tensor, k: Tensor, kernel: dict[str, Any]) -> Tensor:

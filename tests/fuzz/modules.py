@@ -74,8 +74,8 @@ class ModuleCall:
             kernel == "dot" and r.chance(2), r.choice([None, 1.0, 1.5, 2.0, 4.0]), r.chance(3),
         )  # fmt: skip
 
-    def cell(self) -> str:
-        return f"{self.kernel}, {self.dtype}, {self.mask or 'no mask'}"
+    def cell(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, "dtype": self.dtype, "mask": self.mask or "none"}
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""
@@ -189,9 +189,10 @@ class RecordCall:
             r.choice(["", "", "columns", "diagonal"]) if not queries else "",
         )  # fmt: skip
 
-    def cell(self) -> str:
-        block = "before" if self.norm_first else "after"
-        return f"norms {block}, {self.reduce or 'whole'}" + ", padded" * self.padding
+    def cell(self) -> dict[str, Any]:
+        norms = "before" if self.norm_first else "after"
+        padding = "padded" if self.padding else "none"
+        return {"norms": norms, "maps": self.reduce or "whole", "padding": padding}
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""

@@ -68,10 +68,9 @@ class StateCall:
             r.choice([1e-5, 1e-3]), r.chance(4), G < H and r.chance(2), r.chance(2), tuple(steps),
         )  # fmt: skip
 
-    def cell(self) -> str:
-        return f"{self.form}, {self.dtype}" + (
-            f", sums in {self.sums}" if self.form == "recurrent" else ""
-        )
+    def cell(self) -> dict[str, Any]:
+        sums = {"sums": self.sums} if self.form == "recurrent" else {}
+        return {"form": self.form, "dtype": self.dtype, **sums}
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""
