@@ -16,6 +16,7 @@ from fuzz.attention import AttentionCall
 from fuzz.draws import Draws
 from fuzz.edges import EdgeCall
 from fuzz.holding import Wrong
+from fuzz.large import LargeCall
 from fuzz.maps import MapCall
 from fuzz.modules import ModuleCall, RecordCall
 from fuzz.record import Cells, Line, Record
@@ -32,15 +33,16 @@ class Call(Protocol):
     def cell(self) -> dict[str, Any]: ...
 
 
-# Each kind with its share of the calls.
+# Each kind with its share of a thousand calls.
 KINDS: dict[Any, int] = {
-    AttentionCall: 45,
-    StateCall: 15,
-    EdgeCall: 10,
-    MapCall: 20,
-    ModuleCall: 6,
-    RecordCall: 3,
-    WrongCall: 1,
+    AttentionCall: 450,
+    StateCall: 150,
+    EdgeCall: 100,
+    MapCall: 200,
+    ModuleCall: 60,
+    RecordCall: 29,
+    WrongCall: 10,
+    LargeCall: 1,
 }
 
 

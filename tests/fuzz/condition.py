@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 FARTHEST = 2.0**33  # what larger offsets of logits count as
+OF_16_BITS = ("avx512_vnni", "avx512_bf16", "amx")
 Bounded = tuple[Tensor, Tensor]  # a number and how far a result may be from it; NaN: any number
 
 
@@ -43,7 +44,7 @@ def arithmetic_of(
     """Returns what a route of that name may lose, for inputs of a type."""
     info = torch.finfo(dtype)
     own = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
-    narrow = unit in ("avx512_vnni", "avx512_bf16", "amx")
+    narrow = unit in OF_16_BITS
     rounded = narrow and unit != "avx512_vnni"
     return Arithmetic(
         unit=own.eps / 2,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from fuzz.condition import Arithmetic, Attention, Bounded, arithmetic_of
+from fuzz.condition import OF_16_BITS, Arithmetic, Attention, Bounded, arithmetic_of
 from fuzz.holding import Wrong, assert_bits, assert_bounded, unchanged
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Tried:
         """Returns what the routes of a call may lose."""
         routes = routes_of(arguments)
         units = (x.split()[1] for x in routes)
-        narrow = next((x for x in units if x not in ("avx512", "avx2", "baseline")), "")
+        narrow = next((x for x in units if x in OF_16_BITS), "")
         linear = any("linear" in x for x in routes)
         return arithmetic_of(self.call.torch_dtype, narrow, linear, self.call.medium)
 
