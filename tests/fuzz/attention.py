@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,10 +183,13 @@ class AttentionCall:
             "gradients": self.gradients or "none",
         }
 
+    def modes(self) -> contextlib.AbstractContextManager[Any]:
+        torch.set_float32_matmul_precision("medium" if self.medium else "highest")
+        return ikattn.deterministic("batch" if self.batch_mode else "run")
+
     def check(self) -> None:
         """Raises Wrong where something does not hold."""
-        torch.set_float32_matmul_precision("medium" if self.medium else "highest")
-        with ikattn.deterministic("batch" if self.batch_mode else "run"):
+        with self.modes():
             tried = Tried(self)
             tried.check()
             for law in self.laws:

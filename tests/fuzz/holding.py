@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,14 +90,3 @@ def assert_bounded(
             f"{what}{list(at)}: {float(found[at])!r} is not {float(expected[at])!r} within "
             f"{float(times * bound[at]):.1e} ({largest:.2g} times that)"
         )
-
-
-def assert_raises(name: str, call: Callable[[], object]) -> None:
-    """Holds a wrong call to an error that names the argument."""
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if name not in str(error):
-            raise Wrong(f"the error of a wrong {name} does not name it: {error}") from error
-        return
-    raise Wrong(f"a wrong {name} raises nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 import ikattn
 from fuzz.condition import Attention
 from fuzz.draws import integers
-from fuzz.holding import Wrong, assert_bits, assert_raises
+from fuzz.holding import Wrong, assert_bits
+from fuzz.ranks import on_two_ranks
 from fuzz.tried import Tried
 from ikattn.ops.magnitude import LearnedOrder
 
@@ -374,29 +376,26 @@ def second_derivative(t: Tried) -> None:
 
 
 @law(4)
-def wrong_calls(t: Tried) -> None:
-    call, given = t.call, t.arguments
-    other_type = torch.float32 if call.dtype == "float64" else torch.float64
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("key", {"key": given["key"][..., :-1]}),
-        ("value", {"value": given["value"][:, :, 1:]}) if call.S else ("eps", {"eps": 0.0}),
-        ("w1", {"w1": given["w1"][..., :-1, :]}),
-        ("query", {"query": given["query"][0]}) if call.B else ("p", {"p": 0.5}),
-        ("p", {"p": 0.5}),
-        ("eps", {"eps": -1.0}),
-        ("eps", {"eps": math.nan}),
-        ("dropout_p", {"dropout_p": 1.0}),
-        ("key_bias", {"key_bias": torch.zeros(call.S + 2)}),
-        ("attn_mask", {"attn_mask": torch.ones(call.L + 2, call.S + 2, dtype=torch.bool)}),
-        ("attn_mask", {"attn_mask": torch.ones(call.L, call.S, dtype=torch.int64)}),
-        ("value", {"value": given["value"].to(torch.int32)}),
-        ("magnitude_scale", {"magnitude_scale": math.inf}),
-        ("w2", {"w2": given["w1"][..., :1].repeat_interleave(call.M + 1, -1)}),
-        ("key", {"key": given["key"].to(other_type)}),
-        ("dropout_seed", {"dropout_p": 0.5, "dropout_seed": torch.zeros(3, dtype=torch.int64)}),
-    ]
-    name, change = changes[call.seed % len(changes)]
-    assert_raises(name, lambda: ikattn.implicit_kernel_attention(**given | change))
+def over_ranks(t: Tried) -> None:
+    call = t.call
+    is_empty = not call.B * call.L * call.S
+    if call.mask or call.dropout or is_empty or call.frequencies not in ("H", "G"):
+        return
+    if (call.causal and call.L != call.S) or call.values == "special":
+        return
+    bias = t.arguments["key_bias"]
+    wanted = [x for x in t.wanted if x != "key_bias" or bias.shape[-1] == call.S]
+    output, gradients = on_two_ranks(call, wanted)
+    # Parts are rounded before they are merged, by what their normalizers say.
+    how, size = t.truth.arithmetic, float(t.truth.log_z.abs().max())
+    how = replace(how, unit=how.unit * (8 + 4 * size) + 2 * how.stored, linear=True)
+    truth = Attention(t.arguments, how)
+    truth.floor = truth.floor + how.unit * (float(truth.v.abs().max()) if call.d_v else 0.0)
+    t.compare("output of two ranks", output, truth.output)
+    bounds = truth.gradients(t.incoming, wanted) if wanted else {}
+    for name, found in gradients.items():
+        found = found.reshape(t.arguments[name].shape)
+        t.compare(f"gradient of {name} of two ranks", found, bounds[name])
 
 
 @law(1)

@@ -36,7 +36,12 @@ def _tell_refusals(ranks: Ranks, rows: Tensor, why: str | None) -> None:
 
 
 def agree(
-    call: Call, tensors: tuple[Tensor | None, ...], algorithm: str | None, *, drawn: bool
+    call: Call,
+    tensors: tuple[Tensor | None, ...],
+    algorithm: str | None,
+    *,
+    linear: bool,
+    drawn: bool,
 ) -> None:
     """Compares what the ranks were called with, before anything else is exchanged.
 
@@ -62,6 +67,7 @@ def agree(
     signature["is_causal"] = call.is_causal
     signature["layout"] = call.layout.count
     signature["algorithm"] = _ALGORITHMS.index(algorithm)
+    signature["linear time, which IKATTN_LINEAR_TIME and deterministic decide"] = linear
     seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
     halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
     for n, half in enumerate(halves):

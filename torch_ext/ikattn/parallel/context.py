@@ -103,15 +103,16 @@ def context_parallel_attention(
     with torch.autocast(query.device.type, enabled=False):
         try:
             _check_here(call, tensors, algorithm, attn_mask)
+            is_linear = _is_linear(call, query, key, value, w1, w2, algorithm)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             refuse(ranks, query.device, f"{type(error).__name__}: {error}")
             raise
-        agree(call, tensors, algorithm, drawn=is_drawn)
+        agree(call, tensors, algorithm, linear=is_linear, drawn=is_drawn)
         bias = None
         if key_bias is not None:
             shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
             bias = key_bias.expand(shape)
-        attend = sums_attention if _is_linear(call, tensors, algorithm) else ring_attention
+        attend = sums_attention if is_linear else ring_attention
         return attend(call, query, key, value, w1, w2, bias)
 
 
