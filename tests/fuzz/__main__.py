@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(6), "little"))
     parser.add_argument("--kind", help="calls of one kind alone")
-    parser.add_argument("--replay", metavar="LINE", help="the call that a failure has printed")
+    parser.add_argument("--replay", metavar="LINE", nargs="+", help="calls as failures print them")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many")
     parser.add_argument("--whole", action="store_true", help="print failures as they were drawn")
     parser.add_argument("--record", type=Path, help="a file that gets the calls, or goes on")
@@ -28,9 +28,9 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.replay:
-        told = campaign.failure_of(campaign.replayed(given.replay))
-        print(told or "passed")
-        return int(told is not None)
+        told = [campaign.failure_of(campaign.replayed(line)) for line in given.replay]
+        print(*(x or "passed" for x in told), sep="\n")
+        return int(any(told))
     if given.cells:
         print(*Cells(line for path in given.cells for line in read(path)).table(), sep="\n")
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import ikattn
+import varied_models
 from attention_cases import explicit
 from fuzz.draws import Draws, numbers, uniform
 from fuzz.holding import Wrong, assert_bits, assert_bounded
 from ikattn.maps import NormStats
+from transformers_models import FAMILIES
 
 
 def _filled(module: nn.Module, seed: int) -> None:
@@ -173,6 +176,8 @@ class RecordCall:
     check_all: bool = False
     queries: tuple[int, ...] = ()
     reduce: str = ""
+    family: str = ""  # of transformers, in the place of the encoder
+    way: str = ""  # in which it is recorded
 
     @staticmethod
     def draw(seed: int) -> RecordCall:
@@ -182,20 +187,28 @@ class RecordCall:
         queries = (
             tuple(sorted({r.below(L) for _ in range(3)})) if r.chance(3) and not padding else ()
         )
-        return RecordCall(
+        call = RecordCall(
             seed, r.size(1, 4), L, H * (1 + r.size(1, 8)), H, 1 + r.below(3), r.chance(2),
             r.chance(2), r.chance(1.5), r.chance(2), padding, r.chance(3), r.chance(3), r.chance(2),
             queries,
             r.choice(["", "", "columns", "diagonal"]) if not queries else "",
         )  # fmt: skip
+        if not r.chance(4) or importlib.util.find_spec("transformers") is None:
+            return call
+        ways = {x: 1 if x == "compiled" else 8 for x in varied_models.WAYS}
+        return RecordCall(seed, family=r.choice(list(FAMILIES)), way=r.weighted(ways))
 
     def cell(self) -> dict[str, Any]:
+        if self.family:
+            return {"family": self.family, "way": self.way}
         norms = "before" if self.norm_first else "after"
         padding = "padded" if self.padding else "none"
         return {"norms": norms, "maps": self.reduce or "whole", "padding": padding}
 
     def check(self) -> None:
         """Raises Wrong where something does not hold."""
+        if self.family:
+            return varied_models.check(self.family, self.way, self.seed)
         seed = self.seed
         layer = nn.TransformerEncoderLayer(
             self.E, self.H, 2 * self.E, dropout=0.0, norm_first=self.norm_first, bias=self.bias,
@@ -228,6 +241,7 @@ class RecordCall:
             y = self.check_layer(
                 model.layers[number], recording[f"layers.{number}.self_attn"], y, given
             )
+        return None
 
     @torch.no_grad()
     def check_layer(
