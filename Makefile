@@ -6,7 +6,8 @@
 # make test-full everything: before a release, after a change of kernels. Its parts are targets of
 #                their own: full-cpp full-python full-floors full-vision full-sets full-interpreter
 #                full-cuda asan
-# make fuzz      CALLS calls drawn from SEED, each held to what must be true of it; tests/fuzz
+# make fuzz      CALLS calls drawn from SEED, each held to what must be true of it; RECORD=FILE.jsonl.gz
+#                keeps them, and goes on where it was stopped; tests/fuzz
 # make asan      the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, by instruction set
 # make cuda-check  every CUDA kernel through nvcc, no GPU needed: errors, registers, spills;
 #                  CUDA_CHECK='--arch sm_90a' for one architecture
@@ -87,7 +88,8 @@ test-sets: $(stamps)/extra-test
 CALLS ?= 2000
 
 fuzz: $(stamps)/extra-test
-	PYTHONPATH=tests $(python) -W ignore -m fuzz --calls $(CALLS) $(addprefix --seed ,$(SEED)) --cells
+	PYTHONPATH=tests $(python) -W ignore -m fuzz --calls $(CALLS) $(addprefix --seed ,$(SEED)) \
+	  $(addprefix --record ,$(RECORD)) --cells
 
 # --- Everything: the same parts whole, and what tests/README.md lists ------------------------------
 

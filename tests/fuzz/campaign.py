@@ -65,7 +65,9 @@ def failure_of(call: Call) -> str | None:
     """Tells what does not hold of a call."""
     try:
         is_finite = getattr(call, "values", "exact") in ("exact", "normal")
-        with Operators() if call.seed % 500 == 0 and is_finite else contextlib.nullcontext() as seen:
+        with (
+            Operators() if call.seed % 500 == 0 and is_finite else contextlib.nullcontext() as seen
+        ):
             call.check()
         if seen is not None and seen.calls:
             seen.opcheck(call.seed // 500)

@@ -14,9 +14,9 @@ import ikattn
 from fuzz.condition import Attention
 from fuzz.draws import integers
 from fuzz.holding import Wrong, assert_bits
-from fuzz.ranks import on_two_ranks
 from fuzz.tried import Tried
 from ikattn.ops.magnitude import LearnedOrder
+from rank_programs import on_two_ranks
 
 LAWS: dict[str, Callable[[Tried], None]] = {}
 WEIGHTS: dict[str, int] = {}

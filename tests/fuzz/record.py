@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import itertools
 import json
-import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -45,8 +44,8 @@ class Record:
         whole = path.with_name(path.name + ".whole")
         with gzip.open(whole, "wt") as file:
             file.writelines(map(_printed, self.done))
-        os.replace(whole, path)
-        self._file = gzip.open(path, "at")
+        whole.replace(path)
+        self._file = gzip.open(path, "at")  # noqa: SIM115  until close
         self._waiting = 0
 
     def add(self, line: Line) -> None:

@@ -85,12 +85,12 @@ class WrongCall:
         child = os.fork()
         if child == 0:
             os.close(reader)
-            with open(writer, "w", buffering=1) as told, contextlib.suppress(BaseException):
+            with os.fdopen(writer, "w", buffering=1) as told, contextlib.suppress(BaseException):
                 _try_all(calls, self.ways, told)
                 os._exit(0)
             os._exit(1)
         os.close(writer)
-        with open(reader) as told:
+        with os.fdopen(reader) as told:
             lines = told.read().splitlines() or [""]
         status = os.waitpid(child, 0)[1]
         if status:
@@ -139,7 +139,9 @@ def _made_wrong(r: Draws, operator: str, argument: Any, x: Any) -> tuple[Any, st
     others = math.prod(max(1, n) for n in x.shape)
     huge = [2**58 // others if i == axis else n for i, n in enumerate(x.shape)]
     other = torch.float32 if x.dtype == torch.int64 else torch.int32
-    is_summed = argument.name == "value" and "edge" in operator  # all of it, which takes a huge one long
+    is_summed = (
+        argument.name == "value" and "edge" in operator
+    )  # all of it, which takes a huge one long
     is_index = x.dtype == torch.int64 and x.dim() == 1 and x.numel() > 2
     return r.choice([
         (x[(None,) * (7 - x.dim())], "has 7 axes", True),

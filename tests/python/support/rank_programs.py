@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fuzz.holding import Wrong
-
 if TYPE_CHECKING:
     from fuzz.attention import AttentionCall
 
@@ -31,7 +29,7 @@ def on_two_ranks(call: AttentionCall, wanted: list[str]) -> tuple[Tensor, dict[s
     partner.send((call, wanted))
     parts = [_part(call, wanted, 0), partner.recv()]
     if isinstance(parts[1], str):
-        raise Wrong(f"on the second rank: {parts[1]}")
+        raise RuntimeError(f"on the second rank: {parts[1]}")
     (output, *gradients) = zip(*parts, strict=True)
     joined = {}
     for name, each in zip(wanted, gradients, strict=True):
