@@ -159,9 +159,9 @@ class AttentionCall:
         w1, w2, bias, mask = (None if x is None else guarded(x) for x in sides)
         return {
             "query": query, "key": key, "value": value, "w1": w1, "w2": w2, "p": self.p,
-            "key_bias": bias, "attn_mask": mask, "dropout_p": self.dropout, "is_causal": self.causal,
-            "enable_gqa": self.G != self.H, "eps": self.eps, "magnitude_scale": self.scale,
-            "dropout_seed": seed if self.dropout else None,
+            "key_bias": bias, "attn_mask": mask, "is_causal": self.causal, "eps": self.eps,
+            "enable_gqa": self.G != self.H, "magnitude_scale": self.scale,
+            "dropout_p": self.dropout, "dropout_seed": seed if self.dropout else None,
         }  # fmt: skip
 
     def incoming(self) -> Tensor:
