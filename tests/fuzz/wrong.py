@@ -139,9 +139,7 @@ def _made_wrong(r: Draws, operator: str, argument: Any, x: Any) -> tuple[Any, st
     others = math.prod(max(1, n) for n in x.shape)
     huge = [2**58 // others if i == axis else n for i, n in enumerate(x.shape)]
     other = torch.float32 if x.dtype == torch.int64 else torch.int32
-    is_summed = (
-        argument.name == "value" and "edge" in operator
-    )  # all of it, which takes a huge one long
+    is_summed = argument.name == "value" and "edge" in operator  # which takes a huge one long
     is_index = x.dtype == torch.int64 and x.dim() == 1 and x.numel() > 2
     return r.choice([
         (x[(None,) * (7 - x.dim())], "has 7 axes", True),

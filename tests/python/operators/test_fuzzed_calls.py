@@ -63,6 +63,15 @@ def test_fuzzed_calls_hold(seed: int, linear_time: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_campaign_that_was_killed_goes_on_where_its_record_ends(tmp_path: Path) -> None:
+    record = tmp_path / "shard.jsonl.gz"
+    arguments = ("--seed", "3", "--kind", "EdgeCall", "--record", str(record))
+    assert fuzz("--calls", "30", *arguments).returncode == 0
+    record.write_bytes(record.read_bytes()[:-30])  # which a kill leaves
+    done = fuzz("--calls", "40", *arguments)
+    assert "40 passed, 0 failed" in done.stdout, done.stdout + done.stderr
+
+
 def test_what_a_campaign_found_stays_mended() -> None:
     done = fuzz("--replay", *REGRESSIONS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -66,14 +66,6 @@ LARGE = (
 )
 
 
-@each_call(LARGE)
-def test_outputs_and_gradients_are_as_accurate_as_the_references(sample: Sample) -> None:
-    arguments = sample.arguments(torch.bfloat16)
-    truth = in_float64(reference, arguments)
-    assert_output_accurate(attention(**arguments), reference(**arguments), truth)
-    assert_call_accurate(attention, reference, arguments)
-
-
 # One head whose incoming gradients cancel, beside those of three.
 @pytest.mark.parametrize(
     ("seed", "heads", "length", "d_v"),
