@@ -116,7 +116,8 @@ def _try_all(calls: list[tuple[str, tuple[Any, Named]]], ways: tuple[int, ...], 
             overload(**given | {argument.name: changed})
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             # Another size may be wrong only beside another argument, which is then named.
-            names = [argument.name] if must_raise else ["memory", "sizes", *given]
+            names = [argument.name, "every tensor"]
+            names += [] if must_raise else ["memory", "sizes", *given]
             message = str(error).split("\n")[0]
             if not any(x.replace("_", " ") in message.replace("_", " ") for x in names):
                 print(f"WRONG {what}, does not name it: {message[:200]}", file=told)
