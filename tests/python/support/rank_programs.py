@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
 import multiprocessing
 import os
+import shutil
 import tempfile
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -79,6 +81,7 @@ def _partner() -> Connection:
         finally:
             os._exit(0)
     theirs.close()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _join(folder, 0)
     return ours
 
