@@ -200,7 +200,7 @@ class RecordCall:
 
     def cell(self) -> dict[str, Any]:
         if self.family:
-            return {"family": self.family, "way": self.way}
+            return {"model": "of transformers", "way": self.way}
         norms = "before" if self.norm_first else "after"
         padding = "padded" if self.padding else "none"
         return {"norms": norms, "maps": self.reduce or "whole", "padding": padding}

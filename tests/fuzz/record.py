@@ -24,6 +24,9 @@ UNREACHABLE = (
     (("ward linear",), ("mask rows",), "linear time takes no mask that differs between queries"),
     (("backward none",), ("gradients",), "a gradient has a backward"),
     (("backward",), ("gradients none",), "a backward has a gradient"),
+    (("sums",), ("form features", "form moments"), "only a recurrent state has a type of sums"),
+    (("form softmax",), ("gradients w1", "gradients w2"), "softmax has no frequencies"),
+    (("dtype float32",), ("kernel implicit", "kernel rbf"), "the module's formula is in float64"),
     (("mask bool", "mask none", "mask rows"), ("gradients attn_mask",), "it must be a float mask"),
 )
 
