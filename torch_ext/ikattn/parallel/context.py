@@ -103,7 +103,7 @@ def context_parallel_attention(
     with torch.autocast(query.device.type, enabled=False):
         try:
             _check_here(call, tensors, algorithm, attn_mask)
-            is_linear = _is_linear(call, query, key, value, w1, w2, algorithm)
+            is_linear = _is_linear(call, tensors, algorithm)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             refuse(ranks, query.device, f"{type(error).__name__}: {error}")
             raise
