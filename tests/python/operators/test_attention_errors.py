@@ -132,7 +132,7 @@ SHAPES = mistakes_of_shape("""
     w1        | 2 8 3       | H = 4
     w1        | 1 8 3       | H = 4
     w1        | 3 4 8 3     | batch size 2
-    w1        | 4 8 0       | at least one
+    w1        | 4 8 0       | from 1 to 2^20
     w1        | 8 4 3       | d = 8
     w2        | 4 8 4       | shape of w1, [4, 8, 3]
     w2        | 2 4 8 3     | shape of w1, [4, 8, 3]
@@ -210,6 +210,12 @@ NUMBERS = [
 ]
 
 ALL = [*SHAPES, *HEADS, *TYPES, *SEEDS, WIDER, *NUMBERS]
+def test_more_frequencies_than_sizes_of_64_bits_allow_are_refused() -> None:
+    x, w = torch.ones(1, 2, 40, 1), torch.ones(()).expand(2, 1, 2**56)
+    with pytest.raises(RuntimeError, match=r"w1 must hold from 1 to 2\^20 frequencies, got \[2, 1"):
+        ikattn.implicit_kernel_attention(x, x, x, w)
+
+
 ATTENTION_TENSORS = ("query", "key", "value", "w1", "w2", "key_bias", "attn_mask")
 
 

@@ -33,6 +33,48 @@ void make_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t s
   store_sweep(plan, unit, sweep, state, scratch);
 }
 
+// Returns the largest magnitude among rows of one head of a tensor.
+inline double largest_magnitude(const Array& x, int64_t b, int64_t h, int64_t rows,
+                                int64_t columns) {
+  double largest = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const double found = load_element<double>(
+          x, b * x.stride[0] + h * x.stride[1] + r * x.stride[2] + c * x.stride[3]);
+      largest = max_of(largest, found < 0 ? -found : found);
+    }
+  }
+  return largest;
+}
+
+// Takes the general form where 1/Z times dO and a value might leave the range of T: 1/Z is large in
+// a row that does not see the largest keys.
+template <typename T>
+void keep_in_range(const AttentionBackwardParams& params, const AttentionLayout<T>& layout,
+                   const Unit& unit, KeyForm& form) {
+  if (!form.folded || params.d_v == 0 || !(params.mask || params.is_causal)) return;
+  const Array &log_normalizer = params.log_normalizer, &gradient = params.grad_output;
+  double least = infinity<double>(), incoming = 0;
+  const int64_t end = unit.first_query_head + layout.heads_per_unit;
+  for (int64_t h = unit.first_query_head; h < end; ++h) {
+    for (int64_t i = 0; i < params.L; ++i) {
+      const double found = load_element<double>(log_normalizer, unit.b * log_normalizer.stride[0] +
+                                                                    h * log_normalizer.stride[1] +
+                                                                    i * log_normalizer.stride[2]);
+      if (is_finite(found)) least = found < least ? found : least;
+    }
+  }
+  const double factor = exponential(form.reference - least);
+  constexpr double kUsual = 1e10, kRoom = sizeof(T) == 4 ? 1e30 : 1e290;
+  if (factor < kUsual) return;
+  for (int64_t h = unit.first_query_head; h < end; ++h) {
+    const double found = largest_magnitude(gradient, unit.b, h, params.L, params.d_v);
+    incoming = max_of(incoming, found);
+  }
+  const double value = largest_magnitude(params.value, unit.b, unit.group, params.S, params.d_v);
+  if (factor * value * incoming * static_cast<double>(params.d_v) >= kRoom) form = {false, 0};
+}
+
 // Finishes the keys of a sweep, in the thread that computes all sweeps of the unit. sum is the
 // unit's frequency gradient; null: not wanted.
 template <typename T>
@@ -95,6 +137,10 @@ void attention_backward(const AttentionBackwardParams& params, const Route& rout
   __builtin_memset(memory.totals, 0, sets * packed_size * sizeof(T));
   pack_all_frequencies(params, layout.feature, memory.frequencies, executor);
   const KeyStages keys{params, layout, memory, plan.is_linear};
+  const Stage range{int64_t{!params.grad_weights}, [&](const Place& at, int64_t, int) {
+                      keep_in_range(params, layout, unit_at(params, layout, at.unit),
+                                    memory.slots[at.slot].keys.form);
+                    }};
   const Stage centre{int64_t{layout.bfloat16_products}, [&](const Place& at, int64_t, int) {
                        find_centre(plan, memory.slots[at.slot]);
                      }};
@@ -136,9 +182,9 @@ void attention_backward(const AttentionBackwardParams& params, const Route& rout
                                          unit_sum(at.unit, first));
                              }
                            }};
-    run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), keys.blocks(),
-               centre, queries, linear.preparation(), linear.moments(), linear.queries(),
-               linear.chunks(), pairs, tokens, chunk_sums);
+    run_stages(executor, Schedule{first, count, whole}, keys.logits(), keys.form(), range,
+               keys.blocks(), centre, queries, linear.preparation(), linear.moments(),
+               linear.queries(), linear.chunks(), pairs, tokens, chunk_sums);
     if (wants && shares_sets) {
       const FrequencySets by_unit{params.frequency_heads, params.key_heads / params.frequency_heads,
                                   params.frequency_batches > 1};

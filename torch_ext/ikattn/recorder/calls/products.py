@@ -61,7 +61,7 @@ class Written(NamedTuple):
 
     @property
     def heads(self) -> Tensor:
-        """What was made, ``[B, H, L, d_v]`` or ``[B H, L, d_v]``."""
+        """The product, ``[B, H, L, d_v]`` or ``[B H, L, d_v]``."""
         return self.made.permute(self.order)
 
     def as_made(self, x: Tensor) -> Tensor:
