@@ -210,6 +210,8 @@ NUMBERS = [
 ]
 
 ALL = [*SHAPES, *HEADS, *TYPES, *SEEDS, WIDER, *NUMBERS]
+
+
 def test_more_frequencies_than_sizes_of_64_bits_allow_are_refused() -> None:
     x, w = torch.ones(1, 2, 40, 1), torch.ones(()).expand(2, 1, 2**56)
     with pytest.raises(RuntimeError, match=r"w1 must hold from 1 to 2\^20 frequencies, got \[2, 1"):
