@@ -7,7 +7,8 @@ where it finds
 
 * on a page (.md) a sentence of more than 30 words, a paragraph of more than 90, or one of UNCLEAR:
   "so", "what" or "those" where a noun would be clear. A point of a list is a paragraph. Tables,
-  code and headings are left out; a code span is a word.
+  code and headings are left out; a code span is a word. More than one passive without an agent in
+  a paragraph is a warning, which leaves the exit code at 0.
 * in code (.py, .h, .cpp, .cu) a comment or docstring that begins with a word of FRAGMENT, or is one
   line that has no subject: it begins with a word of REST, or with one of PREPOSITION and has no
   verb. A comment on a function begins with a verb ("Loads", "Returns"), on a field or type with a
@@ -35,6 +36,11 @@ UNCLEAR = {
     r"^Of (?!course)": "begin with the subject",
     r"\bbe had\b": "be available",
 }
+PASSIVE = re.compile(
+    r"\b(?:is|are|was|were|be|been)(?: (?:not|never|also|only|then|\w+ly))* (?:\w\w+ed|built|"
+    r"chosen|drawn|found|given|held|hidden|kept|known|left|made|put|seen|shown|taken|told|written)\b"
+    r"(?![^.:;]*\b(?:by|with)\b)"
+)
 FRAGMENT = re.compile(r"(?:Of|The same|Those|As|By|From|So|What|Which)\b(?!-)")
 REST = re.compile(r"(?:Also|And|But|Else|Likewise|Not|Ones|Or|Theirs|Them|They|To|Until|Whose)\b")
 PREPOSITION = re.compile(
@@ -81,6 +87,8 @@ def poor_passages(path: Path) -> list[str]:
     for line, paragraph in paragraphs(path.read_text()):
         if (count := words(paragraph)) > PARAGRAPH:
             found.append(f"{name}:{line}: a paragraph of {count} words")
+        if len(passive := PASSIVE.findall(re.sub(r"`[^`]*`", "Code", paragraph))) > 1:
+            print(f"{name}:{line}: warning: passive: {', '.join(passive)}")
         for sentence in sentences(paragraph):
             if (count := words(sentence)) > SENTENCE:
                 begin = " ".join(sentence.split()[:8])

@@ -102,6 +102,8 @@ def test_what_a_page_links_to_exists(page: str) -> None:
         ("It is made of what was read.", "'of what'"),
         (f"A {'long ' * 30}sentence.", "a sentence of 32 words"),
         ("A sentence. " * 46, "a paragraph of 92 words"),
+        ("It is kept. It is shown.", "warning: passive: is kept, is shown"),
+        ("It is kept by us. It is shown.", ""),
         ("| Of what |\n\n```\nOf what?\n```\n\nWhat is it? Of course, so is this.", ""),
     ],
 )
@@ -112,4 +114,4 @@ def test_the_prose_check_names_an_unclear_passage(tmp_path, text, fault):
         [sys.executable, ROOT / "tools" / "check_prose.py", page], capture_output=True, text=True
     )
     assert fault in checked.stdout
-    assert checked.returncode == bool(fault)
+    assert checked.returncode == (bool(fault) and "warning" not in fault)
