@@ -41,7 +41,7 @@ inline double largest_magnitude(const Array& x, int64_t b, int64_t h, int64_t ro
     for (int64_t c = 0; c < columns; ++c) {
       const double found = load_element<double>(
           x, b * x.stride[0] + h * x.stride[1] + r * x.stride[2] + c * x.stride[3]);
-      largest = max_of(largest, found < 0 ? -found : found);
+      largest = largest < found ? found : largest < -found ? -found : largest;
     }
   }
   return largest;
@@ -69,7 +69,7 @@ void keep_in_range(const AttentionBackwardParams& params, const AttentionLayout<
   if (factor < kUsual) return;
   for (int64_t h = unit.first_query_head; h < end; ++h) {
     const double found = largest_magnitude(gradient, unit.b, h, params.L, params.d_v);
-    incoming = max_of(incoming, found);
+    incoming = incoming < found ? found : incoming;
   }
   const double value = largest_magnitude(params.value, unit.b, unit.group, params.S, params.d_v);
   if (factor * value * incoming * static_cast<double>(params.d_v) >= kRoom) form = {false, 0};
