@@ -297,7 +297,7 @@ FEATURE_MISTAKES = mistakes_of_shape("""
     w1 | 4 9 3     | d = 8
     w1 | 2 8 3     | H = 4
     w1 | 3 4 8 3   | batch size 2
-    w1 | 4 8 0     | at least one
+    w1 | 4 8 0     | from 1 to 2^20
     w2 | 4 8 4     | shape of w1
 """) + mistakes_of_type("""
     x  | int64     | float64
