@@ -25,7 +25,7 @@ from contribution_samples import (
     vectors,
 )
 from golden import golden_files, load_golden
-from ikattn.maps import NormStats
+from ikattn.maps import Contributions, NormStats
 
 # --- Values
 
@@ -79,6 +79,11 @@ def test_heads_that_cancel_keep_their_accuracy_in_float32(cancellation: float) -
     got = ikattn.contributions(**call, maps=["summed"]).summed
     relative = ((got - truth) / truth).abs().max().item()
     assert relative < 1e-3 * max(1.0, 1e-3 / cancellation)
+
+
+def test_maps_print_their_shapes() -> None:
+    maps = Contributions(summed=torch.ones(2, 5, 5), mixing_ratio={"summed": torch.ones(2, 5)})
+    assert repr(maps) == "Contributions(summed: [2, 5, 5], mixing_ratio of summed)"
 
 
 def test_heads_of_no_size_contribute_nothing() -> None:

@@ -147,7 +147,7 @@ def _form_of(
     return forms[int(nearest)] if off < 0.05 else None
 
 
-@dataclass
+@dataclass(repr=False)
 class Contributions:
     """The maps of one layer of attention; None where not asked for or not defined.
 
@@ -198,6 +198,16 @@ class Contributions:
     key_padding: Tensor | None = None
     reduced: dict[str, Reduced] = field(default_factory=dict)
     rows: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """Tells the shapes of what there is, and no numbers."""
+        told = []
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                told.append(f"{name}: {list(x.shape)}")
+            elif x:
+                told.append(f"{name} of {', '.join(x)}")
+        return f"Contributions({', '.join(told)})"
 
 
 @takes_memory_for("the maps")
