@@ -175,6 +175,19 @@ def test_attention_that_stays_silent_is_named() -> None:
             pass
 
 
+@torch.no_grad()
+def test_a_softmax_over_features_is_no_attention_over_tokens() -> None:
+    class LinearAttention(Attention):
+        def heads(self, x: Tensor) -> Tensor:
+            q = k = v = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            return (q.softmax(-1) @ (k.softmax(-2).mT @ v)).transpose(1, 2).flatten(2)
+
+    model = LinearAttention()
+    with pytest.warns(UserWarning, match="ran as none of"), record(model) as recording:
+        model(torch.randn(B, L, D))
+    assert not recording.batches[0]
+
+
 @pytest.mark.parametrize("tokens", [B, L])
 @pytest.mark.parametrize("projects", ["tokens first", "items first"])
 @torch.no_grad()

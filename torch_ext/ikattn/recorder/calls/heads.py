@@ -23,7 +23,7 @@ from torch.overrides import (
 )
 
 from ikattn._precision import widened
-from ikattn.recorder.calls.products import WrittenOut
+from ikattn.recorder.calls.products import WrittenOut, is_idle_dropout
 
 _MOVES = {
     *("reshape", "view", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"),
@@ -189,7 +189,7 @@ class FollowedHeads(TorchFunctionMode):
         if not isinstance(made, Tensor):
             return
         rule: _Terms | None = None
-        if is_one and (name in _COPIES or self._is_idle_dropout(name, args, kwargs)):
+        if is_one and (name in _COPIES or (name == "dropout" and is_idle_dropout(args, kwargs))):
             rule = terms[0]
         elif is_one and is_plain and (name in _PRODUCTS or (name in _QUOTIENTS and first)):
             other = args[1] if first else args[0]
@@ -212,14 +212,6 @@ class FollowedHeads(TorchFunctionMode):
             self.product = Product(args[0], args[1].mT, None, made)
         elif made.is_floating_point() and made.numel() >= own[0].numel():
             self.stop = name
-
-    @staticmethod
-    def _is_idle_dropout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if name != "dropout":
-            return False
-        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get("training", args[2] if len(args) > 2 else True)
-        return p == 0 or not training
 
     def is_of_heads(self, x: Tensor) -> bool:
         """Whether a tensor is heads, or a multiple of them."""

@@ -74,37 +74,56 @@ Told: TypeAlias = Callable[[Written], None]
 
 
 class WrittenOut:
-    """Sees a module's operations, and tells of a product with what a softmax has made."""
+    """Sees a module's operations, and tells of a product with what a softmax has made.
+
+    Values that are themselves a product of what the module computes belong to no token: there the
+    softmax is over features, as in attention of linear time, and nothing is told.
+    """
 
     def __init__(self, told: Told) -> None:
         self._told = told
-        self._known: dict[int, tuple[Tensor, bool]] = {}  # each with whether some were dropped
+        self._weights: dict[int, tuple[Tensor, bool]] = {}  # each with whether some were dropped
+        self._products: dict[int, Tensor] = {}
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Takes up one operation."""
         if not isinstance(made, Tensor) or not args:
             return
-        tensors = [x for x in args if isinstance(x, Tensor)]
         if name == "softmax":
             axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if axis in (-1, made.dim() - 1) and made.dim() in (3, 4):
-                self._known[id(made)] = made, False
+                self._weights[id(made)] = made, False
             return
-        if not tensors or id(tensors[0]) not in self._known:
-            return
-        x, drops = self._known[id(tensors[0])]
-        if name in _KEEPS and made.numel() == x.numel():
-            drops = drops or (name == "dropout" and not bool((made == x).all()))
-            self._known[id(made)] = made, drops
-        elif name in _PRODUCTS and len(tensors) == 2:
-            equation = args[0] if name == "einsum" else None
-            found = _product(x, tensors[1], made, equation)
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        first = id(tensors[0]) if tensors else 0
+        if name in _PRODUCTS and len(tensors) == 2:
+            found = None
+            if first in self._weights and id(tensors[1]) not in self._products:
+                weights, drops = self._weights[first]
+                equation = args[0] if name == "einsum" else None
+                found = _product(weights, tensors[1], made, equation)
             if found is not None:
                 self._told(found._replace(drops=drops))
+            elif not any(isinstance(x, nn.Parameter) for x in tensors):
+                self._products[id(made)] = made
+        elif first in self._weights and name in _KEEPS and made.numel() == tensors[0].numel():
+            drops = self._weights[first][1]
+            drops = drops or (name == "dropout" and not is_idle_dropout(args, kwargs))
+            self._weights[id(made)] = made, drops
+        elif first in self._products and made.numel() == tensors[0].numel():
+            self._products[id(made)] = made
 
     def forget(self) -> None:
         """Lets go of all tensors."""
-        self._known.clear()
+        self._weights.clear()
+        self._products.clear()
+
+
+def is_idle_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of ``F.dropout`` keeps everything."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return p == 0 or not training
 
 
 def _product(weights: Tensor, value: Tensor, made: Tensor, equation: str | None) -> Written | None:
