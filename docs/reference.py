@@ -20,7 +20,6 @@ import torch
 
 import ikattn
 from ikattn.cli.command import _parser
-from ikattn.recorder.plan.transformers_parts import _REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = ikattn.__version__
@@ -225,12 +224,13 @@ def kernels() -> str:
 
 
 def models() -> str:
-    """Returns the lists of model types that tests record, and of those that are refused."""
+    """Returns the lists of model types that tests record."""
     families = runpy.run_path(str(ROOT / "tests/python/support/families.py"))
     kinds = {
         "Blocks with the norm before the attention": "PRE",
         "Blocks with the norm after the residual": "POST",
         "Attention without its block: maps with the residual are left out": "ALONE",
+        "Attention that its module writes out as a softmax and a product": "WRITTEN_OUT",
     }
     page = [
         "# Models that are recorded",
@@ -242,8 +242,6 @@ def models() -> str:
     ]
     for title, name in kinds.items():
         page += [f"## {title}", "", ", ".join(f"`{one}`" for one in families[name]), ""]
-    page += ["## Models that are refused", ""]
-    page += [f"* `{name}`: {reason}." for name, reason in _REFUSED.items()]
     return "\n".join([*page, ""])
 
 

@@ -91,9 +91,9 @@ def test_gradients_of_broadcast_masks_are_sums_that_keep_their_digits(shape):
         gradients(function, call, ["attn_mask"], incoming)["attn_mask"]
         for function in (attention, reference)
     )
-    # The sum vanishes where every key of a row gets the same.
-    scale = 0.0 if shape[-1] == 64 else 1.0
-    assert error(got, wide, scale) <= max(2 * error(other, wide, scale), 1e-6)
+    # The sum vanishes where every key of a row gets the same, and what is left is rounding.
+    scale, least = (0.0, 1e-6) if shape[-1] == 64 else (1.0, 1e-4)
+    assert error(got, wide, scale) <= max(2 * error(other, wide, scale), least)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])

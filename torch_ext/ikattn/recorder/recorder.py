@@ -201,7 +201,8 @@ class Recorder:
         is_of_torch = plan is not None and plan.seen_by == "torch"
         if plan is not None and (plan.seen_by == "product" or not (is_known or is_of_torch)):
             told = partial(self._product_made, call, plan, reports)
-            entered.following = FollowedHeads(WrittenOut(told) if plan.writes_out else None)
+            hears = plan.seen_by in ("sdpa", "product") and plan.writes_out
+            entered.following = FollowedHeads(WrittenOut(told) if hears else None)
             entered.following.enter()
 
     def _tell_of_masks(

@@ -79,11 +79,11 @@ class Plan:
             return "interface"
         if calls_delta_rule(self.module):
             return "delta rule"
-        return "product" if self.writes_out and not calls_sdpa(self.module) else "sdpa"
+        return "sdpa" if calls_sdpa(self.module) or not self.writes_out else "product"
 
     @property
     def writes_out(self) -> bool:
-        """Whether it may multiply a softmax with values itself."""
+        """Whether its own code multiplies a softmax with something."""
         return writes_out_attention(self.module)
 
     @cached_property
