@@ -50,13 +50,12 @@ struct AttentionParams {
 
   bool stationary() const { return !w2; }
   // Tells whether products over pairs may be of 16 bits on the CPU. Their error averages out over
-  // some queries and frequencies, and in gradients of frequencies over some columns of a head; it
-  // is small against eps where all scores of a row are. Excluded calls are small or rare, such as
-  // the backward of weights. In batch-invariant calls a row's bits must not depend on the number of
-  // rows.
+  // some queries and frequencies, and is small against eps where all scores of a row are. Excluded
+  // calls are small or rare, such as the backward of weights. In batch-invariant calls a row's bits
+  // must not depend on the number of rows.
   bool takes_16_bits() const {
-    return (query.type == ElementType::kBFloat16 || allow_bfloat16) && L >= 32 && d >= 8 &&
-           M >= 8 && eps >= 5e-6 && !grad_weights && !batch_invariant;
+    return (query.type == ElementType::kBFloat16 || allow_bfloat16) && L >= 32 && M >= 8 &&
+           eps >= 5e-6 && !grad_weights && !batch_invariant;
   }
 };
 

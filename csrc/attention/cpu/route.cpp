@@ -52,7 +52,7 @@ std::string why_not_faster(const AttentionParams& params, const Route& route, bo
 }  // namespace
 
 Route route_of(const AttentionParams& params, bool backward) {
-  const SixteenBitKernels* const narrow = params.takes_16_bits() ? sixteen_bit_kernels() : nullptr;
+  const SixteenBitKernels* const narrow = takes_16_bits(params) ? sixteen_bit_kernels() : nullptr;
   const double rate_of_pairs = narrow ? rate_of_16_bits(params, backward) : 1;
   if (takes_linear_time(params, backward, rate_of_pairs)) return {.is_linear = true};
   return {.sixteen_bits = narrow};

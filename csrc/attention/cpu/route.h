@@ -20,6 +20,12 @@ struct SixteenBitKernels {
   void (*backward)(const AttentionBackwardParams&, const Route&, const Executor&);
 };
 
+// Tells whether a call takes products of 16 bits where the processor has them. Their error averages
+// out in gradients of frequencies over some columns of a head.
+inline bool takes_16_bits(const AttentionParams& params) {
+  return params.takes_16_bits() && params.d >= 8;
+}
+
 Route route_of(const AttentionParams& params, bool backward);
 
 }  // namespace ikattn

@@ -12,6 +12,7 @@
 #include "attention/calls/params.h"
 #include "attention/cpu/features/feature_products.h"
 #include "attention/cpu/features/score_features.h"
+#include "attention/cpu/route.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
@@ -55,7 +56,7 @@ struct AttentionLayout {
         padded_keys(key_blocks * kPanel),
         heads_per_unit(params.H / params.key_heads),
         units(params.B * params.key_heads),
-        narrow_scores(kTakes16Bits<T> && params.takes_16_bits()),
+        narrow_scores(kTakes16Bits<T> && takes_16_bits(params)),
         bfloat16_products(kHasBFloat16 && narrow_scores),
         rounds_inputs(bfloat16_products && params.allow_bfloat16),
         weight_parts(!bfloat16_products ? 0
