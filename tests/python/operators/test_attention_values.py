@@ -21,6 +21,14 @@ def log_normalizer(**arguments: object) -> Tensor:
     return torch.ops.ikattn.implicit_kernel_attention(**arguments)[1]
 
 
+@pytest.mark.operators
+@each_call(SAMPLES, dtype=DTYPES)
+def test_output_is_as_accurate_as_the_reference(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = sample.arguments(dtype)
+    output = ikattn.implicit_kernel_attention(**arguments)
+    assert_output_accurate(output, reference(**arguments), in_float64(reference, arguments))
+
+
 def rounding_of_fixed_point(**arguments: Any) -> Tensor:
     """How far log Z may be off where features are rounded to steps, [B, H, L].
 

@@ -66,16 +66,27 @@ LARGE = (
 )
 
 
+@each_call(LARGE)
+def test_outputs_and_gradients_are_as_accurate_as_the_references(sample: Sample) -> None:
+    arguments = sample.arguments(torch.bfloat16)
+    truth = in_float64(reference, arguments)
+    assert_output_accurate(attention(**arguments), reference(**arguments), truth)
+    assert_call_accurate(attention, reference, arguments)
+
+
 # One head whose incoming gradients cancel, beside those of three.
+@pytest.mark.parametrize("d", [3, 8])  # whose products are of float32, and of 16 bits
 @pytest.mark.parametrize(
     ("seed", "heads", "length", "d_v"),
     [(1, 3, 257, 5), (63, 3, 257, 5), (109, 3, 257, 5), (8, 1, 97, 1)],
 )
-def test_gradients_are_accurate_where_features_and_weights_hardly_differ(seed, heads, length, d_v):
+def test_gradients_are_accurate_where_features_and_weights_hardly_differ(
+    seed, heads, length, d_v, d
+):
     generator = torch.Generator().manual_seed(seed)
-    query, key = (0.5 * torch.rand(1, heads, n, 3, generator=generator) for n in (length, 16))
+    query, key = (0.5 * torch.rand(1, heads, n, d, generator=generator) for n in (length, 16))
     value = torch.randn(1, heads, 16, d_v, generator=generator)
-    w1, w2 = (0.2 * torch.randn(heads, 3, 32, generator=generator) for _ in range(2))
+    w1, w2 = (0.2 * torch.randn(heads, d, 32, generator=generator) for _ in range(2))
     tokens = {"query": query.bfloat16(), "key": key.bfloat16(), "value": value.bfloat16()}
     none = {"key_bias": None, "attn_mask": None}
     assert_call_accurate(attention, reference, {**tokens, "w1": w1, "w2": w2, "p": 1.0, **none})

@@ -21,8 +21,9 @@ from agreement import (
     direction,
     error,
     gradients,
+    in_float64,
 )
-from samples import BY_NAME, DTYPES, LAYOUTS, Sample, of_features, of_weights
+from samples import BY_NAME, DTYPES, LAYOUTS, SAMPLES, Sample, of_features, of_weights
 from tiers import each_call
 
 weights = ikattn.implicit_kernel_weights
@@ -64,6 +65,17 @@ def assert_weights_accurate(sample: Sample, dtype: torch.dtype, average: bool) -
 
 
 # --- Weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.operators
+@each_call(SAMPLES, dtype=DTYPES)
+def test_weights_are_as_accurate_as_the_references(sample: Sample, dtype: torch.dtype) -> None:
+    arguments = of_weights(sample.arguments(dtype))
+    found = weights(**arguments)
+    assert found.shape == (sample.B, sample.H, sample.L, sample.S)
+    assert_output_accurate(
+        found, reference_weights(**arguments), in_float64(reference_weights, arguments)
+    )
 
 
 # The backward goes through 125 queries at a time where pairs are so many.
