@@ -143,9 +143,12 @@ inline at::Tensor finish_key_side(const at::Tensor& gradient, const at::Tensor& 
   return at::empty_like(like).copy_(sum_groups(gradient, like.size(1)));
 }
 
-// Sums a gradient to the shape and type of the argument that was broadcast.
+// Sums the gradient of logits to the shape and type of what was broadcast and added to them. A
+// number for all keys of a row changes no weight: its gradient is 0, where rounding leaves others.
 inline at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argument) {
-  return at::sum_to(gradient, argument.sizes()).to(argument.scalar_type()).contiguous();
+  at::Tensor sum = at::sum_to(gradient, argument.sizes());
+  if (argument.dim() == 0 || argument.size(-1) == 1) sum = sum.masked_fill(sum.isfinite(), 0);
+  return sum.to(argument.scalar_type()).contiguous();
 }
 
 // Returns zeros for the gradient of a mask, which the kernel sums over broadcast axes. A mask with
