@@ -236,9 +236,9 @@ def in_batch_mode(t: Tried) -> None:
 def _keeps_scores(t: Tried) -> bool:
     """Tells whether a composition of torch's operators keeps the digits of scores.
 
-    It does not beside large offsets, and where torch may round its products to bfloat16.
+    It does not beside large offsets, nor where torch rounds its own products to bfloat16.
     """
-    if t.call.medium:
+    if t.call.medium and torch.cpu._is_amx_tile_supported():
         return False
     offsets = [t.arguments[x] for x in ("key_bias", "attn_mask") if t.arguments[x] is not None]
     return all(
