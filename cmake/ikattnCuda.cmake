@@ -17,7 +17,7 @@ function(ikattn_decide_cuda decision)
   endif()
   ikattn_cuda_architectures()
   set(IKATTN_CUDA ON PARENT_SCOPE)
-  # of the library for another torch, beside the one with CUDA
+  # The reason that operators without CUDA give, where there are others with it.
   set(IKATTN_NO_CUDA_REASON "torch was not of the CUDA that they need" PARENT_SCOPE)
   set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}" PARENT_SCOPE)
   string(JOIN ", " architectures ${CMAKE_CUDA_ARCHITECTURES})

@@ -92,7 +92,7 @@ void check_frequencies(const char* function, const char* of, const at::Tensor& w
   }
   TORCH_CHECK(w1.dim() == 3 || w1.size(0) == B || w1.size(0) == 1, function,
               ": the leading axis of w1 must be the batch size ", B, ", got ", w1.sizes());
-  // With more, sizes of what a token needs might leave 64 bits, and not enough memory be asked for.
+  // Sizes of the memory that a token needs stay within 64 bits up to this limit.
   TORCH_CHECK(w1.size(-1) >= 1 && w1.size(-1) <= int64_t{1} << 20, function,
               ": w1 must hold from 1 to 2^20 frequencies, got ", w1.sizes());
   if (!is_present(w2)) return;

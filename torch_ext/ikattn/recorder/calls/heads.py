@@ -23,16 +23,12 @@ from torch.overrides import (
 )
 
 from ikattn._precision import widened
-from ikattn.recorder.calls.products import WrittenOut, is_idle_dropout
+from ikattn.recorder.calls.products import COPIES, WrittenOut, is_idle_dropout
 
 _MOVES = {
     *("reshape", "view", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("chunk", "split", "unbind", "getitem", "narrow", "swapaxes", "movedim", "view_as", "select"),
     *("swapdims", "moveaxis", "tensor_split", "reshape_as"),
-}
-_COPIES = {
-    *("contiguous", "clone", "to", "float", "half", "bfloat16", "double", "type", "type_as"),
-    *("detach", "alias"),
 }
 _PRODUCTS = {"mul", "multiply", "rmul", "imul"}
 _QUOTIENTS = {"div", "divide", "truediv", "itruediv", "true_divide"}
@@ -189,7 +185,7 @@ class FollowedHeads(TorchFunctionMode):
         if not isinstance(made, Tensor):
             return
         rule: _Terms | None = None
-        if is_one and (name in _COPIES or (name == "dropout" and is_idle_dropout(args, kwargs))):
+        if is_one and (name in COPIES or (name == "dropout" and is_idle_dropout(args, kwargs))):
             rule = terms[0]
         elif is_one and is_plain and (name in _PRODUCTS or (name in _QUOTIENTS and first)):
             other = args[1] if first else args[0]

@@ -20,7 +20,11 @@ from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hearing import methods_of
 
 _PRODUCTS = {"matmul", "bmm", "einsum"}
-_KEEPS = ("view", "reshape", "contiguous", "to", "type_as", "float", "half", "bfloat16", "dropout")
+COPIES = {
+    *("contiguous", "clone", "to", "float", "half", "bfloat16", "double", "type", "type_as"),
+    *("detach", "alias"),
+}
+_KEEPS = {"view", "reshape", "dropout", *COPIES}
 _HEADS = ("num_attention_heads", "num_attn_heads", "num_heads", "n_heads", "n_head", "heads")
 
 

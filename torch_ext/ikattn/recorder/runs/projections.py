@@ -48,7 +48,7 @@ class Projections:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._known: dict[nn.Module, Projection] = {}
-        # With the state of the weight that they are of
+        # Each sketch stands with the state of its module's weight.
         self._sketches: dict[nn.Module, tuple[object, _Sketch | None]] = {}
         self._scaling: dict[nn.Module, bool] = {}  # modules that mix no numbers of their input
 
