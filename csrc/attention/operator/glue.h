@@ -145,9 +145,11 @@ inline at::Tensor finish_key_side(const at::Tensor& gradient, const at::Tensor& 
 
 // Sums the gradient of logits to the shape and type of what was broadcast and added to them. A
 // number for all keys of a row changes no weight: its gradient is 0, where rounding leaves others.
-inline at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argument) {
+inline at::Tensor finish_broadcast(const at::Tensor& gradient, const at::Tensor& argument,
+                                   int64_t keys) {
   at::Tensor sum = at::sum_to(gradient, argument.sizes());
-  if (argument.dim() == 0 || argument.size(-1) == 1) sum = sum.masked_fill(sum.isfinite(), 0);
+  const bool one_for_all_keys = keys > 1 && (argument.dim() == 0 || argument.size(-1) == 1);
+  if (one_for_all_keys) sum = sum.masked_fill(sum.isfinite(), 0);
   return sum.to(argument.scalar_type()).contiguous();
 }
 
@@ -288,7 +290,7 @@ struct AttentionOperators {
     if (wanted[5]) {
       const int64_t heads = options.key_bias->dim() >= 2 ? options.key_bias->size(-2) : 1;
       grad_bias = heads != 1 ? sum_groups(grad_logits, heads) : grad_logits;
-      grad_bias = finish_broadcast(grad_bias, *options.key_bias);
+      grad_bias = finish_broadcast(grad_bias, *options.key_bias, sizes.S);
     }
     if (wants_key_mask) grad_mask = grad_logits.unsqueeze(2);
     return {wanted[0] ? grad_query : none(),
@@ -297,7 +299,7 @@ struct AttentionOperators {
             wanted[3] ? grad_w1.view(w1.sizes()).to(w1.scalar_type()) : none(),
             wanted[4] ? grad_w2.view(w1.sizes()).to(w1.scalar_type()) : none(),
             wanted[5] ? grad_bias : none(),
-            wanted[6] ? finish_broadcast(grad_mask, *options.attn_mask) : none()};
+            wanted[6] ? finish_broadcast(grad_mask, *options.attn_mask, sizes.S) : none()};
   }
 
   static at::Tensor weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
