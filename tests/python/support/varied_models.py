@@ -45,8 +45,10 @@ def _compiled(model: Any, inputs: Inputs) -> Recording:
     return _recorded(model, inputs, torch.compile(model, backend="eager"))
 
 
-def _checkpointed(model: Any, inputs: Inputs) -> Recording:
+def _checkpointed(model: Any, inputs: Inputs) -> Recording | None:
     """Records forward and backward; each block runs twice, and counts once."""
+    if not model.supports_gradient_checkpointing:
+        return None
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with ikattn.record(model, maps=None) as recording:
         model(**inputs)[0].square().sum().backward()
