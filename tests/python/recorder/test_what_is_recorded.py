@@ -745,6 +745,24 @@ def test_maps_of_gated_heads_are_those_of_explicit_vectors(gate: Any) -> None:
 
 
 @torch.no_grad()
+def test_gated_rows_are_the_same_among_many_and_few() -> None:
+    """Rows are made some at a time, without the keys that causality hides from them."""
+    torch.manual_seed(0)
+    block = GatedBlock(by_channel).double().eval()
+    x = torch.randn(1, 700, D, dtype=torch.float64)
+    found = {}
+    for name, tokens, queries in (("all", x, None), ("first", x[:, :90], None), ("last", x, [-1])):
+        with ikattn.record(block, "all", queries=queries) as recording:
+            block(tokens)
+        found[name] = recording["attn"]
+    for name in ("per_head", "summed", "with_residual", "encoder", "alti", "projection"):
+        whole, first, last = (getattr(maps, name) for maps in found.values())
+        assert_close(whole[..., :90, :90], first, 1e-12, name)
+        assert not whole[..., :90, 90:].any(), name
+        assert_close(whole[..., -1:, :], last, 1e-12, name)
+
+
+@torch.no_grad()
 def test_a_gate_is_seen_in_every_call_and_in_half_precision() -> None:
     torch.manual_seed(0)
     block, x = GatedBlock(by_channel).eval(), torch.randn(3, B, L, D)

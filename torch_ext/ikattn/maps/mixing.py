@@ -168,6 +168,29 @@ def projection(
         True
     """
     _check_shapes("projection", attn_weights, value, out_proj_weight, residual=residual)
+    return parts_of_output(
+        attn_weights,
+        value,
+        out_proj_weight,
+        residual=residual,
+        norm=norm,
+        query_padding=query_padding,
+        key_padding=key_padding,
+    )
+
+
+def parts_of_output(
+    attn_weights: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    norm: NormStats | None = None,
+    query_padding: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Returns ``projection`` of heads that are multiplied with ``gate``, [B, H, L, d_v] or 1."""
     given = (attn_weights, value, out_proj_weight, residual)
     is_wide = any(x is not None and x.dtype == torch.float64 for x in given)
     dtype = torch.float64 if is_wide else torch.float32
@@ -180,7 +203,11 @@ def projection(
     by_head = out_proj_weight.to(dtype).unflatten(1, (-1, value.size(-1))).permute(1, 2, 0)
     if norm is not None:
         by_head = _through(by_head, norm)  # [H, d_v, D]
-    output = torch.einsum("bhld,hde->ble", weights @ value, by_head)
+    heads = weights @ value
+    if gate is not None:
+        gate = gate.to(dtype)
+        heads = heads * gate
+    output = torch.einsum("bhld,hde->ble", heads, by_head)
     if residual is not None:
         residual = residual.to(dtype)
         if query_padding is not None:
@@ -191,8 +218,10 @@ def projection(
     unit = output / torch.where(largest == 0, 1, largest)
     square = unit.square().sum(-1, keepdim=True)
     along = unit / torch.where(square == 0, 1, square) / torch.where(largest == 0, 1, largest)
-    heads = torch.einsum("ble,hde->bhld", along, by_head)
-    parts: Tensor = weights * (heads @ value.mT)
+    along = torch.einsum("ble,hde->bhld", along, by_head)
+    if gate is not None:
+        along = along * gate
+    parts: Tensor = weights * (along @ value.mT)
     return parts
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ikattn.maps.contribution_maps import MAPS, Contributions, NormStats
-from ikattn.maps.mixing import alti
-from ikattn.maps.mixing import projection as parts_of_output
+from ikattn.maps.mixing import alti, parts_of_output
 from ikattn.maps.sequences import AXES
 from ikattn.ops.attention import similarity_and_magnitude
 from ikattn.recorder.calls.attention_call import MOST_WEIGHTS, AttentionCall
@@ -30,6 +30,7 @@ USUAL_MAPS = tuple(name for name in MAPS if name != "per_head")
 _THROUGH_NORMS = ("with_norm", "encoder")
 _AFTER_RESIDUAL = ("with_residual", *_THROUGH_NORMS)
 _OF_THE_BLOCK = (*_AFTER_RESIDUAL, "alti")
+_MOST_GATED = 1 << 22  # numbers of gated values that are held at a time
 
 
 @dataclass
@@ -63,10 +64,15 @@ class Surroundings:
         return self._part((slice(b, b + 1),))
 
     def _part(self, part: tuple[slice, ...]) -> Surroundings:
+        return self.changed(lambda x: x[part])
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Surroundings:
+        """Returns the block with other queries, as ``change`` makes them of ``[B, L, ..]``."""
+
         def of(x: Any) -> Any:
             if isinstance(x, NormStats):
-                return dataclasses.replace(x, scale=x.scale[part])
-            return None if x is None else x[part]
+                return dataclasses.replace(x, scale=change(x.scale))
+            return None if x is None else change(x)
 
         names = ("residual", "norm", "second_norm", "output_norm", "output")
         return dataclasses.replace(self, **{name: of(getattr(self, name)) for name in names})
@@ -132,8 +138,24 @@ def make_maps(
     and what ``awaited_norms`` names.
     """
     projection = projection.to(call.value.dtype)
-    if call.gate is not None and call.gate.size(-1) > 1:
-        return _of_gated_heads(call, projection, around, wanted)
+    is_gated = call.gate is not None and call.gate.size(-1) > 1
+    maps = (_of_gated_heads if is_gated else _of_heads)(call, projection, around, wanted)
+    if "projection" in wanted:
+        maps.projection = parts_of_output(
+            call.weights,
+            call.value,
+            projection,
+            query_padding=call.query_padding,
+            key_padding=call.key_padding,
+            gate=call.gate,
+        )
+    return maps
+
+
+def _of_heads(
+    call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Collection[str]
+) -> Contributions:
+    """Makes the maps of heads that have one gate each or none, but for "projection"."""
     norm, second_norm = _in_type_of(around.norm), _in_type_of(around.second_norm)
     names = set(wanted) & set(MAPS)
     ledger = _ledger(call, wanted)  # first: weights that are held spare making them again
@@ -171,40 +193,79 @@ def make_maps(
             key_padding=call.key_padding,
             diagonal=None if call.kind == "cross" else call.diagonal,
         )
-    if "projection" in wanted:
-        maps.projection = parts_of_output(
-            call.applied_weights,
-            call.value,
-            projection,
-            query_padding=call.query_padding,
-            key_padding=call.key_padding,
-        )
     return dataclasses.replace(maps, **ledger)
 
 
 def _of_gated_heads(
     call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Collection[str]
 ) -> Contributions:
-    """Makes the maps of heads that are multiplied number by number, query by query.
-
-    A gate ``[d_v]`` of one query goes into the values that this query takes.
-    """
-    gate, plain = call.gate, dataclasses.replace(call, gate=None)
-    assert gate is not None
+    """Makes the maps of heads that are multiplied number by number, but for "projection"."""
     of_heads = {"value_norms", *LEDGER}
-    found = make_maps(plain, projection, Surroundings(), [n for n in wanted if n in of_heads])
-    of_rows = [name for name in wanted if name not in of_heads]
-    value = call.value.repeat_interleave(gate.size(1) // call.value.size(1), 1)
-    parts = []
-    holds_weights = bool(of_rows) and math.prod(call.sizes) <= MOST_WEIGHTS
-    for i in range(call.sizes[2]):
-        row = dataclasses.replace(
-            plain.narrow(i, i + 1), value=value * gate[:, :, i : i + 1].to(value), streams=False
-        )
-        if holds_weights:  # made at once, not row by row
-            vars(row)["weights"] = plain.weights[:, :, i : i + 1]
-        parts.append(make_maps(row, projection, around.narrow(i, i + 1), of_rows))
-    return stacked(found, parts) if of_rows and parts else found
+    of_rows = [name for name in wanted if name not in of_heads | {"projection"}]
+    B, H, L, S = call.sizes
+    if of_rows and (call.has_weights or math.prod(call.sizes) <= MOST_WEIGHTS):
+        call = dataclasses.replace(call, given_weights=call.weights)  # made at once
+    plain = dataclasses.replace(call, gate=None)
+    found = _of_heads(plain, projection, Surroundings(), [n for n in wanted if n in of_heads])
+    if not of_rows or L == 0:
+        return found
+    each = max(1, _MOST_GATED // max(1, B * H * S * call.value.size(-1)))
+    blocks = [(i, min(i + each, L)) for i in range(0, L, each)]
+    parts = [
+        _of_gated_rows(call.narrow(*block), projection, around.narrow(*block), of_rows)
+        for block in blocks
+    ]
+    return stacked(found, parts)
+
+
+def _of_gated_rows(
+    call: AttentionCall, projection: Tensor, around: Surroundings, wanted: Collection[str]
+) -> Contributions:
+    """Makes the maps of some queries, each with its gate in values of its own.
+
+    The queries are items of a batch. Their keys are turned, so that each has its own token first.
+    """
+    S = call.sizes[3]
+    if call.causal is not None:  # nobody sees the keys after these
+        call = call.part(S=slice(call.sizes[2] + max(call.causal, call.diagonal)))
+    B, H, rows, keys = call.sizes
+    places = torch.arange(keys, device=call.value.device)
+    own = torch.arange(rows, device=places.device) + call.diagonal
+    own = own.unsqueeze(1) if call.kind == "self" else own.new_zeros(rows, 1)
+    order, back = (places + own) % max(1, keys), (places - own) % max(1, keys)
+
+    def as_items(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(1)
+
+    def turned(x: Tensor, order: Tensor) -> Tensor:
+        return x.gather(-1, order.expand(*x.shape[:-1], keys))
+
+    assert call.gate is not None
+    value = call.value.repeat_interleave(H // call.value.size(1), 1)[:, :, order]
+    value = value * call.gate.to(value).unsqueeze(3)  # [B, H, rows, keys, d_v]
+    weights = turned(call.weights, order).transpose(1, 2).flatten(0, 1).unsqueeze(2)
+    hidden, padding = call.key_padding, call.query_padding
+    items = AttentionCall(
+        query=weights.transpose(2, 3)[..., :1, :0],
+        key=weights.transpose(2, 3)[..., :0],
+        value=value.transpose(1, 2).flatten(0, 1),
+        kind=call.kind,
+        given_weights=weights,
+        query_padding=None if padding is None else padding.reshape(-1, 1),
+        key_padding=None if hidden is None else hidden[:, order].flatten(0, 1),
+    )
+    found = _of_heads(items, projection, around.changed(as_items), wanted)
+    changes: dict[str, Any] = {"query_padding": padding, "key_padding": call.key_padding}
+    for name, axes in AXES.items():
+        x = getattr(found, name)
+        if x is not None and "L" in axes:
+            x = x.unflatten(0, (B, rows)).squeeze(-2)  # [B, rows, keys] or [B, rows, H, keys]
+            x = turned(x.transpose(1, 2) if "H" in axes else x, back)
+            changes[name] = pad(x, (0, S - keys))
+    if found.per_head is not None:
+        changes["per_head"] = changes["per_head"].abs()
+    changes["mixing_ratio"] = {name: x.view(B, rows) for name, x in found.mixing_ratio.items()}
+    return dataclasses.replace(found, **changes)
 
 
 def stacked(found: Contributions, parts: Sequence[Contributions]) -> Contributions:
