@@ -20,10 +20,12 @@ void check_float(const char* function, const char* name, const at::Tensor& tenso
 void check_features(const char* function, const char* name, const at::Tensor& features,
                     const char* shape) {
   check_float(function, name, features);
+  constexpr int64_t kMostFeatures = int64_t{1} << 21;  // two of each frequency
   TORCH_CHECK(features.dim() == 4 && features.size(1) >= 1 && features.size(3) >= 2 &&
-                  features.size(3) % 2 == 0,
+                  features.size(3) <= kMostFeatures && features.size(3) % 2 == 0,
               function, ": ", name, " must have shape ", shape,
-              " with at least one head and an even number F of features, got ", features.sizes());
+              " with at least one head and an even number F of features, from 2 to 2^21, got ",
+              features.sizes());
 }
 
 void place_keys(const char* function, const at::Tensor& key_features, const at::Tensor& logits,

@@ -24,6 +24,7 @@ void check_tokens(const char* function, const char* name, const at::Tensor& tens
 
 void check_offsets(const char* function, const char* name, const at::Tensor& offsets,
                    const at::Tensor& query) {
+  check_dense(function, name, offsets);
   const at::ScalarType type = offsets.scalar_type();
   TORCH_CHECK_TYPE(type == at::kInt || type == at::kLong, function, ": ", name,
                    " must be int32 or int64, got ", type);

@@ -17,14 +17,17 @@ bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to) {
   return true;
 }
 
+void check_dense(const char* function, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, function, ": ", name,
+              " must be a dense (strided) tensor, got layout ", tensor.layout());
+}
+
 void check_placement(const char* function, const char* first_name, const at::Tensor& first,
                      std::initializer_list<NamedTensor> others) {
-  TORCH_CHECK(first.layout() == at::kStrided, function, ": ", first_name,
-              " must be a dense (strided) tensor, got layout ", first.layout());
+  check_dense(function, first_name, first);
   for (const auto& [name, tensor] : others) {
     if (tensor == nullptr || !tensor->defined()) continue;
-    TORCH_CHECK(tensor->layout() == at::kStrided, function, ": ", name,
-                " must be a dense (strided) tensor, got layout ", tensor->layout());
+    check_dense(function, name, *tensor);
     TORCH_CHECK(tensor->device() == first.device(), function, ": ", name,
                 " must be on the device of ", first_name, ", ", first.device(), ", got ",
                 tensor->device());

@@ -42,6 +42,8 @@ struct NamedTensor {
   const at::Tensor* tensor;  // nullptr or undefined: absent
 };
 
+void check_dense(const char* function, const char* name, const at::Tensor& tensor);
+
 // Checks that every tensor is dense and on the device of the first. It must precede the choice of a
 // kernel by layouts and devices: a call that mixes them would reach the meta device's fake kernel,
 // or none.

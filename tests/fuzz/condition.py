@@ -171,6 +171,7 @@ class Attention:
         top = logits.amax(-1, keepdim=True) if S else logits.new_zeros((*s.shape[:-1], 1))
         top = top.masked_fill(top == -math.inf, 0.0)
         highest = g.abs().amax(-1)[..., None, None] if S else 0.0
+        highest = highest * (1 + math.sqrt(d) / 8)  # a norm of d numbers
         below = (logits.masked_fill(~self.visible, 0.0) - top).abs()
         off_logit = 4 * u * (1 + below + top.abs() + added.abs() + highest)
         # Rows whose logits are so large that they have no digits left.

@@ -343,3 +343,11 @@ def _edge_key_gradients(
         query_features.new_empty((sources, heads, grad_output.shape[2])),
         query_features.new_empty((sources, heads)),
     )
+
+
+@torch.library.register_fake("ikattn::alti_distances")
+def _alti_distances(
+    weights: Tensor, heads: Tensor, output: Tensor, residual: Tensor, *_: Any
+) -> Tensor:
+    batch, _heads, queries, keys = weights.shape
+    return weights.new_empty((batch, queries, keys))
