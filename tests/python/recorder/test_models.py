@@ -237,7 +237,7 @@ def test_weights_that_are_never_held_are_made_of_what_the_model_gave(monkeypatch
     with torch.no_grad():
         with record(model, maps=("summed",)) as held:
             model(**inputs)
-        monkeypatch.setattr(attention_call, "MOST_WEIGHTS", 0)
+        monkeypatch.setattr(attention_call, "_FEW_WEIGHTS", 0)
         monkeypatch.setattr(attention_call, "streamed_contributions", streamed)
         with record(model, maps=("summed",)) as recording:
             model(**inputs)

@@ -177,7 +177,7 @@ def test_large_weights_are_never_held_and_maps_are_the_same(kernel, monkeypatch)
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were held")
 
-    monkeypatch.setattr(attention_call, "MOST_WEIGHTS", 0)
+    monkeypatch.setattr(attention_call, "_FEW_WEIGHTS", 0)
     monkeypatch.setattr(attention_call, "contributions", refuse)
     with torch.no_grad(), record(model, maps=None) as streamed:
         model(x, mask=causal(5), src_key_padding_mask=padding)

@@ -68,10 +68,13 @@ class NormStats:
             torch.Size([2, 5])
         """
         size = norm_input.shape[-1]
-        refusal = (
-            f"NormStats.of: module must be a LayerNorm or RMSNorm over the last axis, {size}, "
-            f"got {module}"
-        )
+
+        def refused() -> TypeError:
+            return TypeError(
+                f"NormStats.of: module must be a LayerNorm or RMSNorm over the last axis, {size}, "
+                f"got {module}"
+            )
+
         eps: Any = getattr(module, "eps", getattr(module, "variance_epsilon", None))
         weight = getattr(module, "weight", None)
         x = norm_input if norm_input.dtype == torch.float64 else norm_input.float()
@@ -79,7 +82,7 @@ class NormStats:
             eps = torch.finfo(x.dtype).eps
         shapes = [getattr(module, "normalized_shape", None), getattr(weight, "shape", None)]
         if eps is None or any(shape is not None and tuple(shape) != (size,) for shape in shapes):
-            raise TypeError(refusal)
+            raise refused()
         if weight is None:
             weight = norm_input.new_ones(size)
         if weight.is_meta and not norm_input.is_meta:
@@ -92,9 +95,9 @@ class NormStats:
             try:
                 form = _known_form_of(module, weight, eps, norm_input)
             except Exception as error:
-                raise TypeError(refusal) from error
+                raise refused() from error
             if form is None:
-                raise TypeError(refusal)
+                raise refused()
             centered, offset = form
         if centered:
             x = x - x.mean(-1, keepdim=True)  # Tensor.var takes ten times as long

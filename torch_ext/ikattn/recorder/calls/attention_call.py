@@ -20,8 +20,10 @@ from ikattn.maps.contribution_maps import Contributions, contributions, streamed
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.delta_rule import DeltaRule
 
-# Up to 256 MiB in float32, weights are held, which takes less time than making them bit by bit.
+# Up to 256 MiB in float32, weights that a map needs are held.
 MOST_WEIGHTS = 1 << 26
+# Up to so many, holding weights takes no more time than streaming them, where no map needs them.
+_FEW_WEIGHTS = 1 << 20
 
 # The axes of a run's tensors, the last ones of those that have fewer.
 _AXES = {
@@ -157,12 +159,13 @@ class AttentionCall:
 
     def _softmax_weights(self) -> Tensor:
         G = self.key.size(1)
-        if self.query.size(1) == G:
-            logits: Tensor = self.query @ self.key.mT
+        scaling = self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling
+        query = self.query * scaling  # takes less time than scaling logits
+        if query.size(1) == G:
+            logits: Tensor = query @ self.key.mT
         else:
-            grouped: Tensor = self.query.unflatten(1, (G, -1))
+            grouped: Tensor = query.unflatten(1, (G, -1))
             logits = (grouped @ self.key.unsqueeze(2).mT).flatten(1, 2)
-        logits = logits * (self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling)
         if self.softcap is not None:
             logits = self.softcap * (logits / self.softcap).tanh()
         if self.key_bias is not None:
@@ -246,8 +249,7 @@ class AttentionCall:
     def maps(self, out_proj_weight: Tensor, names: Collection[str], **block: Any) -> Contributions:
         """``ikattn.contributions`` of this run.
 
-        Where the weights would be large they are never held, unless a map for every head needs
-        them.
+        Where there are many weights they are never held, unless a map for every head needs them.
         """
         if not names:
             return Contributions(query_padding=self.query_padding, key_padding=self.key_padding)
@@ -258,7 +260,7 @@ class AttentionCall:
             "diagonal": self.diagonal,
         }
         holds_weights = "per_head" in names or self.has_weights or self.has_own_softmax
-        are_few = math.prod(self.sizes) <= MOST_WEIGHTS and not self.streams
+        are_few = math.prod(self.sizes) <= _FEW_WEIGHTS and not self.streams
         if holds_weights or are_few:
             found = contributions(self.applied_weights, self.value, out_proj_weight, **block)
             has_signs = self.gate is not None or self.delta is not None

@@ -139,6 +139,8 @@ def make_maps(
     """
     projection = projection.to(call.value.dtype)
     is_gated = call.gate is not None and call.gate.size(-1) > 1
+    if {"alti", "projection"} & set(wanted) and math.prod(call.sizes) <= MOST_WEIGHTS:
+        _ = call.weights  # which other maps are then made of, too
     maps = (_of_gated_heads if is_gated else _of_heads)(call, projection, around, wanted)
     if "projection" in wanted:
         maps.projection = parts_of_output(
