@@ -361,14 +361,14 @@ def second_derivative(t: Tried) -> None:
     second = torch.autograd.grad(inner, [given[x] for x in wanted], allow_unused=True)
     steps = [integers(call.seed + 70 + i, -2, 2, *x.shape) for i, x in enumerate(first)]
     found = sum(float((x * y).sum()) for x, y in zip(second, steps, strict=True) if x is not None)
-    values = []
-    for h in (1e-4, -1e-4, 2e-4, -2e-4):
+    values, step = [], min(1e-4, 0.03 * math.sqrt(call.eps))  # weights bend where s^2 is near eps
+    for h in (step, -step, 2 * step, -2 * step):
         moved = {x: t.arguments[x] + h * y for x, y in zip(wanted, steps, strict=True)}
         truth = Attention(t.arguments | moved, t.truth.arithmetic, t.keep)
         gradients = truth.gradients(t.incoming, wanted)
         products = (gradients[x][0] * y for x, y in zip(wanted, along, strict=True))
         values.append(sum(float(x.sum()) for x in products))
-    one, two = (values[0] - values[1]) / 2e-4, (values[2] - values[3]) / 4e-4
+    one, two = (values[0] - values[1]) / (2 * step), (values[2] - values[3]) / (4 * step)
     truth, unsure = (4 * one - two) / 3, abs(one - two) + 1e-4 * max(map(abs, values))
     size = sum(float(x.abs().max()) for x in second if x is not None and x.numel())
     if abs(found - truth) > 2 * unsure + 1e-6 * size + 1e-7:
