@@ -30,7 +30,7 @@ POST = (
 ALONE = ("doge", "falcon_h1", "mobilebert", "sam3_vit_model")
 # These write out their attention: a softmax, and a product with values.
 WRITTEN_OUT = {
-    **dict.fromkeys(("bloom", "mpt"), "pre"),
+    **dict.fromkeys(("bloom", "cpmant", "mpt"), "pre"),
     **dict.fromkeys(("big_bird", "deberta", "deberta-v2"), "post"),
     "prophetnet": "none",
 }

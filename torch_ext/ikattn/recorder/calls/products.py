@@ -1,7 +1,7 @@
 """Attention that a module writes out: a softmax of its scores, and a product with values.
 
-What the softmax made is followed through views, copies and dropout to the product. Weights and
-values are thus known, and how the scores came about is not.
+What the softmax made is followed through views, copies, dropout and whatever changes it number by
+number to the product. Weights and values are thus known, and how the scores came about is not.
 
 Sizes: B batch, H heads, L queries, S keys, d_v head size of value.
 """
@@ -24,7 +24,7 @@ COPIES = {
     *("contiguous", "clone", "to", "float", "half", "bfloat16", "double", "type", "type_as"),
     *("detach", "alias"),
 }
-_KEEPS = {"view", "reshape", "dropout", *COPIES}
+_KEEPS = {"view", "reshape"}
 _HEADS = ("num_attention_heads", "num_attn_heads", "num_heads", "n_heads", "n_head", "heads")
 
 
@@ -98,8 +98,10 @@ class WrittenOut:
             if axis in (-1, made.dim() - 1) and made.dim() in (3, 4):
                 self._weights[id(made)] = made, False
             return
-        tensors = [x for x in args if isinstance(x, Tensor)]
+        operands = [x for each in args for x in (each if isinstance(each, list) else [each])]
+        tensors = [x for x in operands if isinstance(x, Tensor)]
         first = id(tensors[0]) if tensors else 0
+        own = [x for x in tensors if id(x) in self._weights]
         if name in _PRODUCTS and len(tensors) == 2:
             found = None
             if first in self._weights and id(tensors[1]) not in self._products:
@@ -110,8 +112,10 @@ class WrittenOut:
                 self._told(found._replace(drops=drops))
             elif not any(isinstance(x, nn.Parameter) for x in tensors):
                 self._products[id(made)] = made
-        elif first in self._weights and name in _KEEPS and made.numel() == tensors[0].numel():
-            drops = self._weights[first][1]
+        elif own and (
+            made.shape == own[0].shape or (name in _KEEPS and made.numel() == own[0].numel())
+        ):
+            drops = self._weights[id(own[0])][1]
             drops = drops or (name == "dropout" and not is_idle_dropout(args, kwargs))
             self._weights[id(made)] = made, drops
         elif first in self._products and made.numel() == tensors[0].numel():
