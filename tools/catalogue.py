@@ -55,6 +55,11 @@ def kinds() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+MORE_SIZES = {
+    "vocab_size_per_layer_input": 40,
+    "hidden_size_per_layer_input": 4,
+    "top_k_experts": 1,
+}
 # Ways to make a family small, tried in turn: names that keep their usual size, and other sizes.
 RECIPES: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
     *((left_out, {}) for left_out in LEFT_OUT),
@@ -67,6 +72,14 @@ RECIPES: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
         ("head_dim",),
         dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 8),
     ),
+    # Sections of rotary angles, one for each axis of an image: all of a head is turned, or half.
+    *(
+        ((), {"hidden_size": 48, "head_dim": 12, "num_key_value_heads": heads, "section": size})
+        for size in (2, 1)
+        for heads in (2, 4)
+    ),
+    # Sizes that must be those of another part.
+    ((), dict.fromkeys(("out_hidden_size", "text_hidden_size", "output_dim", "codebook_dim"), 16)),
     (tuple(set(SIZES) - {"num_hidden_layers", "n_layer", "vocab_size", "pad_token_id"}), {}),
 )
 MOST_NUMBERS = 60_000_000
@@ -80,15 +93,26 @@ def tiny_config(
     for base in config_class.__mro__:
         known |= set(getattr(base, "__annotations__", {}))
     usual = config_class()
+
+    def usual_of(name: str) -> Any:
+        try:
+            return getattr(usual, name, None)
+        except Exception:  # which differs between layers
+            return None
+
     sizes: dict[str, Any] = {
         name: size
-        for name, size in (SIZES | other).items()
+        for name, size in (SIZES | MORE_SIZES | other).items()
         if name in known and name not in left_out
-        if not isinstance(getattr(usual, name, None), (list, tuple, float, str))
+        if not isinstance(usual_of(name), (list, tuple, float, str))
     }
+    for name in ("rope_parameters", "rope_scaling"):
+        angles = usual_of(name)
+        if "section" in other and isinstance(angles, dict):
+            sizes[name] = angles | {"mrope_section": 3 * [other["section"]]}
     if depth < 3:
         for name in getattr(config_class, "sub_configs", {}):
-            part = getattr(usual, name, None)
+            part = usual_of(name)
             if part is not None:
                 sizes[name] = tiny_config(type(part), left_out, other, depth + 1)
     config = config_class(**sizes)
@@ -169,14 +193,20 @@ def first_that_runs(kind: str, class_name: str) -> tuple[nn.Module, dict[str, Te
             error = error or model
             continue
         for inputs in inputs_to_try(model):
-            try:
-                with torch.no_grad():
-                    model(**inputs)
-                return model, inputs
-            except Exception as failed:
-                error = error or failed
+            for dtype in (torch.float64, torch.float32):  # which some compute a part in
+                cast = {name: _in(x, dtype) for name, x in inputs.items()}
+                try:
+                    with torch.no_grad():
+                        model.to(dtype)(**cast)
+                    return model, cast
+                except Exception as failed:
+                    error = error or failed
     assert error is not None
     raise error
+
+
+def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def tensors_of(output: Any) -> list[Tensor]:
