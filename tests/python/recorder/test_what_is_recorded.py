@@ -16,6 +16,7 @@ from agreement import assert_close, assert_identical
 from hand_written_blocks import Attention, B, Block, D, H, L, LayerScale, vectors
 from ikattn.recorder import record
 from ikattn.recorder.calls import attention_call
+from ikattn.recorder.calls.attention_call import AttentionCall
 from recorded_models import (
     SUMMED,
     TOLERANCE,
@@ -614,6 +615,17 @@ def test_several_calls_of_one_module_are_one_map() -> None:
     assert weights.shape == (1, H, L, L)
     assert (weights[..., :2, 2:] == 0).all()
     assert (weights[..., 2:, :2] == 0).all()
+
+
+def test_sinks_of_each_query_take_part_of_its_weights() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 5, 3).double()
+    sinks = torch.randn(2, 4, 5, 1).double()
+    call = AttentionCall(query, key, value, "self", sinks=sinks)
+    logits = torch.cat([query @ key.mT / 3**0.5, sinks], -1)
+    expected = logits.softmax(-1)[..., :-1]
+    assert_close(call.weights, expected, 1e-12, "all")
+    assert_close(call.item(1).narrow(2, 4).weights, expected[1:, :, 2:4], 1e-12, "some")
 
 
 # --- Heads that a model multiplies, divides or subtracts

@@ -27,7 +27,7 @@ _FEW_WEIGHTS = 1 << 20
 
 # The axes of a run's tensors, the last ones of those that have fewer.
 _AXES = {
-    **{"query": "BHL.", "key": "BGS.", "value": "BGS.", "gate": "BHL."},
+    **{"query": "BHL.", "key": "BGS.", "value": "BGS.", "gate": "BHL.", "sinks": "BHL."},
     **{
         "given_weights": "BHLS",
         "attn_mask": "BHLS",
@@ -59,7 +59,7 @@ class AttentionCall:
         diagonal: The token of query i is that of key i + diagonal.
         softcap: Logits are softcap tanh(logits / softcap) before masks.
         softmax_heads: Bool ``[H]``, heads that compute softmax whatever the kernel; None: none.
-        sinks: ``[H]``, a logit more in each row's sum, of no key.
+        sinks: ``[H]``, or ``[B, H, L, 1]``, a logit more in each row's sum, of no key.
         streams: Whether weights are never held where no map needs them, however few they are.
         delta: The gated delta rule, or Mamba-2, that makes the weights, which have signs, in place
             of a kernel and its masks; row ``causal`` is the first query's. None: a kernel does.
@@ -179,7 +179,8 @@ class AttentionCall:
         blind = (logits.detach() == -math.inf).all(-1, keepdim=True)  # true without keys
         logits = logits.masked_fill(blind, 0.0)
         if self.sinks is not None:
-            sinks = self.sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            sinks = self.sinks if self.sinks.dim() == 4 else self.sinks.view(1, -1, 1, 1)
+            sinks = sinks.expand(*logits.shape[:-1], 1)
             return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].masked_fill(blind, 0.0)
         return logits.softmax(-1).masked_fill(blind, 0.0)
 

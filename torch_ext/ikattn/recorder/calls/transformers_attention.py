@@ -81,7 +81,7 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
         NotImplementedError: The call asks for something that this package cannot compute.
     """
     scaling, softcap = given.options.get("scaling"), given.options.get("softcap")
-    sinks = given.options.get("s_aux")
+    sinks = given.options.get("s_aux", given.options.get("sinks"))
     told = given.attention_mask is not None or given.options.get("position_bias") is not None
     causal = 0 if not told and is_causal(module, given) else None  # without a mask of all pairs
     call = AttentionCall(
