@@ -678,7 +678,7 @@ def by_norm_of_heads(m: Any, y: Tensor, x: Tensor) -> Tensor:
 
 
 def by_norm_of_tokens(m: Any, y: Tensor, x: Tensor) -> Tensor:
-    return m.o(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) / 2)
+    return m.o((y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) / 2).type_as(y))
 
 
 def differential(m: Any, y: Tensor, x: Tensor) -> Tensor:
