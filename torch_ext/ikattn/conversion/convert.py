@@ -12,12 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ikattn.conversion.modules import (
-    AttentionModule,
-    conversion_report,
-    kinds,
-    select_modules,
-)
+from ikattn.conversion.modules import AttentionModule, conversion_report, kinds, select_modules
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.kernels import Kernel
 from ikattn.nn.kinds import KernelSettings, Kind, Sizes
@@ -99,8 +94,7 @@ def convert(
             have other options already, or DDP or FSDP is around the model. Nothing has changed
             then.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn

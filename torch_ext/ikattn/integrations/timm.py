@@ -50,8 +50,7 @@ class ImplicitAttention(Regularized):
         ValueError: C is no multiple of H and no head size is given, a norm has no ``norm_layer``,
             or an option of the kernel is out of range.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import pytest, torch

@@ -13,13 +13,7 @@ from torch import Tensor
 
 from ikattn.maps.layers import Batch, RecordedMaps
 from ikattn.maps.summary import Maps, check_padding, layer_contributions, layer_maps, row_shares
-from ikattn.maps.through_layers import (
-    Residual,
-    check_rows,
-    padding_of,
-    steps_of,
-    with_residuals,
-)
+from ikattn.maps.through_layers import Residual, check_rows, padding_of, steps_of, with_residuals
 
 
 def token_importance(

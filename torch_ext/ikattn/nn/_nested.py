@@ -40,16 +40,7 @@ def attend_packed(
     magnitude = None if module.magnitude is None else module.magnitude(k).squeeze(0)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
     output = implicit_kernel_attention_varlen(
-        q,
-        k,
-        v,
-        w1,
-        w2,
-        of_queries,
-        of_keys,
-        p=module.p,
-        key_bias=magnitude,
-        dropout_p=dropout_p,
+        q, k, v, w1, w2, of_queries, of_keys, p=module.p, key_bias=magnitude, dropout_p=dropout_p
     )
     return nested_like(query, module.out_proj(output.flatten(1)))
 

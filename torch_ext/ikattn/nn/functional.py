@@ -19,14 +19,7 @@ from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ikattn._memory import takes_memory_for
-from ikattn.nn.kernels import (
-    Frequencies,
-    HeadCall,
-    Kernel,
-    KernelOptions,
-    Wanted,
-    attend_heads,
-)
+from ikattn.nn.kernels import Frequencies, HeadCall, Kernel, KernelOptions, Wanted, attend_heads
 from ikattn.nn.masks import Masks, check_hint, check_types, padding_of_queries
 from ikattn.nn.projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn.nn.softmax import refuse_context_parallel
@@ -126,8 +119,7 @@ def multi_head_attention_forward(
         AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.
         ValueError: Unknown kernel, p < 1, frequencies missing or given where none belong.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch

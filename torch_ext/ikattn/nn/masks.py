@@ -58,8 +58,7 @@ class Masks(NamedTuple):
             both = torch.promote_types(*types)
             padding, attention = (m if m.dtype == torch.bool else m.to(both) for m in masks)
         return self._replace(
-            padding=_for_logits_of(queries, padding),
-            attention=_for_logits_of(queries, attention),
+            padding=_for_logits_of(queries, padding), attention=_for_logits_of(queries, attention)
         )
 
     def check_unread(self, queries: Tensor) -> None:

@@ -73,8 +73,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         ValueError: Unknown kernel or spectral, p < 1, num_frequencies < 1.
         ValueError, AssertionError: What nn.MultiheadAttention raises.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn
@@ -128,11 +127,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         )
 
     @torch.inference_mode(False)  # frequencies are there to be trained
-    def set_kernel(
-        self,
-        kernel: Kernel,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+    def set_kernel(self, kernel: Kernel, **options: Unpack[ModuleOptions]) -> None:
         """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
 
         Args:

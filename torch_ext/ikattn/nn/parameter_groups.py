@@ -19,11 +19,7 @@ FREQUENCY_RATE = 0.1
 
 
 def parameter_groups(
-    model: nn.Module,
-    *,
-    lr: float,
-    frequency_lr: float | None = None,
-    weight_decay: float = 0.01,
+    model: nn.Module, *, lr: float, frequency_lr: float | None = None, weight_decay: float = 0.01
 ) -> list[dict[str, Any]]:
     """Groups the parameters of a model for an optimiser with weight decay such as AdamW.
 

@@ -2,8 +2,7 @@
 
 Symbols, in every docstring: B batch, H query heads, G key/value heads (G divides H), L queries, S
 keys, d head size of query and key, d_v head size of value, M frequencies.
-Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021 (arXiv
-2006.06147).
+Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 """
 
 from __future__ import annotations
@@ -197,8 +196,7 @@ def attention_from_features(
     Raises:
         RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn

@@ -353,8 +353,7 @@ def gat_edge_attention(
     Raises:
         RuntimeError, TypeError, ValueError, IndexError: As there.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), the section on GAT.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147), on GAT.
 
     Example:
         >>> import torch, ikattn

@@ -293,9 +293,7 @@ def _streamed_contribution_maps(
 
 @_fake("contribution_maps_backward")
 def _contribution_maps_backward(
-    grad_maps: Sequence[Tensor | None],
-    inputs: Sequence[Tensor | None],
-    *rest: Any,
+    grad_maps: Sequence[Tensor | None], inputs: Sequence[Tensor | None], *rest: Any
 ) -> list[Tensor]:
     wanted: Sequence[bool] = rest[-1]
     value = inputs[7]

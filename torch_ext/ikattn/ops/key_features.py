@@ -54,8 +54,7 @@ class KeyFeatures(FixedKernel):
         TypeError: Frequencies are not floating point.
         ValueError: p, magnitude_scale or the shape of the frequencies is wrong.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn

@@ -56,8 +56,7 @@ class LearnedOrder(nn.Module):
     Raises:
         ValueError: p <= 1.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), where p is chosen by hand.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021, where p is chosen by hand.
 
     Example:
         >>> import torch

@@ -42,8 +42,8 @@ def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Te
     Raises:
         RuntimeError, TypeError: An argument has a wrong shape, dtype or device.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147); its kernel squared is a polynomial in the features.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147); its
+    kernel squared is a polynomial in the features.
 
     Example:
         >>> import torch, ikattn

@@ -72,8 +72,7 @@ def implicit_kernel_attention_varlen(
         RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value; the
             message names it, what was expected and what came.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn

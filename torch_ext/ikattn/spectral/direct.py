@@ -63,8 +63,8 @@ class Direct(nn.Module):
     Raises:
         ValueError: A size is less than 1, initial is unknown, or seed no integer of 64 bits.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147); the initial distribution is that of the authors' code.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021; the initial distribution
+    is that of the authors' code.
 
     Example:
         >>> from ikattn.spectral import Direct
@@ -195,8 +195,7 @@ class Stationary(Direct):
     Raises:
         ValueError: As ``Direct``.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> from ikattn.spectral import Stationary

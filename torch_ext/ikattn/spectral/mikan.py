@@ -54,8 +54,7 @@ class Mikan(Generator):
     Raises:
         ValueError: num_frequencies is odd, or another option is out of range.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), MIKAN.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147), MIKAN.
 
     Example:
         >>> import torch

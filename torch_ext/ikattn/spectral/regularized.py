@@ -80,8 +80,8 @@ def regularization_loss(model: nn.Module) -> Tensor:
         RuntimeError: No generator has been called since the last time, or one without a graph, as
             torch.utils.checkpoint does with ``use_reentrant=True``, so that it would learn nothing.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), whose code adds the last layer's alone.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021, whose code adds the
+    last layer's alone.
 
     Example:
         >>> import torch, ikattn

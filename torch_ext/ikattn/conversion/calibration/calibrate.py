@@ -263,11 +263,7 @@ def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
 
 
 def _fit(
-    layer: Layer,
-    calls: list[AttentionCall],
-    steps: int,
-    learning_rate: float,
-    keep: float | None,
+    layer: Layer, calls: list[AttentionCall], steps: int, learning_rate: float, keep: float | None
 ) -> tuple[Tensor, Tensor, None, None, tuple[int, ...]]:
     """Fits to the weights, and lets heads keep softmax; the fields of a report without outputs."""
     parts = [layer.kernel, getattr(layer.module, "magnitude", None)]

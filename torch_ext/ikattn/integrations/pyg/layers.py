@@ -267,8 +267,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     Raises:
         ValueError: An option is wrong.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), the section on GAT.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147), on GAT.
 
     Example:
         >>> import torch
