@@ -41,9 +41,17 @@ class FixedKernel:
         self.w2 = w2
         self.p = p
         self.magnitude_scale = magnitude_scale
+        self._length = 0  # of the tokens that came
         self._frequencies: dict[
             tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
         ] = {}
+
+    def __repr__(self) -> str:
+        heads, size, frequencies = self.w1.shape
+        return (
+            f"{type(self).__name__}({self._length} keys, {heads} heads of size {size}, "
+            f"num_frequencies={frequencies}, p={self.p})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state of copies and pickles, with buffers of their own.

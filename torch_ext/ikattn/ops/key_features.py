@@ -80,19 +80,11 @@ class KeyFeatures(FixedKernel):
         super().__init__(w1, w2, p, magnitude_scale)
         # Logits are then not relative to the largest, which a row may not see.
         self._batch_invariant = torch.ops.ikattn.deterministic() == "batch"
-        self._length = 0
         self._kept: _Kept | None = None
 
     def __len__(self) -> int:
         """Returns S, the number of keys kept."""
         return self._length
-
-    def __repr__(self) -> str:
-        heads, size, frequencies = self.w1.shape
-        return (
-            f"KeyFeatures({self._length} keys, {heads} heads of size {size}, "
-            f"num_frequencies={frequencies}, p={self.p})"
-        )
 
     @property
     def nbytes(self) -> int:

@@ -41,23 +41,15 @@ class RecurrentState(FixedKernel):
     token grows with their number. Sums are relative to exp of the largest log magnitude so far, and
     rescaled when a larger one comes.
 
-    :class:`ikattn.KeyFeatures` keeps each key in 2 M + d_v numbers. With F = 2 M it is the faster
-    one for less than some 2 F^2 tokens (F^2 beside sums in float32), takes masks of pairs, and
-    forgets tokens (``crop``). Here keys can be hidden when they come, and never leave: no sliding
-    window, no mask that differs by query but :meth:`extend`'s causal one, no way back by a token.
-    Frequencies are the same for every input: no generators that depend on it.
-
-    Sums are made in float64, under autocast too. In float32 a state is half as large, and a token
-    takes some 0.6 of the time, but errors of single tokens add up: to some 1e-5 of an output after
-    32768, and to as much as 6e-8 / eps where all scores of a query are near zero.
+    Keys can be hidden when they come, and never leave: no sliding window, no mask that differs by
+    query but :meth:`extend`'s causal one, no way back by a token. docs/guide/decoding.md has times
+    and memory beside those of :class:`ikattn.KeyFeatures`, and the errors of sums in float32. Sums
+    are made in float64 by default, under autocast too.
 
     Nothing has a gradient: call it under ``torch.no_grad()``.
 
     Args:
-        w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, which must stay as they are.
-        w2: As w1; None: stationary.
-        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
-        magnitude_scale: Factor of ``|k|_p^2``, by default ``1 / (2 sqrt d)``.
+        w1, w2, p, magnitude_scale: As for :class:`ikattn.KeyFeatures`.
         dtype: Of the sums: float64, or float32, which is float64 for float64 keys all the same.
 
     Raises:
@@ -94,7 +86,6 @@ class RecurrentState(FixedKernel):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"RecurrentState: dtype must be float32 or float64, got {dtype}")
         self.dtype = dtype
-        self._length = 0
         self._groups = 0  # G
         self._moments: Tensor | None = None  # [B, K, E, d_v + 1]
         self._reference: Tensor | None = None  # [B, K]
@@ -102,13 +93,6 @@ class RecurrentState(FixedKernel):
     def __len__(self) -> int:
         """Returns the number of keys that came, hidden ones included."""
         return self._length
-
-    def __repr__(self) -> str:
-        heads, size, frequencies = self.w1.shape
-        return (
-            f"RecurrentState({self._length} keys, {heads} heads of size {size}, "
-            f"num_frequencies={frequencies}, p={self.p})"
-        )
 
     @property
     def nbytes(self) -> int:
@@ -268,10 +252,10 @@ class RecurrentState(FixedKernel):
             self.load_state_dict(other.state_dict())
             return
         own, others = self._known(), other._known()
-        found = [
-            (x[0].shape, x[0].dtype, x[0].device, y) for x, y in ((own, self), (others, other))
+        kinds = [
+            (moments.shape, moments.dtype, moments.device, state._groups)
+            for (moments, _), state in ((own, self), (others, other))
         ]
-        kinds = [(*kind[:3], kind[3]._groups) for kind in found]
         if kinds[0] != kinds[1]:
             raise ValueError(
                 f"RecurrentState.merge: other must have moments as these, {kinds[0]}, got "
@@ -286,15 +270,8 @@ class RecurrentState(FixedKernel):
 
         Tensors are copies. Frequencies are not in it; ``torch.save(state, ..)`` saves them, too.
         """
-        moments, reference = (
-            None if x is None else x.clone() for x in (self._moments, self._reference)
-        )
-        return {
-            "moments": moments,
-            "reference": reference,
-            "length": self._length,
-            "groups": self._groups,
-        }
+        copies = {name.removeprefix("_"): x for name, x in self._copied_buffers().items()}
+        return {**copies, "length": self._length, "groups": self._groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes what :meth:`state_dict` gave, of the same kernel, the state.
