@@ -46,22 +46,15 @@ def convert(
     attention implementation "ikattn_implicit", which reads it: self- and cross-attention, with
     caches, grouped heads and every mask.
 
-    The modules stay the same objects and keep all they hold: weights (an optimiser made before
-    keeps working), device, dtype, training and requires_grad flags, hooks, sharing. Frequencies are
-    new parameters, drawn for each module separately, of which an older optimiser must be told:
-    ``optimizer.add_param_group({"params": [...]})``; their names hold ".spectral.".
+    The modules stay the same objects and keep all they hold. Frequencies are new parameters, drawn
+    for each module separately, of which an older optimiser must be told; their names hold
+    ".spectral.". A module that has the kernel already is left alone, whatever its options. So are,
+    with a warning, subclasses that someone else made and modules whose ``forward`` someone
+    replaced. Convert before torch.compile and before wrapping for distributed training.
 
-    A module that has the kernel already is left alone, whatever its options. So are, with a
-    warning, subclasses that someone else made (parametrised and sharded modules are such) and
-    modules whose ``forward`` someone replaced. The logger "ikattn" says at level INFO what was
-    done. Convert before torch.compile and before wrapping for distributed training.
-
-    Of transformers, ``save_pretrained`` saves frequencies and options with the model, and
-    ``ikattn.integrations.transformers.from_pretrained`` loads them; loaded in another way, such as
-    by ``AutoModel`` or ``pipeline``, the model raises. A model's own scaling of query . key acts on
-    the query: the kernel takes query and key such that dot-product attention of them would be
-    exp(q . k / sqrt(d)). Where the scaling is 1 / sqrt(d) these are the model's; in models that
-    hide it in the query, or in its weights (T5, OPT, Whisper), the query is multiplied by sqrt(d).
+    docs/guide/drop_in.md and docs/guide/integrations.md say more, among it how models of
+    transformers are saved and loaded. A model's own scaling of query . key acts on the query:
+    dot-product attention of what the kernel takes would be exp(q . k / sqrt(d)).
 
     Args:
         model: Any module; it may be an attention module itself.

@@ -68,8 +68,8 @@ class CorpusMeans:
     """Means of one map of one layer over a corpus.
 
     Numbers are float64 on the CPU, NaN where there was nothing to average. H stands only in maps
-    that every head has. Fields that a map cannot have are None: only maps of queries and keys have
-    rows. A row is what one token takes from each other one, divided by its sum.
+    that every head has, and only maps of queries and keys have rows: other fields are None. A row
+    is what one token takes from each other one, divided by its sum.
 
     Attributes:
         values: The mean of the map's numbers: ``[H, A, A]`` by types of query and key, over all

@@ -32,10 +32,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def prepare(model: Model, *, batch_first: bool = True) -> Model:
     """Makes a model with implicit-kernel attention one that Opacus can train, in place.
 
-    Call it after ``ikattn.convert`` and before
-    ``PrivacyEngine.make_private``. The parameters stay the same objects, outputs the same numbers
-    and names in a state dict the same names. What Opacus itself does not support, such as
-    nn.MultiheadAttention that was not converted, ``opacus.validators.ModuleValidator`` tells.
+    Call it after ``ikattn.convert`` and before ``PrivacyEngine.make_private``. The parameters stay
+    the same objects, outputs the same numbers and names in a state dict the same names. What Opacus
+    itself does not support, ``opacus.validators.ModuleValidator`` tells.
 
     Args:
         model: Any module.

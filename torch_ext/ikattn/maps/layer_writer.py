@@ -19,9 +19,8 @@ LONGEST_NAME = 180  # of a layer, in a file's name
 class LayerWriter:
     """Writes each layer's maps to a file of its own, in a thread beside the model's.
 
-    A writer is for one recording. A file appears under its name when it is whole. What is complete
-    stays, whatever happens later. A layer waits where ``waiting`` others wait for the disk, so that
-    memory holds a few layers.
+    A writer is for one recording. A file appears under its name when it is whole, and stays,
+    whatever happens later. A layer waits where ``waiting`` others wait for the disk.
 
     Files are ``call-number-layer``, such as ``000000-003-encoder.layer.3.attention.self.npz``:
     sorted by name they stand as they ran. Characters of a layer's name that file systems do not

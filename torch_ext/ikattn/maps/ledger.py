@@ -159,13 +159,8 @@ def shares(maps: RecordedMaps | Mapping[str, Contributions]) -> Shares:
         \text{share}_x = \operatorname{Cov}(x, \log c) / \operatorname{Var}(\log c)
 
     exactly, with x and y among the four. The covariances are averaged over rows, and shares are of
-    the mean. They add up to 1: each is the Shapley value of its factor in the variance of the sum,
-    which prefers no order of taking factors out. A share is negative where a factor works against
-    the others, and then another one exceeds 1. No factor's unit matters.
-
-    Pairs that are masked, padded or have weight 0 do not count, nor do rows with fewer than two
-    keys that count. A row in which no factor varies beyond rounding has covariances 0. A block of
-    rows is computed at a time, in float64 and without gradient.
+    the mean. docs/guide/analysis_aggregation.md tells what they mean, and which pairs count. A
+    block of rows is computed at a time, in float64 and without gradient.
 
     Args:
         maps: A recording of any number of calls, made with ``maps=("ledger",)``, or the layers of

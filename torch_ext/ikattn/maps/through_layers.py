@@ -55,12 +55,8 @@ def rollout(
 
     Which map to take: ``"encoder"`` (N_Enc), which holds the whole block but its feed-forward
     part's nonlinearity; of pre-norm blocks ``"with_residual"``, whose vectors the next block adds
-    to, where ``"encoder"`` ends at the norm before the feed-forward part. **Not**
-    ``"with_norm"`` (N_ResLN) alone, which gives a ``UserWarning`` (with Python's default filter
-    once per line that calls): the first LayerNorm of a trained BERT enlarges a few outlier
-    dimensions that the second one shrinks again. A map that ends between them is dominated by those
-    dimensions, in every layer, and rollout multiplies the error. ``"weights"``, ``"per_head"`` and
-    ``"summed"`` hold no residual connection: give ``residual``.
+    to. **Not** ``"with_norm"`` (N_ResLN) alone, which gives a ``UserWarning`` that says why.
+    ``"weights"``, ``"per_head"`` and ``"summed"`` hold no residual connection: give ``residual``.
 
     Args:
         maps: A Recording of one forward call, one of its batches, or a sequence of ``[B, L, L]``

@@ -87,24 +87,15 @@ def multi_head_attention_forward(
 
     Args:
         query: [L, N, E], unbatched [L, E].
-        key: [S, N, E], unbatched [S, E]; with separate weights of another last size.
-        value: As key.
-        embed_dim_to_check: E.
-        num_heads: H; the head size d is E / H.
+        key, value: [S, N, E], unbatched [S, E]; with separate weights of other last sizes.
         in_proj_weight, in_proj_bias: [3 E, E] and [3 E]; the bias may be None.
-        bias_k, bias_v: A learned key and value, [1, 1, E], appended to every sequence; or None.
-        add_zero_attn: Append a zero key and value.
-        dropout_p: Probability on the normalised weights.
+        q_proj_weight, k_proj_weight, v_proj_weight: [E, E], [E, kdim], [E, vdim].
         out_proj_weight, out_proj_bias: [E, E] and [E] or None.
-        training: Whether to apply dropout.
+        bias_k, bias_v: A learned key and value, [1, 1, E], appended to every sequence; or None.
+        static_k, static_v: Keys and values [N * H, S, d] that take the place of the projected.
         key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point: added
             to the logits.
-        need_weights: Return the attention weights too.
         attn_mask: [L, S] or [N * H, L, S], bool or floating point like ``key_padding_mask``.
-        use_separate_proj_weight: Use the next three in place of ``in_proj_weight``.
-        q_proj_weight, k_proj_weight, v_proj_weight: [E, E], [E, kdim], [E, vdim].
-        static_k, static_v: Keys and values [N * H, S, d] that take the place of the projected.
-        average_attn_weights: Average the returned weights over heads.
         is_causal: A promise that ``attn_mask``, which must be given, is the causal mask.
         kernel: "dot": equal to F.multi_head_attention_forward. "rbf", "implicit": as for
             ``MultiheadAttention``.

@@ -45,15 +45,8 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     Args:
         embed_dim: E, the model size.
         num_heads: H; the head size d is E / H.
-        dropout: Probability on the normalised attention weights, in training.
-        bias: Whether the projections have biases.
-        add_bias_kv: Append a learned key and value to every sequence.
-        add_zero_attn: Append a zero key and value to every sequence.
-        kdim: Size of the keys; None: E.
-        vdim: Size of the values; None: E.
-        batch_first: Tensors are [N, L, E] rather than [L, N, E].
-        device: Of the parameters.
-        dtype: Of the parameters.
+        dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: As for
+            nn.MultiheadAttention.
         kernel: "dot": ordinary softmax attention, equal to nn.MultiheadAttention. "rbf": the same
             with the 2-norm in a key's magnitude exchanged for the p-norm. "implicit": a kernel
             learned through its spectral density.
@@ -178,14 +171,10 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             query: [L, N, E]; with ``batch_first`` [N, L, E]; unbatched [L, E]. With
                 ``batch_first`` it may be nested, ``[N, *, E]``, of layout torch.jagged or
                 torch.strided, and key and value are then, too, without masks.
-            key: [S, N, kdim], [N, S, kdim] or [S, kdim].
-            value: [S, N, vdim], [N, S, vdim] or [S, vdim].
-            key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point:
-                added to the logits.
+            key, value: As query, with S for L, and kdim or vdim for E.
+            key_padding_mask, attn_mask, is_causal: As for ``multi_head_attention_forward``.
             need_weights: Return the attention weights too.
-            attn_mask: [L, S] or [N * H, L, S], bool or floating point like ``key_padding_mask``.
             average_attn_weights: Average the returned weights over heads.
-            is_causal: A promise that ``attn_mask``, which must be given, is the causal mask.
 
         Returns:
             The output, shaped like query, and the weights or None. Weights are the ones used, after

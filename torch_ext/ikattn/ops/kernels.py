@@ -100,10 +100,8 @@ def which_kernels(
         device: Answer for this device; None: that of query.
 
     Returns:
-        Of each pass the algorithm, the unit, a reason, and what has proven the kernels
-        (``KernelChoice``).
-        :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, is always
-        quadratic; on CUDA in 16 bits on tensor cores, else on CUDA cores.
+        Of each pass a :class:`KernelChoice`. :func:`ikattn.implicit_kernel_weights`, which
+        ``need_weights=True`` takes, is always quadratic.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`ikattn.implicit_kernel_attention`.

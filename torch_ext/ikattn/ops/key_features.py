@@ -30,13 +30,11 @@ _FIRST_CAPACITY = 64  # tokens
 class KeyFeatures(FixedKernel):
     """Features and log magnitudes of keys, made once, for queries that come one after the other.
 
-    In decoding every new query meets all keys before it. The features of a key cost as much as some
-    forty pairs with it, so :func:`ikattn.implicit_kernel_attention`, which makes them in every
-    call, is not the function for that. Here they are made when a key is appended, and a query then
-    reads features and values once, as softmax attention reads keys and values. Features are made in
-    float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a token, and room
-    for as many tokens again, for memory grows by doubling. A copy, or what is unpickled, has
-    buffers of its own, so that several answers may go on from one prompt.
+    In decoding every new query meets all keys before it, whose features
+    :func:`ikattn.implicit_kernel_attention` makes in every call. Here they are made when a key is
+    appended: in float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a
+    token, and room for as many tokens again, for memory grows by doubling. A copy, or what is
+    unpickled, has buffers of its own, so that several answers may go on from one prompt.
 
     Made under ``ikattn.deterministic("batch")``, a query's output has the same bits in chunks of
     any size and in any batch.

@@ -43,12 +43,9 @@ def context_parallel_attention(
     """Attends where every rank has a part of the tokens.
 
     Every rank calls it with its own tokens, and gets the output of its own queries over the keys of
-    all ranks: what one process computes, to rounding. In quadratic time keys and values go round
-    all ranks, the next on their way while a part is computed. In linear time ranks exchange sums of
-    one size for any length: not causal, one all-reduce of moments; causal, one scan.
-
-    Before anything else the ranks compare what they were called with, so that an error is the same
-    sentence on all of them, and none waits for another.
+    all ranks: what one process computes, to rounding. docs/guide/parallel.md tells what ranks send
+    each other. Before anything else they compare what they were called with, so that an error is
+    the same sentence on all of them, and none waits for another.
 
     Args:
         query: ``[B, H, L, d]``, of this rank.

@@ -204,16 +204,10 @@ class HeadParallel(ParallelStyle):
     For ``ikattn.MultiheadAttention``: rank r of n has the heads r H / n to (r + 1) H / n - 1, with
     their rows of the in-projection, columns of the out-projection, frequencies and orders p. Input
     and output are whole on every rank, and a call sends one sum of outputs; its backward pass one
-    of the gradients of query, key and value. A packed ``in_proj_weight`` becomes three parameters,
-    named as torch names them where sizes differ, and ``ikattn.MultiheadAttention`` loads them again
-    as one.
+    of the gradients of query, key and value. For the kernels of transformers models
+    (``ikattn.convert``): the frequencies alone, as the projections need styles of torch's own.
 
-    For the kernels of transformers models (``ikattn.convert``): the frequencies alone. The
-    projections need styles of torch's own.
-
-    A generator of frequencies (``Ikan``, ``Mikan``) stays whole on every rank, makes the
-    frequencies of all heads of the noise that the first rank draws, and its regulariser is that of
-    all heads. Dropout has other masks than in one process: each head still has its own.
+    docs/guide/parallel.md tells of checkpoints, dropout, generators, and what is refused.
 
     Example:
         >>> import torch, ikattn

@@ -293,8 +293,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         Args:
             x: ``[N, channels]``, or of sources and targets; targets may be None.
             edge_index: ``[2, E]``, an EdgeIndex, a SparseTensor or a sparse tensor of torch.
-            edge_attr: ``[E, edge_dim]``.
-            size: Numbers of sources and targets.
+            edge_attr, size: As for GATConv.forward.
             return_attention_weights: True: return ``(edge_index, weights)``, too, with the self
                 loops, weights ``[E, H]`` after dropout; of a SparseTensor one with these values.
 
