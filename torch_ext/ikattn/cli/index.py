@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from ikattn._precision import widened
 from ikattn._whole_files import whole_file
 from ikattn.cli.job import drawable_maps
 from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
 from ikattn.maps.page.template import template
 from ikattn.maps.recording import Recording
-from ikattn.maps.summary import full_precision, row_shares
+from ikattn.maps.summary import row_shares
 
 _CELLS = 16  # rows and columns of a small map
 
@@ -64,7 +65,7 @@ def _of_map(recording: Recording, name: str) -> tuple[float | None, str | None]:
     entropy, mean = 0.0, torch.zeros(())
     for layer in alike:  # one at a time: every share of a long line takes memory
         values = getattr(batch[layer.name], name)[0]
-        values = full_precision(values if values.dim() == 3 else values[None]).abs()
+        values = widened(values if values.dim() == 3 else values[None]).abs()
         shares = row_shares(values)  # [H or 1, L, S]
         bits = torch.special.entr(shares).sum(-1) / math.log(2)
         entropy += float(bits.sum() / (shares.sum(-1) != 0).sum()) / len(alike)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
+from ikattn._precision import widened
 from ikattn.maps.reduction import Reduced
 from ikattn.ops import fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 from ikattn.ops.exporting import operator
@@ -74,7 +75,7 @@ class NormStats:
         )
         eps: Any = getattr(module, "eps", getattr(module, "variance_epsilon", None))
         weight = getattr(module, "weight", None)
-        x = norm_input if norm_input.dtype == torch.float64 else norm_input.float()
+        x = widened(norm_input)
         if eps is None and isinstance(module, nn.RMSNorm):
             eps = torch.finfo(x.dtype).eps
         shapes = [getattr(module, "normalized_shape", None), getattr(weight, "shape", None)]

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 from urllib.parse import quote
 
 from ikattn.maps import files
@@ -81,18 +81,13 @@ class LayerWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Waits for the layers that were handed over; those are complete after an error, too."""
         thread, self._thread = self._thread, None
         assert thread is not None
         self._jobs.put(None)
         thread.join()
-        if error is None and not self._is_told:
+        if raised[0] is None and not self._is_told:
             self._check()
 
     def describe(self, recording: RecordedMaps) -> None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import memory_for
+from ikattn._precision import widened
 from ikattn.maps.layers import Batch, RecordedMaps, check_whole
 from ikattn.maps.summary import (
     Maps,
-    full_precision,
     layer_contributions,
     layer_maps,
     row_shares,
@@ -223,7 +223,7 @@ def _mixing_ratios(
             f"{caller}: residual must give mixing ratios of shape {list(shape)} for each of {N} "
             f"layers, got {got}"
         )
-    return [full_precision(x) for x in ratios if x is not None]
+    return [widened(x) for x in ratios if x is not None]
 
 
 def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | None) -> Tensor:

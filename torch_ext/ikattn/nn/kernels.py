@@ -54,7 +54,7 @@ class HeadCall(NamedTuple):
 
     Attributes:
         query: [N, H, L, d].
-        key, value: [N, H, S, d].
+        key, value: [N, H, S, d]; of a split kernel, of a divisor of H heads.
         kernel: Which, and what it needs.
         masks: With four axes.
         wanted: Whether weights are returned, and how.
@@ -167,7 +167,9 @@ def _hybrid(call: HeadCall, split: Split) -> Attended:
         mask = call.masks.attention
         if mask is not None and mask.size(1) > 1:
             mask = mask.index_select(1, heads)
-        q, k, v = (x.index_select(1, heads) for x in (call.query, call.key, call.value))
+        of_keys = heads // (call.query.size(1) // call.key.size(1))
+        q = call.query.index_select(1, heads)
+        k, v = (x.index_select(1, of_keys) for x in (call.key, call.value))
         wanted = call.wanted._replace(average=False)
         masks = call.masks._replace(attention=mask)
         return HeadCall(q, k, v, options, masks, wanted, call.dropout_p, call.mask_dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ikattn._precision import widened
 from ikattn.nn.masks import Masks, as_bias, hidden
 from ikattn.ops.magnitude import LearnedOrder
 
@@ -89,7 +90,7 @@ def rbf_key_bias(key: Tensor, p: float | LearnedOrder | None) -> Tensor | None:
     """
     if p == 2:
         return None
-    wide = key if key.dtype == torch.float64 else key.float()
+    wide = widened(key)
     bias: Tensor = -wide.square().sum(dim=-1)
     if isinstance(p, LearnedOrder):
         bias = bias / (2 * math.sqrt(key.size(-1))) + p(wide)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
+from ikattn._precision import without_autocast
 from ikattn.ops._fixed_kernel import (
     FixedKernel,
     added,
-    as_they_are,
     check_broadcasts,
     check_floating,
     to_heads,
@@ -124,7 +124,7 @@ class KeyFeatures(FixedKernel):
             before = (*self._kept.magnitudes.shape[:2], self._kept.features.dtype)
         self._check_key("append", key, before)
         # Ordinary tensors, also from below inference_mode: a later call may write to them.
-        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             dtype = torch.promote_types(key.dtype, torch.float32)
             features, magnitudes = self._of_keys(key, dtype)
             kept = self._kept or _Kept.of(features[:, :, :0], magnitudes[:, :, :0])
@@ -191,7 +191,7 @@ class KeyFeatures(FixedKernel):
         if causal_lower_right and query.size(2) > 1:
             later = torch.ones(shape[2:], dtype=torch.bool, device=query.device)
             spread = spread.masked_fill(later.triu(length - query.size(2) + 1), -math.inf)
-        with as_they_are(query):
+        with without_autocast(query.device):
             queries = self._of_queries(query, features.dtype)
             logits = spread.to(features.dtype)
             return attention_from_features(queries, features, logits, value, eps=eps)

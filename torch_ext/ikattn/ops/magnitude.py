@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ikattn._heads import HeadShare, local
+from ikattn._precision import widened
 
 
 def check_order(function: str, p: object) -> None:
@@ -104,7 +105,7 @@ class LearnedOrder(nn.Module):
         Returns:
             [B, H, S], in float32 at least.
         """
-        wide = key if key.dtype == torch.float64 else key.float()
+        wide = widened(key)
         if hidden is not None:
             wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
         p = self.p.to(wide.dtype)[:, None]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
+from ikattn._precision import without_autocast
 from ikattn.ops._fixed_kernel import (
     FixedKernel,
     added,
-    as_they_are,
     check_broadcasts,
     check_floating,
     to_heads,
@@ -136,7 +136,7 @@ class RecurrentState(FixedKernel):
         """
         self._check_tokens("update", key, value, key_bias)
         # Ordinary tensors, also from below inference_mode.
-        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             keys = self._keys_of(key, key_bias)
             if self._moments is None:
                 self._moments, self._reference = key_moments(*keys, value)
@@ -165,7 +165,7 @@ class RecurrentState(FixedKernel):
         self._check_eps("attend", eps)
         moments, reference = self._known()
         self._check_query("attend", query, moments.size(0), self._groups)
-        with as_they_are(query):
+        with without_autocast(query.device):
             features = self._of_queries(query, moments.dtype)
             output, _ = attention_from_moments(features, moments, reference, eps=eps)
         return output.to(query.dtype)
@@ -212,7 +212,7 @@ class RecurrentState(FixedKernel):
             self.update(key, value, key_bias)
             return self.attend(query, eps=eps)
         # Ordinary tensors, also from below inference_mode.
-        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             features, logits = self._keys_of(key, key_bias)
             before = self._before(features, value.size(3))
             output, _, *grown = causal_attention_from_moments(

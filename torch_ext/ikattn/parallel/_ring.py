@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ikattn._precision import widened
 from ikattn.ops.dropout import place_dropout_seed
 from ikattn.parallel._layout import Block, Layout
 from ikattn.parallel._ranks import Exchange, Ranks
@@ -103,10 +104,6 @@ def ring_attention(
     return apply(call, query, key, value, w1, w2, key_bias)  # type: ignore[no-any-return]
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,7 +117,8 @@ class _Ring(torch.autograd.Function):
         key_bias: Tensor | None,
     ) -> Tensor:
         B, H, L, _ = query.shape
-        shape, dtype = (B, H, L, value.size(3)), _arithmetic(query.dtype)
+        shape = (B, H, L, value.size(3))
+        dtype = torch.promote_types(query.dtype, torch.float32)
         nothing = query.new_full((B, H, L), -torch.inf, dtype=torch.float64)
         merged = Merged(query.new_zeros(shape, dtype=dtype), nothing)
         for source, (k, v, *bias) in _sources(call.ranks, key, value, key_bias):
@@ -170,9 +168,9 @@ def _ring_backward(
     log_normalizer: Tensor,
 ) -> list[Tensor | None]:
     """Returns the gradients of query, key, value, w1, w2 and key_bias."""
-    dtype, (H, L) = _arithmetic(query.dtype), query.shape[1:3]
+    dtype, (H, L) = torch.promote_types(query.dtype, torch.float32), query.shape[1:3]
     likes = [query, key, value, w1, w2, key_bias]
-    w1, w2 = w1.to(_arithmetic(w1.dtype)), None if w2 is None else w2.to(_arithmetic(w2.dtype))
+    w1, w2 = widened(w1), None if w2 is None else widened(w2)
     # a gradient of one tensor's parts is rounded once
     of_query = torch.zeros_like(query, dtype=dtype)
     of_w1, of_w2 = torch.zeros_like(w1), torch.zeros_like(w1)

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -124,15 +123,10 @@ class MapWriter:
         self._sink = self._stack.enter_context(_open_sink(self.path))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         sink, self._sink = self._sink, None
-        if error is not None:
-            self._stack.__exit__(kind, error, traceback)  # takes the file away
+        if raised[0] is not None:
+            self._stack.__exit__(*raised)  # takes the file away
             return
         with self._stack:
             assert sink is not None
