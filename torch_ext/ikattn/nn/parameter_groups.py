@@ -69,25 +69,17 @@ def parameter_groups(
             raise ValueError(f"parameter_groups: {name} must be a number >= 0, got {number!r}")
     _check_not_flattened(model)
     of_kernels = {id(p) for module in _kernels(model) for p in module.parameters()}
-    parameters: dict[str, list[nn.Parameter]] = {"weights": [], "biases and norms": []}
-    parameters["kernels"] = []
+    weights, vectors, kernels = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
     for p in model.parameters():
-        if p.requires_grad and id(p) in of_kernels:
-            parameters["kernels"].append(p)
-        elif p.requires_grad:
-            parameters["weights" if p.dim() > 1 else "biases and norms"].append(p)
-    rates = {"weights": lr, "biases and norms": lr}
-    rates["kernels"] = FREQUENCY_RATE * lr if frequency_lr is None else frequency_lr
+        if p.requires_grad:
+            (kernels if id(p) in of_kernels else weights if p.dim() > 1 else vectors).append(p)
+    kernel_lr = FREQUENCY_RATE * lr if frequency_lr is None else frequency_lr
     groups: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "params": of_group,
-            "lr": rates[name],
-            "weight_decay": weight_decay if name == "weights" else 0.0,
-        }
-        for name, of_group in parameters.items()
-        if of_group
+        {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
+        {"name": "biases and norms", "params": vectors, "lr": lr, "weight_decay": 0.0},
+        {"name": "kernels", "params": kernels, "lr": kernel_lr, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError(
             "parameter_groups: expected a model with parameters to train, got a "
