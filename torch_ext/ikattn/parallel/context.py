@@ -5,6 +5,7 @@ Symbols as in ``ikattn.ops``; W ranks. L queries and S keys are those of one ran
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -194,21 +195,6 @@ def _is_linear(call: Call, tensors: tuple[Any, ...], algorithm: str | None) -> b
     return kernels.forward.algorithm == "linear"
 
 
-class _Attend:
-    """``context_parallel_attention`` of one context."""
-
-    def __init__(self, ranks: Ranks, layout: LayoutName, algorithm: Algorithm | None) -> None:
-        self._ranks = ranks
-        self._options: Any = {"group": ranks.group, "layout": layout, "algorithm": algorithm}
-
-    def __call__(self, *tensors: Any, **options: Any) -> Tensor:
-        attend: Any = context_parallel_attention
-        return attend(*tensors, **options, **self._options)  # type: ignore[no-any-return]
-
-    def refuse(self, device: torch.device, why: str) -> None:
-        refuse(self._ranks, device, why)
-
-
 class ContextParallel:
     """A model whose attention goes over the tokens of all ranks, while entered.
 
@@ -221,7 +207,9 @@ class ContextParallel:
         self._ranks = Ranks(group)
         self._layout = Layout(layout, self._ranks.size)
         self._modules = _attention_in(model)
-        self._attend = _Attend(self._ranks, layout, algorithm)
+        options: Any = {"group": self._ranks.group, "layout": layout, "algorithm": algorithm}
+        self._attend = partial(context_parallel_attention, **options)
+        self._refuse = partial(refuse, self._ranks)
         self._handles: list[AttendingBy] = []
 
     def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
@@ -250,7 +238,7 @@ class ContextParallel:
     def __enter__(self) -> ContextParallel:
         try:
             for module in self._modules:
-                self._handles.append(AttendingBy(module, self._attend))
+                self._handles.append(AttendingBy(module, self._attend, self._refuse))
         except RuntimeError:
             self.__exit__()
             raise
