@@ -50,22 +50,14 @@ def hushed() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and its tokenizer.
-
-    Attributes:
-        model, tokenizer: Of transformers, the model in eval mode.
-        vocabulary: Rows of the model's smallest table of tokens.
-        positions: The longest sequence that its tables of positions have rows for.
-        missing: Names of parameters that its files lack, in their order in the model.
-        trial: What it was called with to find these.
-    """
+    """A model of transformers, in eval mode, and its tokenizer."""
 
     model: Any
     tokenizer: Any
-    vocabulary: int
-    positions: int
-    missing: list[str]
-    trial: dict[str, Tensor]
+    vocabulary: int  # rows of the model's smallest table of tokens
+    positions: int  # the longest sequence that its tables of positions have rows for
+    missing: list[str]  # names of parameters that its files lack, in their order in the model
+    trial: dict[str, Tensor]  # what it was called with to find these
 
     def check(self, ids: Tensor) -> None:
         """Raises AnalyzeError unless ids of the tokenizer are in the model's table."""

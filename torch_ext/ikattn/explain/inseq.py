@@ -69,15 +69,10 @@ class PaddedIds(NamedTuple):
 
 
 class StepScores(NamedTuple):
-    """Scores of target tokens on the CPU; NaN where nothing predicts one, 0 at padding.
+    """Scores of target tokens on the CPU; NaN where nothing predicts one, 0 at padding."""
 
-    Attributes:
-        source: ``[B, n, S]``, those of an encoder's tokens; None where there is no encoder.
-        target: ``[B, n, L]``, those of the tokens before the target.
-    """
-
-    source: Tensor | None
-    target: Tensor
+    source: Tensor | None  # [B, n, S], of an encoder's tokens; None where there is no encoder
+    target: Tensor  # [B, n, L], of the tokens before the target
 
 
 def step_scores(

@@ -31,23 +31,14 @@ AXES = {
 
 @dataclass(frozen=True)
 class SequenceMaps:
-    """The maps of one sequence.
+    """The maps of one sequence."""
 
-    Attributes:
-        batch: The forward call it was part of.
-        index: Its place in that batch.
-        tokens: Its tokens; None: unknown.
-        target_tokens: Those that a decoder reads beside them.
-        layers: Its maps by layer name; the shapes of :class:`Contributions` without B.
-        begins: How many tokens of a cache the call went on from; None: unknown.
-    """
-
-    batch: int
-    index: int
-    tokens: Sequence[str] | None
-    target_tokens: Sequence[str] | None
-    layers: dict[str, Contributions]
-    begins: int | None = None
+    batch: int  # the forward call it was part of
+    index: int  # its place in that batch
+    tokens: Sequence[str] | None  # None: unknown
+    target_tokens: Sequence[str] | None  # those that a decoder reads beside them
+    layers: dict[str, Contributions]  # by layer name; shapes without B
+    begins: int | None = None  # how many tokens of a cache the call went on from; None: unknown
 
     def labels(self, layer: Layer) -> tuple[list[str], list[str]]:
         """The tokens of a layer's queries ``[L]`` and keys ``[S]``; their numbers where unknown.

@@ -50,26 +50,16 @@ class Wanted(NamedTuple):
 
 
 class HeadCall(NamedTuple):
-    """A call of attention on heads.
+    """A call of attention on heads."""
 
-    Attributes:
-        query: [N, H, L, d].
-        key, value: [N, H, S, d]; of a split kernel, of a divisor of H heads.
-        kernel: Which, and what it needs.
-        masks: With four axes.
-        wanted: Whether weights are returned, and how.
-        dropout_p: Probability on the normalised weights.
-        mask_dtype: The type in which bool masks are added to the logits.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # [N, H, L, d]
+    key: Tensor  # [N, H, S, d]; of a split kernel, of a divisor of H heads
+    value: Tensor  # as key
     kernel: KernelOptions
-    masks: Masks
+    masks: Masks  # with four axes
     wanted: Wanted
-    dropout_p: float
-    mask_dtype: torch.dtype
+    dropout_p: float  # probability on the normalised weights
+    mask_dtype: torch.dtype  # the type in which bool masks are added to the logits
 
 
 # Output [N, H, L, d] of a call, and weights [N, H, L, S], [N, L, S], or None

@@ -23,22 +23,14 @@ from ikattn.parallel._ranks import Exchange, Ranks
 
 @dataclass
 class Call:
-    """A call of attention over ranks, but for its tensors with gradients.
+    """A call of attention over ranks, but for its tensors with gradients."""
 
-    Attributes:
-        ranks, layout: Who shares the sequence, and how.
-        is_causal: Whether a query sees keys up to its own place alone.
-        options: Of the operator: p, eps, magnitude_scale, enable_gqa, dropout_p.
-        dropout_seed: int64 [2], that of the whole call; None without dropout.
-        threads: Of the rank that has most of them.
-    """
-
-    ranks: Ranks
+    ranks: Ranks  # who share the sequence
     layout: Layout
-    is_causal: bool
-    options: dict[str, Any]
-    dropout_seed: Tensor | None = None
-    threads: int = 1
+    is_causal: bool  # a query sees keys up to its own place alone
+    options: dict[str, Any]  # of the operator: p, eps, magnitude_scale, enable_gqa, dropout_p
+    dropout_seed: Tensor | None = None  # int64 [2], that of the whole call; None without dropout
+    threads: int = 1  # of the rank that has most of them
 
     def blocks(self, source: int, queries: int, keys: int) -> list[Block]:
         """Returns the blocks that this rank computes with the keys of rank ``source``."""
@@ -65,15 +57,10 @@ class Call:
 
 @dataclass
 class Merged:
-    """Outputs and normalisers of queries over the keys that came so far.
+    """Outputs and normalisers of queries over the keys that came so far."""
 
-    Attributes:
-        output: [B, H, L, d_v], in the arithmetic type.
-        log_normalizer: float64 [B, H, L], -inf before the first key.
-    """
-
-    output: Tensor
-    log_normalizer: Tensor
+    output: Tensor  # [B, H, L, d_v], in the arithmetic type
+    log_normalizer: Tensor  # float64 [B, H, L], -inf before the first key
 
     def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
         """Takes in the output of some queries over further keys."""

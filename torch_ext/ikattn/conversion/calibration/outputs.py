@@ -32,15 +32,10 @@ class Rates(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The output of a layer in one call, while the model computed softmax.
+    """The output of a layer in one call, while the model computed softmax."""
 
-    Attributes:
-        output: [B, L, E], or what ``rows_of`` makes of it.
-        query_padding: Bool [B, L], queries whose output does not matter, or None.
-    """
-
-    output: Tensor
-    query_padding: Tensor | None
+    output: Tensor  # [B, L, E], or what ``rows_of`` makes of it
+    query_padding: Tensor | None  # bool [B, L], queries whose output does not matter
 
 
 class _Enough(Exception):

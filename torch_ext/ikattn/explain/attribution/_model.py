@@ -75,17 +75,11 @@ def check_graph(module: nn.Module) -> None:
 
 @dataclass
 class Stack:
-    """Blocks that follow each other.
+    """Blocks that follow each other."""
 
-    Attributes:
-        blocks: The blocks, in the order of the module list they are in.
-        name: The list's name.
-        source: ``[B, S, D]``, what entered the first block; None until it has run.
-    """
-
-    blocks: list[nn.Module]
-    name: str
-    source: Tensor | None = field(default=None, repr=False)
+    blocks: list[nn.Module]  # in the order of the module list they are in
+    name: str  # the list's
+    source: Tensor | None = field(default=None, repr=False)  # [B, S, D], what entered them, if any
 
 
 def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
