@@ -26,20 +26,13 @@ _CELLS = 16  # rows and columns of a small map
 
 
 def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
-    """Returns a line's overview for the index, in a few hundred bytes.
+    """Returns a line's overview for the index, in a few hundred bytes, by its own recording.
 
-    Args:
-        recording: Of that line alone, without padding.
-        maps: Names of maps, of which the first that was recorded is shown.
-
-    Returns:
-        map: Its name.
-        entropy: Of its rows, in bits; the mean over rows, heads and layers.
-        thumbnail: The mean over heads and layers of its rows' shares, ``[L, S]`` averaged down to
-            at most 16 x 16: L, S and a byte for each cell.
-        mixing_ratio: That of the last map that has one, the mean over tokens and layers.
-
-        None stands for what was not recorded or is not finite.
+    The map is the first of these names that was recorded, its entropy that of rows in bits, the
+    mean over rows, heads and layers. The thumbnail is the mean over heads and layers of its rows'
+    shares, ``[L, S]`` averaged down to at most 16 x 16: L, S and a byte for each cell. The mixing
+    ratio is that of the last map that has one. None stands for what was not recorded or is not
+    finite.
     """
     layers = recording.batches[0]
     name = next((x for x in drawable_maps(maps) if any(_has(y, x) for y in layers.values())), None)

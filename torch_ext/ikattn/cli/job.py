@@ -86,11 +86,7 @@ class Source:
 
     @staticmethod
     def of(option: str, texts: Sequence[str] | Path, column: str = "text") -> Source:
-        """Reads all lines once.
-
-        Raises:
-            AnalyzeError: They cannot be read, or there is none; option names what was given.
-        """
+        """Reads all lines once, or raises AnalyzeError; ``option`` names what was given."""
         digest, count = hashlib.sha256(), 0
         place = texts if isinstance(texts, Path) else option
         if isinstance(texts, Path) and texts.exists() and not texts.is_file():

@@ -119,9 +119,7 @@ class Results:
 def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Results]:
     """The directory of results, in the state in which earlier runs left it.
 
-    Raises:
-        AnalyzeError: It is not writable, another run is at work in it, or it holds the results of
-            another job.
+    AnalyzeError tells of another run that is at work in it, or of the results of another job.
     """
     with doing(f"cannot write to {job.out}"):
         job.out.mkdir(parents=True, exist_ok=True)

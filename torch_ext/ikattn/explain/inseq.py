@@ -84,18 +84,11 @@ def step_scores(
     last: int,
     **options: Any,
 ) -> StepScores:
-    """Scores target tokens ``first`` to ``last``, counted with padding.
+    """Scores target tokens from ``first`` to before ``last``, counted with padding.
 
-    Args:
-        model: A model of transformers, in eval mode.
-        method, options: Arguments of :func:`ikattn.attribute`.
-        source: The encoder's tokens; None: a decoder alone.
-        target: The tokens that the decoder reads.
-        first, last: The first target token, and the one after the last.
-
-    Raises:
-        RuntimeError, ValueError: Errors of :func:`ikattn.attribute`, or scores of tokens that come
-            after their target.
+    The source has the tokens of an encoder, None: there is none; the target those that the decoder
+    reads. Method and options are those of :func:`ikattn.attribute`. ValueError tells of scores of
+    tokens that come after their target.
     """
     B, L = target.ids.shape
     sizes = [None if source is None else source.ids.size(1), L]

@@ -109,9 +109,7 @@ def restore(model: Model) -> Model:
 class PerSample(nn.Module):
     """A parameter, of which every sample gets a copy so that its gradient can be told apart.
 
-    Args:
-        value: The parameter, of any shape.
-        batch_first: Whether Opacus takes the first axis for the batch, or the second.
+    ``batch_first``: Opacus takes the first axis for the batch, otherwise the second.
     """
 
     def __init__(self, value: nn.Parameter, batch_first: bool) -> None:

@@ -19,9 +19,6 @@ def followed_beams(
     """The calls with the rows that became the sequences of a beam search, in their order.
 
     ``beam_indices`` ``[N, steps]`` is the row in which each step was made; -1 after the end.
-
-    Raises:
-        ValueError: There are no steps, or rows beyond the batch.
     """
     if beam_indices.dim() != 2 or 0 in beam_indices.shape:
         raise ValueError(f"joined: beam_indices must be [N, steps], got {list(beam_indices.shape)}")

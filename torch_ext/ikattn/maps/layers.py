@@ -69,11 +69,7 @@ class Batch(Mapping[str, Contributions]):
 
 
 def name_of_layer(names: Collection[str], layer: str | int) -> str:
-    """The name of a layer that is given by name or number, the last one by -1.
-
-    Raises:
-        KeyError: There is no such layer; the message says which there are.
-    """
+    """The name of a layer that is given by name or number; KeyError says which there are."""
     if isinstance(layer, int) and -len(names) <= layer < len(names):
         return list(names)[layer]
     if layer not in names:

@@ -65,11 +65,7 @@ def draw(
 
 
 def picture_format(function: str, path: str | os.PathLike[str]) -> str:
-    """Returns the format that a picture's file must have by its ending.
-
-    Raises:
-        ValueError: Another ending.
-    """
+    """Returns the format that a picture's file must have by its ending."""
     kind = Path(path).suffix.lower().removeprefix(".")
     if kind not in ("png", "svg", "pdf"):
         raise ValueError(f"{function}: path must end in .png, .svg, .pdf, got {Path(path).name!r}")
@@ -118,11 +114,7 @@ def _chosen_layers(recording: RecordedMaps, layer: str | int | None) -> list[Lay
 
 
 def _chosen_map(map: str | None, there: Collection[str]) -> str:
-    """The map asked for; else "summed", or the only one there is but for the weights beside it.
-
-    Raises:
-        ValueError: It is not there, or there are several and none was asked for.
-    """
+    """The map asked for; else "summed", or the only one there is but for the weights beside it."""
     known = ", ".join(sorted(there)) or "none"
     if map is not None:
         if map not in there:

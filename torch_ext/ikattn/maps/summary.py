@@ -146,12 +146,7 @@ def layer_maps(
     """One map ``[B, L, S]`` per layer, first layer first, heads averaged, padding 0.
 
     Of a recording by default the layers of self-attention, and the padding that it knows; of a
-    Batch, which does not know them from others, all layers.
-
-    Raises:
-        ValueError: No layer, a map that was not recorded, shapes that differ or do not fit.
-        KeyError: A layer that is not there.
-        LookupError: A recording of no or several forward calls.
+    Batch, which does not know them from others, all layers. Errors are those of :func:`layer_mean`.
     """
     recorded: list[tuple[str, Tensor, Tensor | None, Tensor | None]]
     if isinstance(maps, (RecordedMaps, Batch)):

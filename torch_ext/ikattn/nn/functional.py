@@ -171,17 +171,10 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes every call, once the number of axes and the types of masks are checked.
 
-    Args:
-        query: [N, L, E] if ``batch_first``, else [L, N, E]; unbatched [L, E].
-        key, value: As query, with S for L, and sizes of their own with separate weights.
-        projection, extra, kernel, out_proj: The layer.
-        masks: As the caller gave them; ``is_causal`` is the caller's hint.
-        wanted: Whether weights [N, L, S] or [N, H, L, S] are returned, and how.
-        dropout_p: Probability on the normalised weights.
-        batch_first: The order of the axes of batched tensors.
-
-    Raises:
-        AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.
+    Query is [N, L, E] if ``batch_first``, else [L, N, E], unbatched [L, E]; key and value have S
+    for L, and sizes of their own with separate weights. Masks are as the caller gave them;
+    ``is_causal`` is the caller's hint. Weights are [N, L, S] or [N, H, L, S]. Errors are in the
+    words of F.multi_head_attention_forward.
     """
     check_hint(masks.is_causal, masks.attention)
     is_batched, batch_axis = query.dim() == 3, 0 if batch_first else 1

@@ -46,9 +46,6 @@ def dropout_seed_for(
     """Returns the seed of a module's call; None if it drops nothing or ranks draw one for all.
 
     ``share`` is the rank's heads, whose mask is a part of that of all heads; None: it has all.
-
-    Raises:
-        NotImplementedError: Ranks share out both heads and tokens.
     """
     if dropout_p == 0.0:
         return None
@@ -65,19 +62,10 @@ def dropout_seed_for(
 
 
 class AttendingBy:
-    """Makes a module attend by another function, until ``remove``.
+    """Makes a module with an implicit kernel attend by another function, until ``remove``.
 
     A call of the module that ends before it attended, by an error or in another way, is told to the
-    other ranks, which would wait for it.
-
-    Args:
-        module: A module with an implicit kernel.
-        attend: Called with the arguments of ``implicit_kernel_attention``.
-        refuse: Tells the ranks that are in the call, by a device and a reason, that this one will
-            not come; raises where any is.
-
-    Raises:
-        RuntimeError: The module does so already.
+    other ranks, which would wait for it: ``refuse`` is called with a device and the reason.
     """
 
     def __init__(

@@ -21,15 +21,9 @@ def check_order(function: str, p: object) -> None:
 
 
 def log_magnitude(key: Tensor, p: float | None, scale: float | None = None) -> Tensor:
-    """Computes g = scale ``|k|_p^2``; 0 for p = None.
+    """Computes g = scale ``|k|_p^2`` of keys [.., d]; 0 for p = None.
 
-    Args:
-        key: [.., d].
-        p: Order of the norm, or None.
-        scale: None: 1 / (2 sqrt d).
-
-    Returns:
-        [..], of key's type.
+    Without a scale it is 1 / (2 sqrt d).
     """
     if p is None:
         return key.new_zeros(key.shape[:-1])
@@ -96,14 +90,9 @@ class LearnedOrder(nn.Module):
             self.raw.fill_(math.log(math.expm1(self.first - 1)))
 
     def forward(self, key: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Computes g.
+        """Computes g [B, H, S], in float32 at least, of keys [B, H, S, d].
 
-        Args:
-            key: [B, H, S, d].
-            hidden: [B, S] bool, True: g = 0 there, whatever the key, even NaN. Or None.
-
-        Returns:
-            [B, H, S], in float32 at least.
+        Hidden keys, bool [B, S], have g = 0, whatever they hold, even NaN.
         """
         wide = widened(key)
         if hidden is not None:
@@ -116,14 +105,8 @@ class LearnedOrder(nn.Module):
     def of_edges(self, target: Tensor, source: Tensor, to: Tensor, of: Tensor) -> Tensor:
         """Computes g of the concatenations [target || source] of edges, without making any.
 
-        Args:
-            target: [N_q, H, d].
-            source: [N_k, H, d].
-            to: [E], the target of each edge.
-            of: [E], the source of each edge.
-
-        Returns:
-            [E, H], in float32 at least.
+        Targets are [N_q, H, d], sources [N_k, H, d], and ``to`` and ``of`` [E] say which of them
+        each edge has. The result [E, H] is in float32 at least.
         """
         p = self.p.to(target.dtype if target.dtype == torch.float64 else torch.float32)
         logarithms, empties = [], []

@@ -117,13 +117,7 @@ def attend_jagged(
     w2: Tensor | None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Computes attention of nested tensors ``[B, H, j, d]`` of the jagged layout.
-
-    Raises:
-        TypeError: Not all of query, key and value are nested, or one is of the strided layout.
-        ValueError: A mask or bias is given, a causal call has keys of other lengths than queries,
-            or key and value differ in lengths.
-    """
+    """Computes attention of nested tensors ``[B, H, j, d]`` of the jagged layout."""
     named = changed("implicit_kernel_attention", options, query)
     is_causal = named.pop("is_causal", False)
     packed: dict[str, tuple[Tensor, Tensor]] = {}

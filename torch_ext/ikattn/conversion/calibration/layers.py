@@ -89,12 +89,7 @@ def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
 
 
 def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
-    """Returns the selected layers with implicit kernels, in the order of their names.
-
-    Raises:
-        TypeError: The model is none, or select is no selection.
-        ValueError: There are none.
-    """
+    """Returns the selected layers with implicit kernels, in the order of their names."""
     found = [
         Layer(one)
         for one in select_modules(model, select)
@@ -112,9 +107,7 @@ def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
 def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
     """Makes every implicit kernel of the model softmax for the time of the block.
 
-    Args:
-        model: The model.
-        layers: Those that are calibrated, which tell the kinds of kernels that there are.
+    The layers tell which kinds of kernels there are.
     """
     with ExitStack() as stack:
         for module in model.modules():

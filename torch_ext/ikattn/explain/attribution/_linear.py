@@ -84,10 +84,8 @@ class LinearModel(TorchFunctionMode):
     Values stay what they are; the gradient is that of the linear map. Parameters must not require
     gradients. ``constants`` gathers, in each backward pass, what biases and other constants add to
     what is differentiated; ``lost`` gathers what comes from fixed numbers that were added, as if
-    they were biases, although they depend on the tokens: then the map is not that of the model.
-
-    Args:
-        activation: "slope", f(x) = (f(x) / x) x, or "tangent", f(x) = f'(x) x + a constant.
+    they were biases, although they depend on the tokens: then the map is not that of the model. The
+    activation is "slope", f(x) = (f(x) / x) x, or "tangent", f(x) = f'(x) x + a constant.
     """
 
     def __init__(self, activation: Activation = "slope") -> None:

@@ -79,9 +79,8 @@ def _implicit_attention(
 
     Tensors are as ``Given`` has them. ``scaling`` is that of query . key, see ``ikattn.convert``;
     among the options are position_bias, added to the logits, is_causal and output_attentions.
-
-    Returns:
-        The output [B, L, H, d_v], and the weights [B, H, L, S] with output_attentions, else None.
+    Returns the output [B, L, H, d_v], and the weights [B, H, L, S] with output_attentions, else
+    None.
     """
     reasons = {
         f"{name}, which {why}": options.get(name) is not None for name, why in _REFUSED.items()

@@ -216,12 +216,7 @@ def write_arrays(
 def read_arrays(
     path: str | os.PathLike[str], form: str, last: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The metadata and arrays of a file of format ``form``, its version ``last`` at most.
-
-    Raises:
-        MapFileError: The file is damaged, or holds something else.
-        FileNotFoundError: There is no such file.
-    """
+    """The metadata and arrays of a file of format ``form``, its version ``last`` at most."""
     _, read = _format_of(Path(path))
     if not Path(path).is_file():
         raise FileNotFoundError(2, "there is no such file", os.fspath(path))
