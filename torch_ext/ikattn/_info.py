@@ -16,7 +16,7 @@ from ikattn import _library
 
 
 def cuda_kernels(build: dict[str, Any]) -> str:
-    """Returns the kernels for GPUs of a library's build, and whether Hopper's own are in use."""
+    """Tells which kernels for GPUs a build has, and whether Hopper's own are in use."""
     if "no_cuda_reason" in build:
         return f"no: {build['no_cuda_reason']}"
     if not build["warpgroups"]:

@@ -109,7 +109,7 @@ def _load(question: Question) -> Loaded:
 
 
 def _kind_of(transformers: Any, config: Any) -> Any:
-    """Returns the class that the model was saved as, if it gives logits of text."""
+    """Returns the class that the model was saved as, which must give logits of text."""
     name = (getattr(config, "architectures", None) or [""])[0]
     kind = getattr(transformers, name, None) if name else None
     if kind is None:  # its code comes with it, or nobody says

@@ -26,9 +26,9 @@ _CELLS = 16  # rows and columns of a small map
 
 
 def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
-    """Returns a line's overview for the index, in a few hundred bytes, by its own recording.
+    """Returns the overview of a line, by its recording, in a few hundred bytes for the index.
 
-    The map is the first of these names that was recorded, its entropy that of rows in bits, the
+    The map is the first of these names that was recorded. Its entropy is that of rows in bits, the
     mean over rows, heads and layers. The thumbnail is the mean over heads and layers of its rows'
     shares, ``[L, S]`` averaged down to at most 16 x 16: L, S and a byte for each cell. The mixing
     ratio is that of the last map that has one. None stands for what was not recorded or is not

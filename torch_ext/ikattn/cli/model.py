@@ -194,7 +194,7 @@ def _chosen(names: Sequence[str], asked: Sequence[str] | None) -> frozenset[str]
 
 
 def _check_maps(job: Job, recording: Recording, names: Iterable[str]) -> None:
-    """Warns of maps that were asked for by name and that some layers lack; all must not."""
+    """Warns of maps that were asked for and some layers lack; refuses those that all lack."""
     layers = [recording.layers[name] for name in recording.names if name in names]
     for name in job.maps:
         if name in GROUPS:

@@ -33,12 +33,7 @@ _NUMBERED = re.compile(rf"line-\d{{6,}}\.({'|'.join(LINE_FORMATS)})|sums-\d{{6,}
 class Results:
     """The finished part of a job: lines with their files, and the sums of the first lines.
 
-    It takes a byte of memory for each line of the text.
-
-    Attributes:
-        ledger: The path of lines.jsonl.
-        total: How many lines there are to do.
-        sums: Those of the first lines.
+    It takes a byte of memory for each of the ``total`` lines of the text.
     """
 
     def __init__(self, job: Job, total: int, file: BinaryIO) -> None:

@@ -141,10 +141,9 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
 
     What ``convert`` did is undone: classes, hooks, the encoders' nesting of padded input, the
     attention implementation of a transformers model ("sdpa" where the one before is not known).
-    Weights stay as they are now, trained or not; frequencies are dropped. An optimiser that was
-    told of them keeps them, without gradients. Pass what ``convert`` was given: encoders around a
-    part of it are not reached. Modules made as those of this package are reverted too; subclasses
-    of them are left, with a warning.
+    Weights stay as they are now; frequencies are dropped. Pass what ``convert`` was given: encoders
+    around a part of it are not reached. Modules made as those of this package are reverted too;
+    subclasses of them are left, with a warning.
 
     Args:
         model: Any module; it may be an attention module itself.

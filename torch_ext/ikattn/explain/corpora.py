@@ -117,9 +117,8 @@ class CorpusMeans:
 class CorpusSums:
     """Sums of maps over texts. They take the same memory for one text and for ten million.
 
-    Sums of parts of a corpus add, in any order: ``one + other``, or ``sum(parts, CorpusSums())``.
-    They can be pickled, saved and loaded. A map with a number that is not finite is left out, and
-    counted.
+    Sums of parts of a corpus add, in any order. They can be pickled, saved and loaded. A map with a
+    number that is not finite is left out, and counted.
 
     Args:
         types: The types of tokens, A of them.

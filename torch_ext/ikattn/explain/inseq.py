@@ -24,10 +24,9 @@ METHODS = ("decompx", "alti_logit", *(f"rollout:{map}" for map in _ROLLED))
 def register() -> tuple[str, ...]:
     """Makes the methods of :func:`ikattn.attribute` known to inseq, "ikattn_decompx" and so on.
 
-    A score is a token's part in the logit of a target token, whether ``attributed_fn`` is left out
-    or "logit"; other functions are refused. Each sequence is attributed without its padding.
-    "decompx" takes one forward pass of it and one backward pass for each target token; the others
-    begin anew for each target token. Encoder-decoders have "decompx" alone.
+    A score is a token's part in the logit of a target token. Each sequence is attributed without
+    its padding. "decompx" takes one forward pass of it and one backward pass for each target token;
+    the others begin anew for each target token. Encoder-decoders have "decompx" alone.
 
     Returns:
         The names.

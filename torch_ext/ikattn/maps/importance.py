@@ -46,8 +46,7 @@ def token_importance(
         query_padding: bool ``[B, L]``; by default what the recording knows.
         key_padding: bool ``[B, S]``; for rollout, where both are the same tokens, one of them is
             enough.
-        without_self: Leave out what the token, or the span, draws from itself, which is mostly the
-            largest part where maps hold the residual.
+        without_self: Leave out what the token, or the span, draws from itself.
 
     Returns:
         ``[B, S]``, 0 at padding; with normalize it adds up to 1.

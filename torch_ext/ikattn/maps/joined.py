@@ -105,7 +105,7 @@ def _columns(layers: Mapping[str, Layer], call: Batch, name: str) -> range:
 
 
 def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
-    """One call of several that go on from each other, whose sequences keep their places."""
+    """One call of several that go on from each other, whose sequences must keep their places."""
     if len(calls) == 1:
         return calls[0]
     _check_places(layers, calls)

@@ -25,14 +25,9 @@ def parameter_groups(
 
     What makes the kernels is a group of its own: frequencies, the weights of their generators, and
     learned orders of the norm. It has no weight decay, which would widen the kernels, and a smaller
-    learning rate. Adam moves every number by about the learning rate, and frequencies are small:
-    1 / (2 pi sqrt(d)) at first. Biases, scales of norms and all else with fewer than two axes have
-    no weight decay, either.
-
-    Kernels are found in ``ikattn.MultiheadAttention`` and converted models, in models of
-    ``ikattn.convert``, in layers for PyTorch Geometric and timm, and wherever a module
-    holds a source of ``ikattn.spectral`` or an ``ikattn.ops.magnitude.LearnedOrder``. Call it after
-    the conversion.
+    learning rate, as frequencies are small. Biases, scales of norms and all else with fewer than
+    two axes have no weight decay, either. Kernels are found wherever a module holds a source of
+    ``ikattn.spectral`` or an ``ikattn.ops.magnitude.LearnedOrder``. Call it after the conversion.
 
     Args:
         model: Any module; one without kernels has no group of them.

@@ -69,8 +69,7 @@ def implicit_kernel_attention_varlen(
         v, w1, w2 and key_bias, twice too.
 
     Raises:
-        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value; the
-            message names it, what was expected and what came.
+        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value.
 
     Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 

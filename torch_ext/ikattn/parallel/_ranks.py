@@ -31,11 +31,7 @@ class Exchange:
 
 
 class Ranks:
-    """The ranks of one group, numbered within it.
-
-    Args:
-        group: A one-dimensional ``DeviceMesh``, a process group, or None: all ranks.
-    """
+    """The ranks of a group, a ``DeviceMesh`` of one dimension or, without one, all, numbered."""
 
     def __init__(self, group: DeviceMesh | dist.ProcessGroup | None) -> None:
         if not dist.is_available() or not dist.is_initialized():

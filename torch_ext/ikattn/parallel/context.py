@@ -56,8 +56,7 @@ def context_parallel_attention(
         w2: As w1, or None.
         group: The ranks: a ``DeviceMesh`` of one dimension, a process group, or None for all.
         layout: Which tokens rank r has: "contiguous", chunk r of W; "zigzag", chunks r and
-            2W - 1 - r of 2W, one after the other, so that in causal calls all ranks have as much to
-            do. :class:`ContextParallel` has ``shard`` for both.
+            2W - 1 - r of 2W, one after the other. :class:`ContextParallel` has ``shard`` for both.
         algorithm: "quadratic" or "linear"; None: as one process would take the whole.
         key_bias: Broadcastable to ``[B, H, S]`` or ``[B, G, S]``, for this rank's keys.
         attn_mask: Must be None.

@@ -72,9 +72,8 @@ def regularization_loss(model: nn.Module) -> Tensor:
 
     Returns:
         A scalar, in nats times the generators' weights; 0 where no generator has a regulariser. It
-        is a mean over the samples of the batch and, as in an evidence lower bound, belongs to a
-        log-likelihood of the whole data set: divide it by the number of training examples where the
-        loss is a mean.
+        is a mean over the samples of the batch and belongs to a log-likelihood of the whole data
+        set: divide it by the number of training examples where the loss is a mean.
 
     Raises:
         RuntimeError: No generator has been called since the last time, or one without a graph, as

@@ -176,10 +176,8 @@ def _checked(
 class _Seen:
     """Inputs and outputs of the layers, while the model computed softmax.
 
-    Attributes:
-        calls: Of each layer, as many as are kept.
-        targets: Of each layer and batch, its outputs.
-        order: The layers as the model calls them.
+    Of each layer there are the calls that are kept, and for each batch its outputs; ``order`` has
+    the layers as the model calls them.
     """
 
     def __init__(

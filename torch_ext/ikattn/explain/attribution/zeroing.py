@@ -154,11 +154,7 @@ def _runs(model: nn.Module, inputs: dict[str, Any], stack: Stack) -> list[_Run]:
 
 
 class _Zeroed(TorchFunctionMode):
-    """While it is entered, values of one key are zero in each sequence of the first attention.
-
-    Args:
-        keys: ``[K]``, for each sequence.
-    """
+    """While entered, values of ``keys``, one a sequence, are 0 in the first attention."""
 
     def __init__(self, keys: Tensor) -> None:
         super().__init__()

@@ -30,8 +30,8 @@ class MapDistance:
     """How far apart a layer's map is in two models, averaged over rows.
 
     A row is what one token takes from each other one, divided by its sum. Padding, and rows with
-    nothing in them, are no part of the averages; NaN: there was nothing to average. Numbers are
-    float64, ``[H]`` of maps that every head has and scalars of others.
+    nothing in them, are no part of the averages; NaN: there was nothing to average.
+    Numbers are float64, ``[H]`` of maps that every head has and scalars of others.
 
     Attributes:
         total_variation: Half of the sum of absolute differences, 0 to 1: how much of a row would

@@ -244,14 +244,10 @@ class _GATForm(GraphAttention):
 class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     r"""GATConv by the implicit kernel, in the form that the paper gives for GAT.
 
-    The weight of an edge j -> i is the similarity of a learned vector a and the concatenation
-    ``x = [z_i || z_j]`` of the mapped nodes, times the magnitude ``exp(|x|_p^2 / (2 sqrt(2C)))``,
-    normalised over the edges into i (``ikattn.ops.gat_edge_attention``). a is ``att_dst`` and
-    ``att_src``, as in GATConv. Constructor and ``forward``, parameters, initial values and
-    checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
-
-    Features of edges add ``(att_edge * lin_edge(e)).sum(-1)`` to the logit of their edge; with
-    "dot", within the LeakyReLU.
+    The weight of an edge is that of :func:`ikattn.ops.gat_edge_attention`, with ``att_dst`` and
+    ``att_src`` as the vector and mapped nodes as its ends. Constructor and ``forward``, parameters,
+    initial values and checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
+    docs/guide/graphs.md has more.
 
     Args:
         *args: As for GATConv: ``in_channels``, ``out_channels``, ``heads`` and so on.
