@@ -185,11 +185,7 @@ class CorpusSums:
         return self
 
     def __add__(self, other: CorpusSums) -> CorpusSums:
-        """Returns the sums of both.
-
-        Raises:
-            ValueError: They have other types of tokens, are of another model or of other layers.
-        """
+        """Returns the sums of both, which must have the same types of tokens, model and layers."""
         if not isinstance(other, CorpusSums):
             return NotImplemented
         total = CorpusSums(self.types)
@@ -198,11 +194,7 @@ class CorpusSums:
         return total
 
     def __getitem__(self, layer: str) -> dict[str, CorpusMeans]:
-        """Returns the means of a layer's maps, by name.
-
-        Raises:
-            KeyError: No such layer; the message names those there are.
-        """
+        """Returns the means of a layer's maps; KeyError names the layers that there are."""
         if layer not in self.sums:
             raise KeyError(f"no layer {layer!r} was added; there are {', '.join(self.sums)}")
         maps = self.sums[layer].items()

@@ -172,15 +172,11 @@ class EdgeMaps:
                 writer.writerows(self._rows())
                 file.write(text.getvalue().encode())
             case ".npz":
-                arrays = {
-                    field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)
-                }
-                arrays = {
-                    name: x.float() if x.is_floating_point() else x for name, x in arrays.items()
-                }
-                optional("numpy", "an .npz file", "numpy").savez(
-                    file, **{name: x.detach().cpu().numpy() for name, x in arrays.items()}
-                )
+                numpy, arrays = optional("numpy", "an .npz file", "numpy"), {}
+                for field in fields(self):
+                    x = torch.as_tensor(getattr(self, field.name)).detach().cpu()
+                    arrays[field.name] = (x.float() if x.is_floating_point() else x).numpy()
+                numpy.savez(file, **arrays)
             case ".graphml":
                 networkx = optional("networkx", "a .graphml file", "networkx")
                 graph = networkx.MultiDiGraph()

@@ -150,9 +150,8 @@ class RecordedMaps:
     def __getitem__(self, name: str | int) -> Contributions:
         """The maps of one layer, by name or number, where one forward call was recorded.
 
-        Raises:
-            KeyError: No such layer; the message names those there are.
-            LookupError: None or several calls were recorded: take ``recording.batches[i][name]``.
+        KeyError names the layers that there are; LookupError tells of none or several calls, of
+        which ``recording.batches[i][name]`` takes one.
         """
         if self.layers:
             name = name_of_layer(self.layers, name)

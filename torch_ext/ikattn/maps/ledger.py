@@ -88,11 +88,7 @@ class Shares:
     layers: dict[str, Split] = field(default_factory=dict)
 
     def __getitem__(self, layer: str | int) -> Split:
-        """The split of a layer's heads.
-
-        Raises:
-            KeyError: There is no such layer.
-        """
+        """The split of a layer's heads; KeyError names the layers that there are."""
         return self.layers[name_of_layer(self.layers, layer)]
 
     @property
@@ -105,8 +101,7 @@ class Shares:
     def __add__(self, other: Shares) -> Shares:
         """The shares of both parts of a corpus; a layer that one of them lacks is the other's.
 
-        Raises:
-            ValueError: A layer has another number of heads.
+        ValueError tells of a layer with another number of heads.
         """
         found = dict(self.layers)
         for name, split in other.layers.items():

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
-from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer, RecordedMaps, name_of_layer
 from ikattn.maps.sequences import AXES, SequenceMaps, sequences, tensors_of
 from ikattn.maps.tokens import Tokens
@@ -56,7 +55,10 @@ def draw(
         raise ValueError(f"plot: map must be one of {', '.join(_TITLES)}, got {map!r}")
     shown = _chosen_sequence(recording, batch, sequence, tokens, target_tokens)
     layers = [one for one in _chosen_layers(recording, layer) if one.name in shown.layers]
-    there = {one.name: _square_maps(shown.layers[one.name]) for one in layers}
+    there = {
+        one.name: [x for x, axes, _ in tensors_of(shown.layers[one.name]) if axes.endswith("LS")]
+        for one in layers
+    }
     chosen = _chosen_map(map, {name for names in there.values() for name in names})
     drawn = [one for one in layers if chosen in there[one.name]]
     figure = _figure(shown, drawn, chosen, is_single=layer is not None)
@@ -124,10 +126,6 @@ def _chosen_map(map: str | None, there: Collection[str]) -> str:
         if len(names) == 1:
             return names.pop()
     raise ValueError(f"plot: map must say which map to draw; there are {known}")
-
-
-def _square_maps(maps: Contributions) -> list[str]:
-    return [name for name, axes, _ in tensors_of(maps) if axes.endswith("LS")]
 
 
 def _over_heads(name: str, values: Tensor) -> Tensor:

@@ -39,8 +39,7 @@ class Recording(RecordedMaps):
     def edges(self) -> dict[str, EdgeMaps]:
         """The maps of layers that attend over a graph, where one forward call was recorded.
 
-        Raises:
-            LookupError: None or several calls were recorded: take ``recording.graphs[i]``.
+        Of several calls ``recording.graphs[i]`` has them; here they are a LookupError.
         """
         if len(self.graphs) != 1:
             raise LookupError(

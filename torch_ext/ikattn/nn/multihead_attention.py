@@ -270,8 +270,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     def _as_leaf(self, tracer: fx.Tracer, *arguments: Any) -> Any:
         """Makes torch.fx record the call as one node, as it does for the modules of torch.
 
-        Raises:
-            RuntimeError: There are hooks. They have been traced, or will be, and would run twice.
+        RuntimeError tells of hooks: they have been traced, or will be, and would run twice.
         """
         name = tracer.path_of_module(self)
         hooks = [*self._forward_pre_hooks.values(), *self._forward_hooks.values()]

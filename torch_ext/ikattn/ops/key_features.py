@@ -93,18 +93,13 @@ class KeyFeatures(FixedKernel):
     def features(self) -> Tensor:
         """phi(k), ``[B, K, S, 2 M]``, in float32, for float64 keys float64: a view.
 
-        Raises:
-            ValueError: No key was appended yet.
+        Before the first key it is a ValueError, and so are ``log_magnitudes``.
         """
         return self._known().features[:, :, : self._length]
 
     @property
     def log_magnitudes(self) -> Tensor:
-        """g_j = magnitude_scale ``|k_j|_p^2``, ``[B, G, S]``, in float64: a view.
-
-        Raises:
-            ValueError: No key was appended yet.
-        """
+        """g_j = magnitude_scale ``|k_j|_p^2``, ``[B, G, S]``, in float64: a view."""
         return self._known().magnitudes[:, :, : self._length]
 
     @takes_memory_for("the features of keys", function="KeyFeatures.append")

@@ -103,20 +103,14 @@ class RecurrentState(FixedKernel):
     def moments(self) -> Tensor:
         """The sums ``[B, K, E, d_v + 1]``; those of :func:`ikattn.ops.key_moments`.
 
-        They are the state's own, which ``update`` writes to; clone what is to stay.
-
-        Raises:
-            ValueError: No key came yet.
+        They are the state's own, which ``update`` writes to; clone what is to stay. Before the
+        first key they are a ValueError.
         """
         return self._known()[0]
 
     @property
     def reference(self) -> Tensor:
-        """Logarithms of the factors that the sums lack, float64 ``[B, K]``; as ``moments``.
-
-        Raises:
-            ValueError: No key came yet.
-        """
+        """Logarithms of the factors that the sums lack, float64 ``[B, K]``; as ``moments``."""
         return self._known()[1]
 
     @takes_memory_for("moments of keys", function="RecurrentState.update")

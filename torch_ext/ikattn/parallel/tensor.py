@@ -218,13 +218,7 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Shares out a module, as ``parallelize_module`` asks.
-
-        Raises:
-            TypeError: It is another module.
-            ValueError: The ranks do not divide the heads, the mesh has several dimensions, or the
-                frequencies are from a source of the caller's own.
-        """
+        """Shares out a module, as ``parallelize_module`` asks; it must be one of those above."""
         if isinstance(module, KERNELS):
             share_kernel(module, device_mesh, self.src_data_rank)
             return module

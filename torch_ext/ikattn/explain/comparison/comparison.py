@@ -100,11 +100,7 @@ class Comparison:
     left_out: tuple[str, ...] = ()
 
     def __getitem__(self, layer: str) -> dict[str, MapDistance]:
-        """Returns the distances of a layer's maps.
-
-        Raises:
-            KeyError: No such layer; the message names those there are.
-        """
+        """Returns the distances of a layer's maps; KeyError names the layers that there are."""
         if layer not in self.distances:
             raise KeyError(f"no layer {layer!r} was compared; there are {', '.join(self.pairs)}")
         return self.distances[layer]

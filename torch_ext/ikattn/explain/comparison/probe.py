@@ -98,12 +98,10 @@ class MapProbe:
             )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Measures the model as it is now.
+        """Measures the model as it is now, which must have whole parameters.
 
-        Raises:
-            NotImplementedError: The model's parameters are sharded, so that one process alone
-                cannot run it.
-            What ``ikattn.record`` raises.
+        Errors are those of ``ikattn.record``, and a NotImplementedError where parameters are
+        sharded.
         """
         _check_whole(model)
         with as_it_was(model), torch.no_grad():
