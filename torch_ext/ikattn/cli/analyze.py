@@ -6,9 +6,7 @@
     DIR/sums.npz           the sums of all lines' maps, where these were asked for, and
     DIR/summary.html       a page of their means
 
-A line's files are written whole, each under its final name at once; only then does its entry go to
-lines.jsonl, and to the disk. Sums are written after some lines, in the place of the sums before. So
-whatever stops a run, the directory tells what is finished (results.py), and the same command does
+Whatever stops a run, the directory tells what is finished (results.py), and the same command does
 the rest. In memory are one batch of lines and a byte for each line.
 """
 

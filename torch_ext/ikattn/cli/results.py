@@ -1,5 +1,7 @@
 """The directory of ``python -m ikattn analyze``: what is finished in it, and what is not.
 
+A line's files are written whole, and only then does its entry go to lines.jsonl.
+
 DIR/manifest.json      what was asked for; a run with other wishes is refused
 DIR/lines.jsonl        an entry for each line with files of its own, when these are whole
 DIR/sums-000032.npz    the sums of the first 32 lines, until sums.npz holds those of all

@@ -37,7 +37,7 @@ def convert(
     seed: int | None = None,
     sizes: Sizes | None = None,
 ) -> Model:
-    """Gives every attention module of a model the implicit kernel, in place.
+    """Gives every attention module of a model the implicit kernel, in place, and returns the model.
 
     It knows three kinds, of which a model may hold several. ``nn.MultiheadAttention`` becomes
     ``ikattn.MultiheadAttention``. GATConv, GATv2Conv and TransformerConv of PyTorch Geometric
@@ -76,9 +76,6 @@ def convert(
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
         sizes: For modules of transformers of which this package does not know it: from the module
             to its number of query heads and head size, (H, d).
-
-    Returns:
-        ``model``.
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.
@@ -137,7 +134,7 @@ def convert(
 
 
 def revert(model: Model, *, select: Selection | None = None) -> Model:
-    """Takes the kernels of this package out of a model, in place.
+    """Takes the kernels of this package out of a model, in place, and returns the model.
 
     What ``convert`` did is undone: classes, hooks, the encoders' nesting of padded input, the
     attention implementation of a transformers model ("sdpa" where the one before is not known).
@@ -148,9 +145,6 @@ def revert(model: Model, *, select: Selection | None = None) -> Model:
     Args:
         model: Any module; it may be an attention module itself.
         select: As for ``convert``.
-
-    Returns:
-        ``model``.
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.

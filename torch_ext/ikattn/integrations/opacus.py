@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def prepare(model: Model, *, batch_first: bool = True) -> Model:
-    """Makes a model with implicit-kernel attention one that Opacus can train, in place.
+    """Makes a model with implicit-kernel attention one that Opacus can train; returns the model.
 
     Call it after ``ikattn.convert`` and before ``PrivacyEngine.make_private``. The parameters stay
     the same objects, outputs the same numbers and names in a state dict the same names. What Opacus
@@ -39,9 +39,6 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
     Args:
         model: Any module.
         batch_first: As for ``PrivacyEngine.make_private``: tensors are [N, L, E].
-
-    Returns:
-        ``model``.
 
     Raises:
         ValueError: An attention module has another ``batch_first``, or other parameters than
@@ -81,13 +78,10 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Undoes ``prepare``, in place, when the training is over.
+    """Undoes ``prepare`` when the training is over, and returns the model.
 
     Args:
-        model: What was prepared, without Opacus around it.
-
-    Returns:
-        ``model``; parameters are the same objects still.
+        model: What was prepared, without Opacus around it; parameters stay the same objects.
 
     Example:
         >>> import pytest, torch, ikattn

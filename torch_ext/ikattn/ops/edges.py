@@ -154,12 +154,11 @@ def implicit_kernel_edge_attention(
         w1: Frequencies ``[H, d, M]``, in cycles per unit of query; in the dtype of query or
             float32.
         w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
-        p: Order of the norm in a key's magnitude, any real >= 1. None: no magnitude.
         key_bias: Added to the logits of all edges of a source, ``[N_k]`` or ``[N_k, H]``. ``-inf``
             hides the source.
         edge_bias: Added to the logit of an edge, ``[E]`` or ``[E, H]``, in the order in which the
             edges were given. ``-inf`` hides the edge.
-        dropout_p, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
+        p, dropout_p, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
         eps: Added to the squared covariance; at least 1e-30, for float64 nodes 1e-290.
         dropout_seed: int64 ``[2]``, seed and offset of the dropout mask of the sorted edges. None:
             drawn from torch's default generator.

@@ -54,11 +54,10 @@ def implicit_kernel_attention_varlen(
         cu_seqlens_k: The same of the keys. Sequences may be empty.
         max_seqlen_q, max_seqlen_k: The longest lengths; a longer sequence is an error. They change
             nothing else.
-        dropout_p: As in :func:`ikattn.implicit_kernel_attention`.
         causal: The last query of a sequence sees all its keys, the one before it all but the last:
             aligned at the bottom right, as in FlashAttention. Sequences of several queries and
             another number of keys take quadratic time, and a mask of a byte a pair.
-        p, eps, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
+        dropout_p, p, eps, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
         key_bias: Added to the logit of a key in every row; broadcastable to ``[H, T_k]`` or
             ``[G, T_k]``. ``-inf`` hides a key.
         dropout_seed: int64 ``[2]`` on the device of q. The mask is that of the padded call, with
