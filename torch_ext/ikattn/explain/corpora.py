@@ -203,17 +203,12 @@ class CorpusSums:
     @property
     def shares(self) -> Shares:
         """Who makes contributions large, of layers with the ledger; see ``ikattn.maps.shares``."""
-        return Shares(
-            {
-                layer: Split(
-                    maps["ledger"]["sum_of_covariances"],
-                    maps["ledger"]["split_rows"].long(),
-                    maps["ledger"]["split_left_out"].long(),
-                )
-                for layer, maps in self.sums.items()
-                if "ledger" in maps
-            }
-        )
+        found = {}
+        for layer, maps in self.sums.items():
+            if sums := maps.get("ledger"):
+                rows, left_out = sums["split_rows"].long(), sums["split_left_out"].long()
+                found[layer] = Split(sums["sum_of_covariances"], rows, left_out)
+        return Shares(found)
 
     def table(self) -> list[dict[str, Any]]:
         """Returns plain rows, one for each layer, map of queries and keys, and head.

@@ -55,10 +55,6 @@ class NormStats:
         ``variance_epsilon``, with a mean taken off or not, and times a ``weight``, one more than
         that, or none. How another class acts is seen by calling its ``forward`` on three rows.
 
-        Args:
-            module: The normalisation.
-            norm_input: What it was called with.
-
         Raises:
             TypeError: The module is no normalisation this function knows.
 

@@ -35,12 +35,10 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
 
     Constructor, ``forward``, parameter names, initial values and random stream are those of
-    torch.nn.MultiheadAttention; the options from ``kernel`` on are new and keyword-only. The
-    frequencies of the implicit kernel are the parameters ``spectral.w1`` and ``spectral.w2``, flat,
-    in the order [H, d, M] (``spectral.frequencies()`` returns them in that shape); other kernels
-    have no parameters of their own. A checkpoint of nn.MultiheadAttention loads with
-    ``strict=True`` and leaves the frequencies as they are. docs/guide/drop_in.md lists what
-    differs.
+    torch.nn.MultiheadAttention; the options from ``kernel`` on are new and keyword-only.
+    ``spectral.frequencies()`` returns the frequencies of the implicit kernel. A checkpoint of
+    nn.MultiheadAttention loads with ``strict=True`` and leaves them as they are.
+    docs/guide/drop_in.md lists what differs.
 
     Args:
         embed_dim: E, the model size.

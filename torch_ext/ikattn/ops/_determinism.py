@@ -19,8 +19,7 @@ def deterministic(level: Literal["run", "batch"]) -> Iterator[None]:
     prefill, of a chunk of it, or a step by itself. docs/guide/batch_invariance.md has how, what it
     costs, and what it does not promise.
 
-    The setting is that of the process, for all threads, as torch's own are; a backward follows the
-    setting while it runs. ``IKATTN_DETERMINISTIC=batch`` in the environment makes it the first.
+    The setting is that of the process, for all threads; a backward follows it while it runs.
 
     Args:
         level: ``"run"`` or ``"batch"``.

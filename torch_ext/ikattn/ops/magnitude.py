@@ -45,8 +45,7 @@ class LearnedOrder(nn.Module):
     Args:
         num_heads: H.
         p: The first order, above 1.
-        device: Of the parameter.
-        dtype: Of the parameter.
+        device, dtype: Of the parameter.
 
     Raises:
         ValueError: p <= 1.

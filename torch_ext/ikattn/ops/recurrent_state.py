@@ -278,23 +278,20 @@ class RecurrentState(FixedKernel):
         length, groups = int(state["length"]), int(state["groups"])
         heads, _, frequencies = self.w1.shape
         entries = frequencies * (2 * frequencies + 1) + 1
-        if moments is not None and (
-            moments.dim() != 4
-            or moments.shape[1:3] != (heads, entries)
-            or reference.shape != moments.shape[:2]
-            or reference.dtype != torch.float64
-        ):
-            raise ValueError(
-                f"RecurrentState.load_state_dict: moments must have shape [B, K, E, d_v + 1] with "
-                f"K = {heads} and E = {entries}, and reference [B, K] in float64, got "
-                f"{list(moments.shape)} and {list(reference.shape)} in {reference.dtype}"
-            )
-        if moments is not None and (groups < 1 or heads % groups != 0):
-            raise ValueError(
-                f"RecurrentState.load_state_dict: groups must divide the heads of w1, {heads}, got "
-                f"{groups}"
-            )
         if moments is not None:  # written in place from here on
+            fits = moments.dim() == 4 and moments.shape[1:3] == (heads, entries)
+            fits = fits and reference.shape == moments.shape[:2]
+            if not fits or reference.dtype != torch.float64:
+                raise ValueError(
+                    "RecurrentState.load_state_dict: moments must have shape [B, K, E, d_v + 1] "
+                    f"with K = {heads} and E = {entries}, and reference [B, K] in float64, got "
+                    f"{list(moments.shape)} and {list(reference.shape)} in {reference.dtype}"
+                )
+            if groups < 1 or heads % groups != 0:
+                raise ValueError(
+                    "RecurrentState.load_state_dict: groups must divide the heads of w1, "
+                    f"{heads}, got {groups}"
+                )
             with torch.inference_mode(False), torch.no_grad():
                 moments, reference = moments.clone(), reference.clone()
         self._moments, self._reference = moments, reference
@@ -346,16 +343,14 @@ class RecurrentState(FixedKernel):
     def _check_tokens(
         self, method: str, key: Tensor, value: Tensor, key_bias: Tensor | None
     ) -> None:
-        moments, before = self._moments, None
-        if moments is not None:
-            before = (moments.size(0), self._groups, moments.dtype)
+        name, before = f"RecurrentState.{method}", None
+        width = value.size(3) if value.dim() == 4 else -1
+        if self._moments is not None:
+            before = (self._moments.size(0), self._groups, self._moments.dtype)
+            width = self._moments.size(3) - 1
         self._check_key(method, key, before, self.dtype)
-        name = f"RecurrentState.{method}"
         self._refuse_gradients(method, value)
         check_floating(name, value=value, key_bias=key_bias)
-        width = value.size(3) if moments is None and value.dim() == 4 else -1
-        if moments is not None:
-            width = moments.size(3) - 1
         if tuple(value.shape) != (*key.shape[:3], width):
             raise ValueError(
                 f"{name}: value must have shape [B, G, new, d_v] as key, {list(key.shape[:3])}, "

@@ -229,10 +229,9 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Makes a plan that shares out the heads of all attention modules that this package knows.
 
     Args:
-        model: An ``ikattn.MultiheadAttention``, any model with some, such as ``ikattn.convert``
-            returns, or a transformers model after ``ikattn.convert``, of which the plan
-            names the kernels alone. Stock nn.MultiheadAttention is not in the plan: every rank
-            computes all of it. ``ikattn.convert(model, kernel="dot")`` keeps its numbers.
+        model: One with ``ikattn.MultiheadAttention``, or a transformers model after
+            ``ikattn.convert``, of which the plan names the kernels alone. Of stock
+            nn.MultiheadAttention, which is not in the plan, every rank computes all.
 
     Returns:
         ``HeadParallel()`` by the name of each module, for ``parallelize_module``. Join it to styles

@@ -54,8 +54,7 @@ class Direct(nn.Module):
         num_frequencies: M, per head.
         stationary: One set of frequencies, w2 = w1 (Bochner), in place of two (Yaglom).
         initial: "paper": from U(-1/sqrt(HM), 1/sqrt(HM)), as the authors. "unit angle": uniform
-            with standard deviation 1 / (2 pi sqrt(d)), which trains at head sizes and numbers of
-            frequencies where the other does not; docs/guide/spectral.md compares them.
+            with standard deviation 1 / (2 pi sqrt(d)); docs/guide/spectral.md compares them.
         seed: If given, the initial frequencies are a function of it alone: the same on every device
             and, to rounding, in every dtype. Nothing is drawn from torch's default generator then.
         device, dtype: Of the parameters.
