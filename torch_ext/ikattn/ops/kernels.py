@@ -25,7 +25,7 @@ class KernelChoice(NamedTuple):
             ``"tensor_cores"`` (mma.sync), ``"hopper"`` (its wgmma), or ``"hopper_short"``: for
             short calls one kernel makes features and pairs of the forward, another one the
             gradients of both sides. ``"none"``, likewise.
-        reason: Why nothing faster computes the pass, or why nothing does. None: this is the fastest.
+        reason: Why nothing faster computes the pass, or nothing does. None: this is the fastest.
         scores: ``"int8"`` where features are rounded to integers of 8 bits, which are multiplied at
             twice the rate; ``"float16x2"`` where tensor cores multiply float32, in full precision,
             as sums of two numbers of float16 each; None: in the precision of the unit.

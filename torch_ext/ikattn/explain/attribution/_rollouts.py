@@ -188,10 +188,8 @@ def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
                 'one: take "decompx"'
             )
         last = made[-1][0]
-        ran, readers = [stack for stack, _ in made], [last]
-        if len(ran) > 1 and not task.is_seq2seq:
-            readers = readers_of(model, ran, task.inputs, task.output)
-        if last not in readers:
+        ran = [stack for stack, _ in made]
+        if last not in readers_of(task, ran):
             raise ValueError(
                 f"attribute: rollouts and ALTI-Logit follow one stack of blocks, and {last.name} "
                 f'reads what {ran[-2].name} made: take "decompx"'
