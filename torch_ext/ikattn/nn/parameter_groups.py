@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -81,6 +82,19 @@ def parameter_groups(
             f"{type(model).__name__} with {sum(1 for _ in model.parameters())}, all of them frozen"
         )
     return groups
+
+
+@contextmanager
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Switches the gradients of parameters off for the time of the block."""
+    own = [w for w in parameters if w.requires_grad]
+    try:
+        for w in own:
+            w.requires_grad_(False)
+        yield
+    finally:
+        for w in own:
+            w.requires_grad_(True)
 
 
 def _kernels(model: nn.Module) -> Iterator[nn.Module]:
