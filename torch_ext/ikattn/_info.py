@@ -33,7 +33,7 @@ def cuda_kernels(build: dict[str, Any]) -> str:
 def families() -> list[dict[str, Any]]:
     """Reads the ledger of CUDA kernels, of csrc/support/proven.h, and which of them are on.
 
-    RuntimeError comes of a family in IKATTN_KERNELS that there is not.
+    IKATTN_KERNELS with a family that there is not is a RuntimeError.
     """
     found: list[dict[str, Any]] = json.loads(torch.ops.ikattn.kernel_families())
     return found

@@ -15,7 +15,7 @@ from typing import Any
 def optional(module: str, purpose: str, install: str) -> Any:
     """Imports the module of an optional library, or raises ModuleNotFoundError.
 
-    The error says that ``purpose``, the beginning of a sentence, needs what pip is to ``install``.
+    ``purpose`` begins the error's sentence, and ``install`` is what to hand to pip.
     """
     try:
         return import_module(module)

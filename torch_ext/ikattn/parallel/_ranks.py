@@ -31,7 +31,10 @@ class Exchange:
 
 
 class Ranks:
-    """The ranks of a group, a ``DeviceMesh`` of one dimension or, without one, all, numbered."""
+    """The ranks of one group, by default all, numbered within it.
+
+    A ``DeviceMesh`` must have one dimension.
+    """
 
     def __init__(self, group: DeviceMesh | dist.ProcessGroup | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
