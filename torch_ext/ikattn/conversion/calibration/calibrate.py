@@ -58,9 +58,10 @@ def calibrate(
     For a converted model with trained weights: fine-tuning then starts near where the model was.
     First the fit minimises, for each head, the squared difference of the normalised weights over
     the squared softmax weights. Then it draws each layer's output to what the softmax layer gave,
-    by the squared error over the square. docs/guide/calibration.md describes both steps. At most
-    four million weights of a module are used; the outputs of all layers are held for all batches,
-    [tokens, model size] each.
+    by the squared error over the square. docs/guide/calibration.md describes both steps. A scale
+    of a head's kernel is not fitted, as normalisation cancels it. At most four million weights of
+    a module are used; the outputs of all layers are held for all batches, [tokens, model size]
+    each.
 
     Args:
         model: After ``ikattn.convert``, or with ``ikattn.MultiheadAttention`` of kernel "implicit";
