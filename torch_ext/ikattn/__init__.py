@@ -37,13 +37,7 @@ if TYPE_CHECKING:
     from ikattn.conversion import calibrate, conversion_report, convert, revert
     from ikattn.explain import attribute
     from ikattn.integrations.transformers import decoding_cache
-    from ikattn.maps import (
-        Contributions,
-        contributions,
-        load_maps,
-        rollout,
-        streamed_contributions,
-    )
+    from ikattn.maps import Contributions, contributions, load_maps, rollout, streamed_contributions
     from ikattn.recorder import record
 
 __all__ = [

@@ -26,11 +26,7 @@ class HeadShare(NamedTuple):
 
     @classmethod
     def checked(cls, what: str, mesh: DeviceMesh, num_heads: int) -> HeadShare:
-        """Makes a share of a module's heads.
-
-        Raises:
-            ValueError: The mesh has several dimensions, or the ranks do not divide the heads.
-        """
+        """Makes a share of heads; raises ValueError where the mesh or the ranks do not fit them."""
         if mesh.ndim != 1:
             raise ValueError(
                 f"{what}: heads are shared out over a mesh of one dimension, such as mesh['tp'], "
@@ -79,12 +75,10 @@ class HeadShare(NamedTuple):
         return DTensor.from_local(x, self.mesh, [Partial()], run_check=False).full_tensor()
 
     def joined(self, x: Tensor, axis: int, *, for_own_heads: bool = False) -> Tensor:
-        """Joins the parts of all ranks, one after the other.
+        """Joins the parts x of all ranks, which follow each other along an axis.
 
-        Args:
-            x: This rank's part.
-            axis: Along which parts follow each other.
-            for_own_heads: What follows is another on every rank, so that gradients are added up.
+        With ``for_own_heads`` what follows is another on every rank, so that gradients are added
+        up.
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

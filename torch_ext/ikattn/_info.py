@@ -16,11 +16,7 @@ from ikattn import _library
 
 
 def cuda_kernels(build: dict[str, Any]) -> str:
-    """Returns the library's kernels for GPUs, and whether Hopper's own are in use.
-
-    Args:
-        build: What the library says of itself.
-    """
+    """Tells which kernels for GPUs a build has, and whether Hopper's own are in use."""
     if "no_cuda_reason" in build:
         return f"no: {build['no_cuda_reason']}"
     if not build["warpgroups"]:
@@ -37,8 +33,7 @@ def cuda_kernels(build: dict[str, Any]) -> str:
 def families() -> list[dict[str, Any]]:
     """Reads the ledger of CUDA kernels, of csrc/support/proven.h, and which of them are on.
 
-    Raises:
-        RuntimeError: IKATTN_KERNELS names a family that there is not.
+    IKATTN_KERNELS with a family that there is not is a RuntimeError.
     """
     found: list[dict[str, Any]] = json.loads(torch.ops.ikattn.kernel_families())
     return found

@@ -21,11 +21,7 @@ _BUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
 def load() -> str:
-    """Loads the library for this torch into this process and returns its version.
-
-    Raises:
-        ImportError: There is none for this torch, or it does not load.
-    """
+    """Loads the library for this torch, or raises ImportError, and returns its version."""
     library = library_for(torch.__version__, torch.version.cuda, _PACKAGE / "lib")
     kernels = ["libikattn_kernels.so"]
     if "+cu" in library.parent.name:
@@ -46,13 +42,9 @@ def load() -> str:
 def library_for(running: str, cuda: str | None, folder: Path) -> Path:
     """Returns the library of operators for a build of torch: one with its CUDA, where there is one.
 
-    Args:
-        running: The version of torch, such as "2.13.0+cpu".
-        cuda: The version of CUDA that it was built for, such as "13.0".
-        folder: Holds ``torch-2.13/libikattn.so`` and the like.
-
-    Raises:
-        ImportError: There is none; the message says which there are, and how to build one.
+    The version of torch is such as "2.13.0+cpu", that of its CUDA "13.0", and the folder holds
+    ``torch-2.13/libikattn.so`` and the like. ImportError says which there are, and how to build
+    one.
     """
     series = ".".join(running.split(".")[:2])
     with_cuda = [f"torch-{series}+cu{cuda.partition('.')[0]}"] if cuda else []
@@ -73,12 +65,9 @@ def library_for(running: str, cuda: str | None, folder: Path) -> Path:
 
 
 def refuse_cut_short(library: Path) -> None:
-    """Compares a library's size with the end of its table of sections, which is the last.
+    """Raises ImportError where a library ends before its table of sections, which is the last.
 
     The loader maps a file that was cut short, and the process dies later of a bus error.
-
-    Raises:
-        ImportError: The file is shorter, or missing.
     """
     again = "Install ikattn again: pip install --force-reinstall --no-deps, and the wheel"
     if not library.exists():

@@ -13,15 +13,9 @@ from typing import Any
 
 
 def optional(module: str, purpose: str, install: str) -> Any:
-    """Imports the module of an optional library.
+    """Imports the module of an optional library, or raises ModuleNotFoundError.
 
-    Args:
-        module: Its name, for example "matplotlib.figure".
-        purpose: What needs it, the beginning of a sentence.
-        install: What to hand to pip.
-
-    Raises:
-        ModuleNotFoundError: It is not installed; the message says how to install it.
+    ``purpose`` begins the error's sentence, and ``install`` is what to hand to pip.
     """
     try:
         return import_module(module)
@@ -39,10 +33,7 @@ def when_imported(module: str, register: Callable[[], None]) -> None:
 
     A model that is unpickled or loaded names attention functions of this package. So they are
     registered whoever imports that library, and importing this package does not import it.
-
-    Args:
-        module: Of the library, in which the function registers something.
-        register: It may raise ImportError or AttributeError, where the library is too old for it.
+    ImportError and AttributeError of the function are ignored: the library is too old for it.
     """
     if module in sys.modules:
         with suppress(ImportError, AttributeError):

@@ -16,6 +16,7 @@ def widened(x: Tensor) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Opens a context in which sums are formed in the types that their terms have."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
     return nullcontext()  # a recording enters some ten a layer

@@ -18,7 +18,7 @@ from families import ALONE, POST, PRE
 from ikattn.explain import Attribution
 from ikattn.explain.attribution import _decompx
 from ikattn.explain.attribution._linear import LinearModel
-from ikattn.explain.attribution._model import frozen_parameters
+from ikattn.nn.parameter_groups import frozen
 from recorded_models import encoder
 from tiny_texts import tiny_model
 from tiny_transformers import build_tiny, tiny_inputs
@@ -318,7 +318,7 @@ def test_alti_logit_is_what_attention_writes(kind: str) -> None:
     for hook in hooks:
         hook.remove()
     x = last[0].detach().requires_grad_()
-    with frozen_parameters(model), LinearModel(), torch.enable_grad():
+    with frozen(model.parameters()), LinearModel(), torch.enable_grad():
         logits = model.lm_head(norm(x))
         cap = getattr(model.config, "final_logit_softcapping", None)
         if cap:

@@ -6,9 +6,7 @@
     DIR/sums.npz           the sums of all lines' maps, where these were asked for, and
     DIR/summary.html       a page of their means
 
-A line's files are written whole, each under its final name at once; only then does its entry go to
-lines.jsonl, and to the disk. Sums are written after some lines, in the place of the sums before. So
-whatever stops a run, the directory tells what is finished (results.py), and the same command does
+Whatever stops a run, the directory tells what is finished (results.py), and the same command does
 the rest. In memory are one batch of lines and a byte for each line.
 """
 
@@ -39,20 +37,10 @@ _PAGES = ("html", "png")  # what is to be looked at: an empty line has none
 
 
 def analyze(job: Job, source: Source, target: Source | None, say: Callable[[str], None]) -> int:
-    """Does what of the job is not done yet.
+    """Does what of the job is not done yet, and returns how many lines the directory now holds.
 
-    Args:
-        job: What to do.
-        source: The lines.
-        target: What the decoder of a sequence-to-sequence model reads, line by line.
-        say: Receives notices, one line each.
-
-    Returns:
-        How many lines the directory now holds.
-
-    Raises:
-        AnalyzeError: The job cannot be done, or not be finished; the message says why.
-        KeyboardInterrupt: With a sentence on the finished lines, which stay.
+    ``say`` receives notices, one line each. AnalyzeError says why the job cannot be done or
+    finished, KeyboardInterrupt how many lines are finished, which stay.
     """
     if target is not None and target.count != source.count:
         raise AnalyzeError(

@@ -43,10 +43,6 @@ def answer(question: Question) -> tuple[Attribution, int | None]:
 
     With the scores it returns how many of the last tokens the model answered itself: 0 where it
     chose a class, None where there was a target.
-
-    Raises:
-        AnalyzeError: It cannot be done; the message says why. Other exceptions are those of
-            :func:`ikattn.attribute`.
     """
     for option in ("prompt", "pair", "target", "against"):
         with doing(f"--{option} must be text in UTF-8"):
@@ -113,11 +109,7 @@ def _load(question: Question) -> Loaded:
 
 
 def _kind_of(transformers: Any, config: Any) -> Any:
-    """The class that the model was saved as, which must give logits of text.
-
-    Raises:
-        AnalyzeError: It does not.
-    """
+    """Returns the class that the model was saved as, which must give logits of text."""
     name = (getattr(config, "architectures", None) or [""])[0]
     kind = getattr(transformers, name, None) if name else None
     if kind is None:  # its code comes with it, or nobody says

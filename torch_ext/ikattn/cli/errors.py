@@ -17,11 +17,7 @@ class Notice(UserWarning):
 
 @contextmanager
 def doing(step: str) -> Iterator[None]:
-    """Puts the step of a command at which an exception came before its sentence.
-
-    Raises:
-        AnalyzeError: The block has raised another exception.
-    """
+    """Makes any exception an AnalyzeError that begins with the step of a command."""
     try:
         yield
     except Exception as error:

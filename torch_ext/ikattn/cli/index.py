@@ -14,31 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from ikattn._precision import widened
 from ikattn._whole_files import whole_file
 from ikattn.cli.job import drawable_maps
 from ikattn.maps.contribution_maps import SUMMED_MAPS, Contributions
 from ikattn.maps.page.template import template
 from ikattn.maps.recording import Recording
-from ikattn.maps.summary import full_precision, row_shares
+from ikattn.maps.summary import row_shares
 
 _CELLS = 16  # rows and columns of a small map
 
 
 def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
-    """Returns a line's overview for the index, in a few hundred bytes.
+    """Returns the overview of a line, by its recording, in a few hundred bytes for the index.
 
-    Args:
-        recording: Of that line alone, without padding.
-        maps: Names of maps, of which the first that was recorded is shown.
-
-    Returns:
-        map: Its name.
-        entropy: Of its rows, in bits; the mean over rows, heads and layers.
-        thumbnail: The mean over heads and layers of its rows' shares, ``[L, S]`` averaged down to
-            at most 16 x 16: L, S and a byte for each cell.
-        mixing_ratio: That of the last map that has one, the mean over tokens and layers.
-
-        None stands for what was not recorded or is not finite.
+    The map is the first of these names that was recorded. Its entropy is that of rows in bits, the
+    mean over rows, heads and layers. The thumbnail is the mean over heads and layers of its rows'
+    shares, ``[L, S]`` averaged down to at most 16 x 16: L, S and a byte for each cell. The mixing
+    ratio is that of the last map that has one. None stands for what was not recorded or is not
+    finite.
     """
     layers = recording.batches[0]
     name = next((x for x in drawable_maps(maps) if any(_has(y, x) for y in layers.values())), None)
@@ -64,7 +58,7 @@ def _of_map(recording: Recording, name: str) -> tuple[float | None, str | None]:
     entropy, mean = 0.0, torch.zeros(())
     for layer in alike:  # one at a time: every share of a long line takes memory
         values = getattr(batch[layer.name], name)[0]
-        values = full_precision(values if values.dim() == 3 else values[None]).abs()
+        values = widened(values if values.dim() == 3 else values[None]).abs()
         shares = row_shares(values)  # [H or 1, L, S]
         bits = torch.special.entr(shares).sum(-1) / math.log(2)
         entropy += float(bits.sum() / (shares.sum(-1) != 0).sum()) / len(alike)

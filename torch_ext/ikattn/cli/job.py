@@ -77,27 +77,16 @@ def lines_between_saves(count: int) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """Lines of text, counted and hashed, but not kept where they come from a file.
+    """Lines of text, counted and hashed, but not kept where they come from a file."""
 
-    Attributes:
-        texts: Lines; or the path of a UTF-8 text, or of a table: JSON lines.
-        column: Which of a table.
-        count: How many lines there are.
-        digest: Of the lines.
-    """
-
-    texts: Sequence[str] | Path
-    column: str
-    count: int = 0
-    digest: str = ""
+    texts: Sequence[str] | Path  # lines; or a file of UTF-8 text, or a table of JSON lines
+    column: str  # of a table
+    count: int = 0  # of lines
+    digest: str = ""  # of the lines
 
     @staticmethod
     def of(option: str, texts: Sequence[str] | Path, column: str = "text") -> Source:
-        """Reads all lines once.
-
-        Raises:
-            AnalyzeError: They cannot be read, or there is none; option names what was given.
-        """
+        """Reads all lines once, or raises AnalyzeError; ``option`` names what was given."""
         digest, count = hashlib.sha256(), 0
         place = texts if isinstance(texts, Path) else option
         if isinstance(texts, Path) and texts.exists() and not texts.is_file():

@@ -23,11 +23,7 @@ _TRIED = 4  # tokens
 
 
 def the_transformers() -> Any:
-    """Returns the library.
-
-    Raises:
-        AnalyzeError: It is not installed.
-    """
+    """Returns the library, or raises AnalyzeError."""
     if find_spec("transformers") is None:
         raise AnalyzeError("this needs transformers: pip install 'ikattn[analyze]'")
     return import_module("transformers")
@@ -50,22 +46,14 @@ def hushed() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and its tokenizer.
-
-    Attributes:
-        model, tokenizer: Of transformers, the model in eval mode.
-        vocabulary: Rows of the model's smallest table of tokens.
-        positions: The longest sequence that its tables of positions have rows for.
-        missing: Names of parameters that its files lack, in their order in the model.
-        trial: What it was called with to find these.
-    """
+    """A model of transformers, in eval mode, and its tokenizer."""
 
     model: Any
     tokenizer: Any
-    vocabulary: int
-    positions: int
-    missing: list[str]
-    trial: dict[str, Tensor]
+    vocabulary: int  # rows of the model's smallest table of tokens
+    positions: int  # the longest sequence that its tables of positions have rows for
+    missing: list[str]  # names of parameters that its files lack, in their order in the model
+    trial: dict[str, Tensor]  # what it was called with to find these
 
     def check(self, ids: Tensor) -> None:
         """Raises AnalyzeError unless ids of the tokenizer are in the model's table."""
@@ -87,15 +75,9 @@ def load(
 ) -> Loaded:
     """Loads a model, with frequencies if it was saved with them, and tries it on a few tokens.
 
-    Args:
-        name: A directory, or a name on the hub.
-        kind_of: Gives the class to load by, of transformers and the model's config.
-        about: Options for config, tokenizer and model.
-        device: Where to; None: options say.
-        options: Options for the model alone.
-
-    Raises:
-        AnalyzeError: It is not there, not whole, or reads something else than text.
+    ``kind_of`` gives the class to load by, of transformers and the config. The options ``about``
+    are for config, tokenizer and model, others for the model alone, and no device leaves it to
+    these. AnalyzeError says what is not there or not whole, or that the model does not read text.
     """
     transformers = the_transformers()
     with doing(f"cannot load the model {name}"):

@@ -42,11 +42,7 @@ class AnalyzedModel:
 
     @staticmethod
     def load(job: Job, *, has_target: bool) -> AnalyzedModel:
-        """Loads the model, and gets to know its layers by a recording of a few tokens.
-
-        Raises:
-            AnalyzeError: It cannot be loaded, does not read text, or lacks the layers or maps.
-        """
+        """Loads the model, and gets to know its layers by a recording of a few tokens."""
         about = {"trust_remote_code": False}
         with hushed():
             loaded = load(job.model, lambda library, _: library.AutoModel, about, job.device)
@@ -131,9 +127,7 @@ class AnalyzedModel:
     ) -> tuple[dict[str, Tensor], list[list[str]], list[int]]:
         """Inputs ``[B, L]``, tokens, and each text's length where it is longer than allowed.
 
-        Args:
-            texts: B of them.
-            argument: "text", or "text_target" for what a decoder writes.
+        The argument is "text", or "text_target" for what a decoder writes.
         """
         whole = self.loaded.tokenizer(**{argument: texts}, verbose=False)["input_ids"]
         encoded = self.loaded.tokenizer(
@@ -181,11 +175,7 @@ def _is_number(text: str) -> bool:
 
 
 def _chosen(names: Sequence[str], asked: Sequence[str] | None) -> frozenset[str]:
-    """The layers that patterns and numbers name; None: all.
-
-    Raises:
-        AnalyzeError: One of them names none.
-    """
+    """The layers that patterns and numbers name, each of which must name one; None: all."""
     kept = set(names if asked is None else ())
     for one in asked or ():
         if _is_number(one):
@@ -204,11 +194,7 @@ def _chosen(names: Sequence[str], asked: Sequence[str] | None) -> frozenset[str]
 
 
 def _check_maps(job: Job, recording: Recording, names: Iterable[str]) -> None:
-    """Warns of maps that were asked for by name, and that some layers lack.
-
-    Raises:
-        AnalyzeError: No layer has one of them.
-    """
+    """Warns of maps that were asked for and some layers lack; refuses those that all lack."""
     layers = [recording.layers[name] for name in recording.names if name in names]
     for name in job.maps:
         if name in GROUPS:

@@ -1,5 +1,7 @@
 """The directory of ``python -m ikattn analyze``: what is finished in it, and what is not.
 
+A line's files are written whole, and only then does its entry go to lines.jsonl.
+
 DIR/manifest.json      what was asked for; a run with other wishes is refused
 DIR/lines.jsonl        an entry for each line with files of its own, when these are whole
 DIR/sums-000032.npz    the sums of the first 32 lines, until sums.npz holds those of all
@@ -33,12 +35,7 @@ _NUMBERED = re.compile(rf"line-\d{{6,}}\.({'|'.join(LINE_FORMATS)})|sums-\d{{6,}
 class Results:
     """The finished part of a job: lines with their files, and the sums of the first lines.
 
-    It takes a byte of memory for each line of the text.
-
-    Attributes:
-        ledger: The path of lines.jsonl.
-        total: How many lines there are to do.
-        sums: Those of the first lines.
+    It takes a byte of memory for each of the ``total`` lines of the text.
     """
 
     def __init__(self, job: Job, total: int, file: BinaryIO) -> None:
@@ -119,9 +116,7 @@ class Results:
 def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Results]:
     """The directory of results, in the state in which earlier runs left it.
 
-    Raises:
-        AnalyzeError: It is not writable, another run is at work in it, or it holds the results of
-            another job.
+    AnalyzeError tells of another run that is at work in it, or of the results of another job.
     """
     with doing(f"cannot write to {job.out}"):
         job.out.mkdir(parents=True, exist_ok=True)

@@ -80,10 +80,8 @@ def run(device: str, *, unproven: bool = False, enable: bool = False) -> list[Re
     """Checks every family of a device: "cuda", "cpu", or the tests' "interpreter".
 
     With ``unproven`` also those that no GPU has proven, with ``enable`` of these also the time over
-    that of what they replace. Results are in the order of the ledger.
-
-    Raises:
-        RuntimeError: The library has no kernels for the device, or there is no such device.
+    that of what they replace. Results are in the order of the ledger. Without such a device, or
+    kernels for it, there is a RuntimeError.
     """
     if device == "cpu":
         chosen = cpu_environments()

@@ -118,8 +118,9 @@ def worst(
 
 
 class Check(NamedTuple):
-    """A family's calls: what IKATTN_KERNELS and others say, and how its error is found.
+    """A family's calls, and how their error is found.
 
+    environment: what is set beside the family's own switch.
     reached: what ``which_kernels`` must say of the first call.
     timed: makes a call of the size that the family is for; None: the first of the calls.
     """
@@ -138,23 +139,21 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 def _attention(
     calls: list[Call],
-    family: str,
     reached: Callable[[Any], bool],
     timed: Callable[[], Call] | None = None,
     linear_time: str = "auto",
 ) -> Check:
-    known = {"IKATTN_KERNELS": f"-unproven,+{family}", "IKATTN_LINEAR_TIME": linear_time}
-    return Check(calls, ikattn.implicit_kernel_attention, known, reached, _composition, timed)
+    environment = {"IKATTN_LINEAR_TIME": linear_time}
+    function = ikattn.implicit_kernel_attention
+    return Check(calls, function, environment, reached, _composition, timed)
 
 
 def _maps(**given: Any) -> tuple[Any, ...]:
-    found = ikattn.contributions(**given)
-    return (found.summed,)
+    return (ikattn.contributions(**given).summed,)
 
 
 def _streamed(**given: Any) -> tuple[Any, ...]:
-    found = ikattn.streamed_contributions(**given)
-    return (found.summed,)
+    return (ikattn.streamed_contributions(**given).summed,)
 
 
 def _decoded(query: Tensor, key: Tensor, value: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -185,88 +184,82 @@ def _streamed_call(dtype: torch.dtype, tokens: int) -> Call:
 def gpu_checks(device: str) -> dict[str, Check]:
     """The checks of each family, by name, of the GPU that is current or of the interpreter."""
 
-    def is_int8(choice: Any) -> bool:
-        return all(one.scores == "int8" for one in choice)
+    def has_unit(unit: str) -> Callable[[Any], bool]:
+        return lambda choice: all(one.unit == unit for one in choice)
 
-    def has_unit(*units: str) -> Callable[[Any], bool]:
-        return lambda choice: all(one.unit in units for one in choice)
+    def has_scores(scores: str) -> Callable[[Any], bool]:
+        return lambda choice: all(one.scores == scores for one in choice)
 
     def is_linear(choice: Any) -> bool:
         return all(one.algorithm == "linear" for one in choice)
 
     # Heads and queries that give every multiprocessor of Hopper's a block.
     many = {"B": 2, "H": 33, "L": 300, "d": 64} if device == "cuda" else {"B": 1, "H": 1, "L": 70}
-    linear_call = attention_call(F16, 1, 2, 600, 600, 16, 16)
-    causal = attention_call(F16, 1, 2, 1200, 1200, 16, 16, is_causal=True)
     mma = [attention_call(t, 2, 2, 130, 150, 16, 20) for t in (BF16, F16)]
     mma += [attention_call(BF16, 1, 2, 100, 100, 16, 20, is_causal=True)]
     mma += [attention_call(F16, 1, 2, 40, 70, 24, 100)]  # wide rows
-    by_mma = _attention(mma, "mma", has_unit("tensor_cores"))
-    return {
-        "mma": by_mma._replace(environment={"IKATTN_KERNELS": "-unproven,-hopper"}),
-        "linear": _attention([linear_call], "linear", is_linear, linear_time="always"),
-        "hopper": _attention(
-            [attention_call(BF16, S=200, M=32, **many), attention_call(F16, S=70, M=40, **many)],
-            "hopper",
-            has_unit("hopper"),
+    hopper = [attention_call(BF16, S=200, M=32, **many), attention_call(F16, S=70, M=40, **many)]
+    short = [attention_call(F16, S=200, M=32, **many), attention_call(BF16, S=130, M=64, **many)]
+    int8 = [attention_call(BF16, S=200, M=64, **many)]
+    causal = [attention_call(F16, 1, 2, 1200, 1200, 16, 16, is_causal=True)]
+    weights = [attention_call(dtype, 2, 2, 70, 90) for dtype in (F16, BF16)]
+    for call in weights:
+        del call["value"]
+    checks = {
+        "mma": _attention(mma, has_unit("tensor_cores")),
+        "linear": _attention(
+            [attention_call(F16, 1, 2, 600, 600, 16, 16)], is_linear, linear_time="always"
         ),
-        "int8": _attention([attention_call(BF16, S=200, M=64, **many)], "int8", is_int8),
+        "hopper": _attention(hopper, has_unit("hopper")),
+        "int8": _attention(int8, has_scores("int8")),
         "int8_gradients": _attention(
-            [attention_call(BF16, S=200, M=64, **many)],
-            "int8_gradients",
-            is_int8,
-            lambda: attention_call(BF16, 4, 32, 2048, 2048, 64, 64),
+            int8, has_scores("int8"), lambda: attention_call(BF16, 4, 32, 2048, 2048, 64, 64)
         ),
         "short": _attention(
-            [attention_call(F16, S=200, M=32, **many), attention_call(BF16, S=130, M=64, **many)],
-            "short",
+            short,
             lambda choice: choice.forward.unit == "hopper_short",
-            timed=lambda: attention_call(BF16, 32, 33, 512, 512, 64, 32),
+            lambda: attention_call(BF16, 32, 33, 512, 512, 64, 32),
         ),
         "causal_linear": _attention(
-            [causal],
-            "causal_linear",
+            causal,
             is_linear,
             lambda: attention_call(BF16, 1, 8, 65536, 65536, 64, 16, is_causal=True),
             "always",
         ),
         "split": _attention(
             [attention_call(F32, 2, 2, 130, 150, 16, M) for M in (20, 40)],
-            "split",
-            lambda choice: all(one.scores == "float16x2" for one in choice),
-            timed=lambda: attention_call(F32, 4, 8, 1024, 1024, 64, 64),
+            has_scores("float16x2"),
+            lambda: attention_call(F32, 4, 8, 1024, 1024, 64, 64),
         ),
-        "weights": Check(
-            [
-                {name: x for name, x in call.items() if name != "value"}
-                for call in (attention_call(F16, 2, 2, 70, 90), attention_call(BF16, 2, 2, 70, 90))
-            ],
-            ikattn.implicit_kernel_weights,
-            {"IKATTN_KERNELS": "-unproven,+weights"},
-            composition=None,
-            floor=2**-8,
-        ),
+        "weights": Check(weights, ikattn.implicit_kernel_weights, {}, floor=2**-8),
         "decoding": Check(
             [attention_call(F32, 2, 4, 3, 600, 16, 20), attention_call(F16, 2, 4, 1, 300, 16, 9)],
             _decoded,
-            {"IKATTN_KERNELS": "-unproven,+decoding"},
+            {},
             timed=lambda: attention_call(F16, 8, 32, 1, 16384, 64, 32),
             floor=4e-6,
         ),
         "given_maps": Check(
             [_maps_call(F32, 70), _maps_call(BF16, 50)],
             _maps,
-            {"IKATTN_KERNELS": "-unproven,+given_maps"},
+            {},
             timed=lambda: _maps_call(F32, 1024, 12, 64),
             floor=4e-6,
         ),
         "streamed_maps": Check(
-            [_streamed_call(F32, 70), _streamed_call(BF16, 70), _streamed_call(F16, 70)],
+            [_streamed_call(dtype, 70) for dtype in (F32, BF16, F16)],
             _streamed,
-            {"IKATTN_KERNELS": "-unproven,+streamed_maps"},
+            {},
             timed=lambda: _streamed_call(BF16, 2048),
             floor=2e-3,
         ),
+    }
+    switches = {name: f"+{name}" for name in checks} | {"mma": "-hopper"}
+    return {
+        name: check._replace(
+            environment=check.environment | {"IKATTN_KERNELS": f"-unproven,{switches[name]}"}
+        )
+        for name, check in checks.items()
     }
 
 

@@ -12,12 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ikattn.conversion.modules import (
-    AttentionModule,
-    conversion_report,
-    kinds,
-    select_modules,
-)
+from ikattn.conversion.modules import AttentionModule, conversion_report, kinds, select_modules
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.kernels import Kernel
 from ikattn.nn.kinds import KernelSettings, Kind, Sizes
@@ -42,7 +37,7 @@ def convert(
     seed: int | None = None,
     sizes: Sizes | None = None,
 ) -> Model:
-    """Gives every attention module of a model the implicit kernel, in place.
+    """Gives every attention module of a model the implicit kernel, in place, and returns the model.
 
     It knows three kinds, of which a model may hold several. ``nn.MultiheadAttention`` becomes
     ``ikattn.MultiheadAttention``. GATConv, GATv2Conv and TransformerConv of PyTorch Geometric
@@ -51,22 +46,15 @@ def convert(
     attention implementation "ikattn_implicit", which reads it: self- and cross-attention, with
     caches, grouped heads and every mask.
 
-    The modules stay the same objects and keep all they hold: weights (an optimiser made before
-    keeps working), device, dtype, training and requires_grad flags, hooks, sharing. Frequencies are
-    new parameters, drawn for each module separately, of which an older optimiser must be told:
-    ``optimizer.add_param_group({"params": [...]})``; their names hold ".spectral.".
+    The modules stay the same objects and keep all they hold. Frequencies are new parameters, drawn
+    for each module separately, of which an older optimiser must be told; their names hold
+    ".spectral.". A module that has the kernel already is left alone, whatever its options. So are,
+    with a warning, subclasses that someone else made and modules whose ``forward`` someone
+    replaced. Convert before torch.compile and before wrapping for distributed training.
 
-    A module that has the kernel already is left alone, whatever its options. So are, with a
-    warning, subclasses that someone else made (parametrised and sharded modules are such) and
-    modules whose ``forward`` someone replaced. The logger "ikattn" says at level INFO what was
-    done. Convert before torch.compile and before wrapping for distributed training.
-
-    Of transformers, ``save_pretrained`` saves frequencies and options with the model, and
-    ``ikattn.integrations.transformers.from_pretrained`` loads them; loaded in another way, such as
-    by ``AutoModel`` or ``pipeline``, the model raises. A model's own scaling of query . key acts on
-    the query: the kernel takes query and key such that dot-product attention of them would be
-    exp(q . k / sqrt(d)). Where the scaling is 1 / sqrt(d) these are the model's; in models that
-    hide it in the query, or in its weights (T5, OPT, Whisper), the query is multiplied by sqrt(d).
+    docs/guide/drop_in.md and docs/guide/integrations.md say more, among it how models of
+    transformers are saved and loaded. A model's own scaling of query . key acts on the query:
+    dot-product attention of what the kernel takes would be exp(q . k / sqrt(d)).
 
     Args:
         model: Any module; it may be an attention module itself.
@@ -89,9 +77,6 @@ def convert(
         sizes: For modules of transformers of which this package does not know it: from the module
             to its number of query heads and head size, (H, d).
 
-    Returns:
-        ``model``.
-
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.
         ValueError: There is nothing to convert, an option is wrong or not one of the selected
@@ -99,8 +84,7 @@ def convert(
             have other options already, or DDP or FSDP is around the model. Nothing has changed
             then.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn
@@ -150,21 +134,17 @@ def convert(
 
 
 def revert(model: Model, *, select: Selection | None = None) -> Model:
-    """Takes the kernels of this package out of a model, in place.
+    """Takes the kernels of this package out of a model, in place, and returns the model.
 
     What ``convert`` did is undone: classes, hooks, the encoders' nesting of padded input, the
     attention implementation of a transformers model ("sdpa" where the one before is not known).
-    Weights stay as they are now, trained or not; frequencies are dropped. An optimiser that was
-    told of them keeps them, without gradients. Pass what ``convert`` was given: encoders around a
-    part of it are not reached. Modules made as those of this package are reverted too; subclasses
-    of them are left, with a warning.
+    Weights stay as they are now; frequencies are dropped. Pass what ``convert`` was given: encoders
+    around a part of it are not reached. Modules made as those of this package are reverted too;
+    subclasses of them are left, with a warning.
 
     Args:
         model: Any module; it may be an attention module itself.
         select: As for ``convert``.
-
-    Returns:
-        ``model``.
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.

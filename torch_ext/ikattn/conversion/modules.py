@@ -130,12 +130,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def select_modules(model: nn.Module, select: Selection | None) -> list[AttentionModule]:
-    """Returns the selected attention modules, each once, in the order of their first names.
-
-    Raises:
-        TypeError: The model is none, or select is no selection.
-        ValueError: There are none.
-    """
+    """Returns the selected attention modules, each once, in the order of their first names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_selection(select)

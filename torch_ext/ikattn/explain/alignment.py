@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ikattn.maps.summary import check_padding, full_precision
+from ikattn._precision import widened
+from ikattn.maps.summary import check_padding
 from ikattn.maps.tokens import is_special
 
 Links: TypeAlias = set[tuple[int, int]]
@@ -286,7 +287,7 @@ def word_alignment(
     if key_padding is not None:
         check_padding(key_padding, "key_padding", (B, S), "word_alignment")
         of_keys = of_keys.masked_fill(key_padding, _PADDING)
-    map = full_precision(map.detach())[:, shift:]
+    map = widened(map.detach())[:, shift:]
     words = max(int(of_keys.max()) + 1, 0) if of_keys.numel() else 0
     targets = max(int(of_rows.max()) + 1, 0) if of_rows.numel() else 0
     # special tokens have the last S columns, each its own place; rows that are no word's go

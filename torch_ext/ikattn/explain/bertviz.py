@@ -39,9 +39,8 @@ def to_bertviz(
         batch: The forward call.
         sequence: Its place in that batch.
         tokens, target_tokens: Names, as for ``recording.to_html``. None: as recorded, or numbers.
-        shares: Whether rows of norms are divided by their sums, in each head by itself, because
-            BertViz draws a pair by a number between 0 and 1. "weights" and
-            "alti" stay as they are.
+        shares: Whether rows of norms are divided by their sums, in each head by itself. "weights"
+            and "alti" stay as they are.
 
     Returns:
         ``attention`` and ``tokens``; where there is cross-attention, or a decoder beside an

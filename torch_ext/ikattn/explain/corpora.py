@@ -68,8 +68,8 @@ class CorpusMeans:
     """Means of one map of one layer over a corpus.
 
     Numbers are float64 on the CPU, NaN where there was nothing to average. H stands only in maps
-    that every head has. Fields that a map cannot have are None: only maps of queries and keys have
-    rows. A row is what one token takes from each other one, divided by its sum.
+    that every head has, and only maps of queries and keys have rows: other fields are None. A row
+    is what one token takes from each other one, divided by its sum.
 
     Attributes:
         values: The mean of the map's numbers: ``[H, A, A]`` by types of query and key, over all
@@ -117,9 +117,8 @@ class CorpusMeans:
 class CorpusSums:
     """Sums of maps over texts. They take the same memory for one text and for ten million.
 
-    Sums of parts of a corpus add, in any order: ``one + other``, or ``sum(parts, CorpusSums())``.
-    They can be pickled, saved and loaded. A map with a number that is not finite is left out, and
-    counted.
+    Sums of parts of a corpus add, in any order. They can be pickled, saved and loaded. A map with a
+    number that is not finite is left out, and counted.
 
     Args:
         types: The types of tokens, A of them.
@@ -186,11 +185,7 @@ class CorpusSums:
         return self
 
     def __add__(self, other: CorpusSums) -> CorpusSums:
-        """Returns the sums of both.
-
-        Raises:
-            ValueError: They have other types of tokens, are of another model or of other layers.
-        """
+        """Returns the sums of both, which must have the same types of tokens, model and layers."""
         if not isinstance(other, CorpusSums):
             return NotImplemented
         total = CorpusSums(self.types)
@@ -199,11 +194,7 @@ class CorpusSums:
         return total
 
     def __getitem__(self, layer: str) -> dict[str, CorpusMeans]:
-        """Returns the means of a layer's maps, by name.
-
-        Raises:
-            KeyError: No such layer; the message names those there are.
-        """
+        """Returns the means of a layer's maps; KeyError names the layers that there are."""
         if layer not in self.sums:
             raise KeyError(f"no layer {layer!r} was added; there are {', '.join(self.sums)}")
         maps = self.sums[layer].items()
@@ -212,17 +203,12 @@ class CorpusSums:
     @property
     def shares(self) -> Shares:
         """Who makes contributions large, of layers with the ledger; see ``ikattn.maps.shares``."""
-        return Shares(
-            {
-                layer: Split(
-                    maps["ledger"]["sum_of_covariances"],
-                    maps["ledger"]["split_rows"].long(),
-                    maps["ledger"]["split_left_out"].long(),
-                )
-                for layer, maps in self.sums.items()
-                if "ledger" in maps
-            }
-        )
+        found = {}
+        for layer, maps in self.sums.items():
+            if sums := maps.get("ledger"):
+                rows, left_out = sums["split_rows"].long(), sums["split_left_out"].long()
+                found[layer] = Split(sums["sum_of_covariances"], rows, left_out)
+        return Shares(found)
 
     def table(self) -> list[dict[str, Any]]:
         """Returns plain rows, one for each layer, map of queries and keys, and head.

@@ -24,10 +24,9 @@ METHODS = ("decompx", "alti_logit", *(f"rollout:{map}" for map in _ROLLED))
 def register() -> tuple[str, ...]:
     """Makes the methods of :func:`ikattn.attribute` known to inseq, "ikattn_decompx" and so on.
 
-    A score is a token's part in the logit of a target token, whether ``attributed_fn`` is left out
-    or "logit"; other functions are refused. Each sequence is attributed without its padding.
-    "decompx" takes one forward pass of it and one backward pass for each target token; the others
-    begin anew for each target token. Encoder-decoders have "decompx" alone.
+    A score is a token's part in the logit of a target token. Each sequence is attributed without
+    its padding. "decompx" takes one forward pass of it and one backward pass for each target token;
+    the others begin anew for each target token. Encoder-decoders have "decompx" alone.
 
     Returns:
         The names.
@@ -69,15 +68,10 @@ class PaddedIds(NamedTuple):
 
 
 class StepScores(NamedTuple):
-    """Scores of target tokens on the CPU; NaN where nothing predicts one, 0 at padding.
+    """Scores of target tokens on the CPU; NaN where nothing predicts one, 0 at padding."""
 
-    Attributes:
-        source: ``[B, n, S]``, those of an encoder's tokens; None where there is no encoder.
-        target: ``[B, n, L]``, those of the tokens before the target.
-    """
-
-    source: Tensor | None
-    target: Tensor
+    source: Tensor | None  # [B, n, S], of an encoder's tokens; None where there is no encoder
+    target: Tensor  # [B, n, L], of the tokens before the target
 
 
 def step_scores(
@@ -89,18 +83,11 @@ def step_scores(
     last: int,
     **options: Any,
 ) -> StepScores:
-    """Scores target tokens ``first`` to ``last``, counted with padding.
+    """Scores target tokens from ``first`` to before ``last``, counted with padding.
 
-    Args:
-        model: A model of transformers, in eval mode.
-        method, options: Arguments of :func:`ikattn.attribute`.
-        source: The encoder's tokens; None: a decoder alone.
-        target: The tokens that the decoder reads.
-        first, last: The first target token, and the one after the last.
-
-    Raises:
-        RuntimeError, ValueError: Errors of :func:`ikattn.attribute`, or scores of tokens that come
-            after their target.
+    The source has the tokens of an encoder, None: there is none; the target those that the decoder
+    reads. Method and options are those of :func:`ikattn.attribute`. ValueError tells of scores of
+    tokens that come after their target.
     """
     B, L = target.ids.shape
     sizes = [None if source is None else source.ids.size(1), L]

@@ -7,7 +7,6 @@ row by row.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
+from ikattn.maps.pictures import INK, QUIET, matplotlib, picture_format
 
-_FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 _FOR, _AGAINST = "#e67800", "#006ec8"  # colours of texts: orange for, blue against
-_INK, _QUIET = "#1d2126", "#656c75"
 
 
 def patch_maps(
@@ -115,11 +113,7 @@ def plot_patches(
         >>> patches = patch_maps(torch.randn(17), grid=(4, 4))
         >>> plot_patches(patches, torch.rand(3, 32, 32), tempfile.mkdtemp() + "/patches.png")
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in _FORMATS:
-        raise ValueError(
-            f"plot_patches: path must end in {', '.join(_FORMATS)}, got {Path(path).name!r}"
-        )
+    kind = picture_format("plot_patches", path)
     if patches.dim() != 2 or 0 in patches.shape or not bool(patches.isfinite().all()):
         raise ValueError(
             "plot_patches: patches must be [h, w] of finite numbers, got "
@@ -127,7 +121,7 @@ def plot_patches(
         )
     figure = _figure(patches.detach().double().cpu(), _colours_of(picture), smooth, title)
     with whole_file(path) as file:
-        figure.savefig(file, format=_FORMATS[suffix], dpi=dpi)
+        figure.savefig(file, format=kind, dpi=dpi)
 
 
 def _grid_of(config: Any) -> tuple[int, int]:
@@ -139,10 +133,6 @@ def _grid_of(config: Any) -> tuple[int, int]:
     # a config may hold height and width as one number
     (H, W), (height, width) = ((x, x) if isinstance(x, int) else x for x in (image, patch))
     return H // height, W // width
-
-
-def _matplotlib(module: str) -> Any:
-    return optional(f"matplotlib.{module}", "a picture", "'ikattn[viz]'")
 
 
 def _colours_of(picture: Any) -> Tensor:
@@ -177,7 +167,7 @@ def _figure(patches: Tensor, colours: Tensor, smooth: bool, title: str) -> Any:
     width, gap, above = 3.2, 0.12, 0.4 if title else 0.12
     height = min(max(width * H / W, 0.8), 12.0)
     whole = (2 * width + gap + 1.1, height + above + gap)
-    figure = _matplotlib("figure").Figure(figsize=whole)
+    figure = matplotlib("figure").Figure(figsize=whole)
 
     def place(left: float, own_width: float) -> Any:
         box = (left / whole[0], gap / whole[1], own_width / whole[0], height / whole[1])
@@ -198,19 +188,19 @@ def _figure(patches: Tensor, colours: Tensor, smooth: bool, title: str) -> Any:
     shades = {"cmap": _scale(lowest < 0), "vmin": lowest, "vmax": top, "interpolation": between}
     shown = over.imshow(patches.numpy(), extent=extent, aspect="auto", **shades)
     text = {"fontsize": 8, "parse_math": False}
-    figure.text(gap / whole[0], 1 - 0.26 / whole[1], title, color=_INK, **text)
+    figure.text(gap / whole[0], 1 - 0.26 / whole[1], title, color=INK, **text)
     bar = place(3 * gap + 2 * width, 0.12)
     bar.set_axis_on()
     scale = figure.colorbar(shown, cax=bar, ticks=[lowest, 0, top] if lowest else [0, top])
     scale.outline.set_visible(False)
-    bar.tick_params(labelsize=7, length=0, colors=_QUIET)
+    bar.tick_params(labelsize=7, length=0, colors=QUIET)
     bar.set_yticklabels([f"{tick:.3g}" for tick in scale.get_ticks()])
     return figure
 
 
 def _scale(has_negative: bool) -> Any:
     """Makes colours that are clear at 0, so that the picture is seen through them."""
-    colours = _matplotlib("colors")
+    colours = matplotlib("colors")
     strong, none = colours.to_rgba(_FOR, 0.85), colours.to_rgba(_FOR, 0.0)
     stops = [(0.0, none), (1.0, strong)]
     if has_negative:

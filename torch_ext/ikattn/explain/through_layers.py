@@ -18,7 +18,7 @@ from ikattn._optional import optional
 from ikattn.maps.importance import token_index
 from ikattn.maps.layers import RecordedMaps, check_whole
 from ikattn.maps.summary import Maps
-from ikattn.maps.through_layers import Residual, padding_of, rollout, steps_of
+from ikattn.maps.through_layers import Residual, Steps, rollout
 
 
 def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tensor]:
@@ -154,9 +154,8 @@ def attention_flow(
         raise TypeError(
             f"attention_flow: position must be an int or an int64 tensor [B], got {position}"
         )
-    layers = None if layers is None else list(layers)
-    steps = steps_of(maps, normalize, map, layers, residual, padding, "attention_flow")
-    hidden = padding_of(maps, layers, padding, "attention_flow")
+    chosen = Steps(maps, normalize, map, layers, residual, "attention_flow")
+    steps, hidden = chosen.factors(padding), chosen.padding(padding)
     B, L = steps[-1].shape[:2]
     index = token_index(position, hidden, B, L, steps[-1].device)
     found = steps[-1].new_zeros(B, L)

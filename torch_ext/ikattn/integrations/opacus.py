@@ -30,19 +30,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def prepare(model: Model, *, batch_first: bool = True) -> Model:
-    """Makes a model with implicit-kernel attention one that Opacus can train, in place.
+    """Makes a model with implicit-kernel attention one that Opacus can train; returns the model.
 
-    Call it after ``ikattn.convert`` and before
-    ``PrivacyEngine.make_private``. The parameters stay the same objects, outputs the same numbers
-    and names in a state dict the same names. What Opacus itself does not support, such as
-    nn.MultiheadAttention that was not converted, ``opacus.validators.ModuleValidator`` tells.
+    Call it after ``ikattn.convert`` and before ``PrivacyEngine.make_private``. The parameters stay
+    the same objects, outputs the same numbers and names in a state dict the same names. What Opacus
+    itself does not support, ``opacus.validators.ModuleValidator`` tells.
 
     Args:
         model: Any module.
         batch_first: As for ``PrivacyEngine.make_private``: tensors are [N, L, E].
-
-    Returns:
-        ``model``.
 
     Raises:
         ValueError: An attention module has another ``batch_first``, or other parameters than
@@ -82,13 +78,10 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Undoes ``prepare``, in place, when the training is over.
+    """Undoes ``prepare`` when the training is over, and returns the model.
 
     Args:
-        model: What was prepared, without Opacus around it.
-
-    Returns:
-        ``model``; parameters are the same objects still.
+        model: What was prepared, without Opacus around it; parameters stay the same objects.
 
     Example:
         >>> import pytest, torch, ikattn
@@ -110,9 +103,7 @@ def restore(model: Model) -> Model:
 class PerSample(nn.Module):
     """A parameter, of which every sample gets a copy so that its gradient can be told apart.
 
-    Args:
-        value: The parameter, of any shape.
-        batch_first: Whether Opacus takes the first axis for the batch, or the second.
+    ``batch_first``: Opacus takes the first axis for the batch, otherwise the second.
     """
 
     def __init__(self, value: nn.Parameter, batch_first: bool) -> None:

@@ -20,22 +20,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def with_trainable_frequencies(model: Model, adapter_name: str = "default") -> Model:
-    """Makes frequencies a part of the adapter that a model is going to get, in place.
+    """Makes frequencies a part of the adapter that a model is going to get; returns the model.
 
     They are trained and saved with it, and loaded if the model that the adapter is loaded into has
-    been through this function as well. ``merge_and_unload`` of this module ends it.
-
-    Every adapter has frequencies of its own: call this once for each, with its name, before
-    ``add_adapter`` or ``load_adapter``. PEFT does not say what it leaves out: an adapter for which
-    it was not called runs with the model's first frequencies, also if its file holds others.
+    been through this function as well. ``merge_and_unload`` of this module ends it. Call this once
+    for each adapter, with its name: one for which it was not called runs with the model's first
+    frequencies, also if its file holds others.
 
     Args:
         model: A converted model, before ``peft.get_peft_model`` or ``PeftModel.from_pretrained``;
             for a further adapter what these returned.
         adapter_name: As for these, ``add_adapter`` or ``load_adapter``.
-
-    Returns:
-        ``model``.
 
     Raises:
         ValueError: There are no frequencies in the model's ``ikattn.MultiheadAttention``.

@@ -14,13 +14,7 @@ from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.ledger import shares
 from ikattn.maps.mixing import alti, projection
 from ikattn.maps.recording import Recording, load_maps
-from ikattn.maps.reduction import (
-    Groups,
-    PairMap,
-    Reduction,
-    TopK,
-    TopSources,
-)
+from ikattn.maps.reduction import Groups, PairMap, Reduction, TopK, TopSources
 from ikattn.maps.summary import head_mean, layer_mean, token_mean
 from ikattn.maps.through_layers import rollout
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +21,6 @@ def followed_beams(
     """The calls with the rows that became the sequences of a beam search, in their order.
 
     ``beam_indices`` ``[N, steps]`` is the row in which each step was made; -1 after the end.
-
-    Raises:
-        ValueError: There are no steps, or rows beyond the batch.
     """
     if beam_indices.dim() != 2 or 0 in beam_indices.shape:
         raise ValueError(f"joined: beam_indices must be [N, steps], got {list(beam_indices.shape)}")
@@ -45,22 +44,14 @@ def followed_beams(
 def rows_of_call(call: Batch, rows: Tensor) -> Batch:
     """A call of some of its sequences, ``[N]``, in that order."""
 
-    def taken(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[rows.to(x.device)]
+    def taken(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[rows.to(x.device)]
+        return None if x is None else [x[i] for i in rows.tolist()]
 
-    def tokens(lists: Sequence[Sequence[str]] | None) -> list[Sequence[str]] | None:
-        return None if lists is None else [lists[i] for i in rows.tolist()]
-
-    return Batch(
-        {n: changed(maps, lambda x, _: x[rows.to(x.device)]) for n, maps in call.items()},
-        tokens(call.tokens),
-        tokens(call.target_tokens),
-        taken(call.input_ids),
-        taken(call.input_mask),
-        taken(call.target_ids),
-        taken(call.target_mask),
-        call.begins,
-    )
+    names = ("tokens", "target_tokens", "input_ids", "input_mask", "target_ids", "target_mask")
+    layers = {n: changed(maps, lambda x, _: taken(x)) for n, maps in call.items()}
+    return replace(call, layers=layers, **{name: taken(getattr(call, name)) for name in names})
 
 
 def _end_call(layers: Mapping[str, Layer], call: Batch, before: Batch, ended: Tensor) -> None:

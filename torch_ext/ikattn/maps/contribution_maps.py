@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._memory import takes_memory_for
+from ikattn._precision import widened
 from ikattn.maps.reduction import Reduced
 from ikattn.ops import fakes  # noqa: F401  (shapes for torch.compile and torch.export)
 from ikattn.ops.exporting import operator
@@ -54,10 +55,6 @@ class NormStats:
         ``variance_epsilon``, with a mean taken off or not, and times a ``weight``, one more than
         that, or none. How another class acts is seen by calling its ``forward`` on three rows.
 
-        Args:
-            module: The normalisation.
-            norm_input: What it was called with.
-
         Raises:
             TypeError: The module is no normalisation this function knows.
 
@@ -77,7 +74,7 @@ class NormStats:
 
         eps: Any = getattr(module, "eps", getattr(module, "variance_epsilon", None))
         weight = getattr(module, "weight", None)
-        x = norm_input if norm_input.dtype == torch.float64 else norm_input.float()
+        x = widened(norm_input)
         if eps is None and isinstance(module, nn.RMSNorm):
             eps = torch.finfo(x.dtype).eps
         shapes = [getattr(module, "normalized_shape", None), getattr(weight, "shape", None)]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
+from ikattn.maps.pictures import INK, QUIET, matplotlib, picture_format
 
 _EDGES_AT_ONCE = 1 << 16
-_INK, _QUIET, _LINE = "#1d2126", "#656c75", "#c2712f"
+_LINE = "#c2712f"
 
 
 class EdgeContributions(NamedTuple):
@@ -171,15 +172,11 @@ class EdgeMaps:
                 writer.writerows(self._rows())
                 file.write(text.getvalue().encode())
             case ".npz":
-                arrays = {
-                    field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)
-                }
-                arrays = {
-                    name: x.float() if x.is_floating_point() else x for name, x in arrays.items()
-                }
-                optional("numpy", "an .npz file", "numpy").savez(
-                    file, **{name: x.detach().cpu().numpy() for name, x in arrays.items()}
-                )
+                numpy, arrays = optional("numpy", "an .npz file", "numpy"), {}
+                for field in fields(self):
+                    x = torch.as_tensor(getattr(self, field.name)).detach().cpu()
+                    arrays[field.name] = (x.float() if x.is_floating_point() else x).numpy()
+                numpy.savez(file, **arrays)
             case ".graphml":
                 networkx = optional("networkx", "a .graphml file", "networkx")
                 graph = networkx.MultiDiGraph()
@@ -250,13 +247,11 @@ class EdgeMaps:
             ValueError: Another ending.
             OSError: The path cannot be written, or the disk is full.
         """
-        ending = Path(path).suffix.lower()
-        if ending not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"plot: path must end in .png, .svg or .pdf, got {path}")
+        kind = picture_format("plot", path)
         edges = self.into(node)
         figure = _star(node, edges[:largest], len(edges), labels)
         with whole_file(path) as file:
-            figure.savefig(file, format=ending[1:], dpi=dpi)
+            figure.savefig(file, format=kind, dpi=dpi)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         """Every edge: its ends, and its numbers by their names."""
@@ -286,7 +281,7 @@ def _star(
     labels: Sequence[str] | Mapping[int, str] | None,
 ) -> Any:
     """A node in the middle, its sources around it, the largest on top and on clockwise."""
-    figure = optional("matplotlib.figure", "a picture", "'ikattn[viz]'").Figure(figsize=(6, 6))
+    figure = matplotlib("figure").Figure(figsize=(6, 6))
     axes = figure.add_axes((0.02, 0.02, 0.96, 0.9))
     axes.set_aspect("equal")
     axes.set(xlim=(-1.45, 1.45), ylim=(-1.3, 1.3))
@@ -303,16 +298,16 @@ def _star(
         angle = 2 * math.pi * k / len(others)
         x, y = math.sin(angle), math.cos(angle)
         axes.plot([x, 0], [y, 0], color=_LINE, lw=0.4 + 7 * value / top, alpha=0.85, zorder=1)
-        axes.plot([x], [y], "o", color="white", mec=_QUIET, ms=9, zorder=2)
+        axes.plot([x], [y], "o", color="white", mec=QUIET, ms=9, zorder=2)
         side = "left" if x > 0.15 else "right" if x < -0.15 else "center"
         place = (1.1 * x, 1.1 * y + (0.03 if side == "center" and y > 0 else 0))
         text = f"{name(j)}\n{value:.3g}"
-        axes.text(*place, text, ha=side, va="center", fontsize=8, color=_INK)
+        axes.text(*place, text, ha=side, va="center", fontsize=8, color=INK)
     own = sum(value for j, value in edges if j == node)
-    axes.plot([0], [0], "o", color=_LINE if own else "white", mec=_INK, ms=13, zorder=3)
+    axes.plot([0], [0], "o", color=_LINE if own else "white", mec=INK, ms=13, zorder=3)
     axes.text(0, -0.13, f"{name(node)}" + (f"\nitself {own:.3g}" if own else ""), ha="center",
-              va="top", fontsize=9, color=_INK, zorder=4,
+              va="top", fontsize=9, color=INK, zorder=4,
               bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})  # fmt: skip
     shown = "" if len(edges) == count else f", the largest {len(edges)} of {count} edges"
-    figure.text(0.03, 0.955, f"What node {name(node)} draws from{shown}", fontsize=11, color=_INK)
+    figure.text(0.03, 0.955, f"What node {name(node)} draws from{shown}", fontsize=11, color=INK)
     return figure

@@ -6,20 +6,15 @@ Symbols: B batch, L queries, S keys; a row of a map says what token i takes from
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ikattn.maps.layers import Batch, RecordedMaps
-from ikattn.maps.summary import Maps, check_padding, layer_contributions, layer_maps, row_shares
-from ikattn.maps.through_layers import (
-    Residual,
-    check_rows,
-    padding_of,
-    steps_of,
-    with_residuals,
-)
+from ikattn.maps.summary import Maps, check_padding, layer_maps, row_shares
+from ikattn.maps.through_layers import Residual, Steps
 
 
 def token_importance(
@@ -51,8 +46,7 @@ def token_importance(
         query_padding: bool ``[B, L]``; by default what the recording knows.
         key_padding: bool ``[B, S]``; for rollout, where both are the same tokens, one of them is
             enough.
-        without_self: Leave out what the token, or the span, draws from itself, which is mostly the
-            largest part where maps hold the residual.
+        without_self: Leave out what the token, or the span, draws from itself.
 
     Returns:
         ``[B, S]``, 0 at padding; with normalize it adds up to 1.
@@ -71,15 +65,12 @@ def token_importance(
         True
     """
     caller = "token_importance"
-    layers = None if layers is None else list(layers)
+    chosen = Steps(maps, normalize, map, layers, residual, caller)
     if layer is None:
         padding = key_padding if query_padding is None else query_padding
-        steps = steps_of(maps, normalize, map, layers, residual, padding, caller)
-        of_queries = padding_of(maps, layers, padding, caller)
+        steps, of_queries = chosen.factors(padding), chosen.padding(padding)
     else:
-        step, of_queries = _single_step(
-            maps, layer, normalize, map, layers, residual, query_padding, key_padding
-        )
+        step, of_queries = _single_step(chosen, layer, query_padding, key_padding)
         steps = [step]
     B, L, S = steps[-1].shape
     device = steps[-1].device
@@ -165,45 +156,31 @@ def rank_tokens(
 
 
 def _single_step(
-    maps: Maps,
-    layer: int | str,
-    normalize: bool,
-    map: str,
-    layers: Iterable[str] | None,
-    residual: Residual,
-    query_padding: Tensor | None,
-    key_padding: Tensor | None,
+    chosen: Steps, layer: int | str, query_padding: Tensor | None, key_padding: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """One layer's map, [B, L, S], as rollout would take it, and the padding of its queries."""
-    caller = "token_importance"
-    one: Maps = maps
+    maps, caller = chosen.maps, chosen.caller
     if isinstance(maps, (RecordedMaps, Batch)):
         if isinstance(layer, int):
-            names = list(layer_contributions(maps, layers, caller))
+            names = list(chosen.recorded())
             layer = names[_checked_number(layer, len(names))]
-        layers = [layer]
-        check_rows(maps, layers, map, caller)
+        one = replace(chosen, layers=[layer])
+        one.check_rows()
         if query_padding is None:
-            query_padding = layer_contributions(maps, layers, caller)[layer].query_padding
+            query_padding = one.recorded()[layer].query_padding
     elif isinstance(layer, str):
         raise ValueError(f"{caller}: layer must be a number where maps are tensors, got {layer!r}")
     else:
-        one = [maps[_checked_number(layer, len(maps))]]
-    found = layer_maps(
-        one,
-        map=map,
-        layers=layers,
-        query_padding=query_padding,
-        key_padding=key_padding,
-        caller=caller,
-    )
+        one = replace(chosen, maps=[maps[_checked_number(layer, len(maps))]])
+    paddings = {"query_padding": query_padding, "key_padding": key_padding}
+    found = layer_maps(one.maps, map=one.map, layers=one.layers, caller=caller, **paddings)
     B, L, S = found[0].shape
-    if residual is not None and L != S:
+    if one.residual is not None and L != S:
         raise ValueError(
-            f"{caller}: residual must be None where queries and keys differ, got {residual} for a "
-            f"map of shape {[B, L, S]}"
+            f"{caller}: residual must be None where queries and keys differ, got {one.residual} "
+            f"for a map of shape {[B, L, S]}"
         )
-    (step,) = with_residuals(found, one, normalize, layers, residual, query_padding, caller)
+    (step,) = one.with_residuals(found, query_padding)
     return step, query_padding
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,11 +107,7 @@ def _columns(layers: Mapping[str, Layer], call: Batch, name: str) -> range:
 
 
 def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
-    """One call of several that go on from each other.
-
-    Raises:
-        ValueError: Sequences changed their places in between.
-    """
+    """One call of several that go on from each other, whose sequences must keep their places."""
     if len(calls) == 1:
         return calls[0]
     _check_places(layers, calls)
@@ -138,16 +136,9 @@ def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
     target_mask = along("target_mask")
     if target_mask is None:  # transformers gives none; sequences that have ended are padding
         target_mask = _mask_of_decoder(layers, maps)
-    return Batch(
-        maps,
-        calls[-1].tokens,
-        calls[-1].target_tokens,
-        along("input_ids"),
-        along("input_mask"),
-        along("target_ids"),
-        target_mask,
-        calls[0].begins,
-    )
+    ids: dict[str, Any] = {x: along(x) for x in ("input_ids", "input_mask", "target_ids")}
+    ids |= {"target_mask": target_mask, "begins": calls[0].begins}
+    return replace(calls[-1], layers=maps, **ids)
 
 
 def _mask_of_decoder(
@@ -191,15 +182,9 @@ def _as_one(encoder: Batch, decoder: Batch) -> Batch:
     each = sequence_count(decoder.values()) // sequence_count(encoder.values())
     rows = torch.arange(sequence_count(encoder.values())).repeat_interleave(each)
     source = rows_of_call(encoder, rows)
-    return Batch(
-        {**source.layers, **decoder.layers},
-        source.tokens,
-        decoder.target_tokens,
-        source.input_ids,
-        source.input_mask,
-        decoder.target_ids,
-        decoder.target_mask,
-    )
+    layers = {**source.layers, **decoder.layers}
+    ids: dict[str, Any] = {"input_ids": source.input_ids, "input_mask": source.input_mask}
+    return replace(decoder, layers=layers, tokens=source.tokens, begins=None, **ids)
 
 
 def _joined(

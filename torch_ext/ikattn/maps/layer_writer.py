@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 from urllib.parse import quote
 
 from ikattn.maps import files
@@ -19,9 +19,8 @@ LONGEST_NAME = 180  # of a layer, in a file's name
 class LayerWriter:
     """Writes each layer's maps to a file of its own, in a thread beside the model's.
 
-    A writer is for one recording. A file appears under its name when it is whole. What is complete
-    stays, whatever happens later. A layer waits where ``waiting`` others wait for the disk, so that
-    memory holds a few layers.
+    A writer is for one recording. A file appears under its name when it is whole, and stays,
+    whatever happens later. A layer waits where ``waiting`` others wait for the disk.
 
     Files are ``call-number-layer``, such as ``000000-003-encoder.layer.3.attention.self.npz``:
     sorted by name they stand as they ran. Characters of a layer's name that file systems do not
@@ -82,18 +81,13 @@ class LayerWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Waits for the layers that were handed over; those are complete after an error, too."""
         thread, self._thread = self._thread, None
         assert thread is not None
         self._jobs.put(None)
         thread.join()
-        if error is None and not self._is_told:
+        if raised[0] is None and not self._is_told:
             self._check()
 
     def describe(self, recording: RecordedMaps) -> None:

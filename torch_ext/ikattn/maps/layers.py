@@ -69,11 +69,7 @@ class Batch(Mapping[str, Contributions]):
 
 
 def name_of_layer(names: Collection[str], layer: str | int) -> str:
-    """The name of a layer that is given by name or number, the last one by -1.
-
-    Raises:
-        KeyError: There is no such layer; the message says which there are.
-    """
+    """The name of a layer that is given by name or number; KeyError says which there are."""
     if isinstance(layer, int) and -len(names) <= layer < len(names):
         return list(names)[layer]
     if layer not in names:
@@ -154,9 +150,8 @@ class RecordedMaps:
     def __getitem__(self, name: str | int) -> Contributions:
         """The maps of one layer, by name or number, where one forward call was recorded.
 
-        Raises:
-            KeyError: No such layer; the message names those there are.
-            LookupError: None or several calls were recorded: take ``recording.batches[i][name]``.
+        KeyError names the layers that there are; LookupError tells of none or several calls, of
+        which ``recording.batches[i][name]`` takes one.
         """
         if self.layers:
             name = name_of_layer(self.layers, name)

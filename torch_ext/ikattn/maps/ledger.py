@@ -88,11 +88,7 @@ class Shares:
     layers: dict[str, Split] = field(default_factory=dict)
 
     def __getitem__(self, layer: str | int) -> Split:
-        """The split of a layer's heads.
-
-        Raises:
-            KeyError: There is no such layer.
-        """
+        """The split of a layer's heads; KeyError names the layers that there are."""
         return self.layers[name_of_layer(self.layers, layer)]
 
     @property
@@ -105,8 +101,7 @@ class Shares:
     def __add__(self, other: Shares) -> Shares:
         """The shares of both parts of a corpus; a layer that one of them lacks is the other's.
 
-        Raises:
-            ValueError: A layer has another number of heads.
+        ValueError tells of a layer with another number of heads.
         """
         found = dict(self.layers)
         for name, split in other.layers.items():
@@ -159,13 +154,8 @@ def shares(maps: RecordedMaps | Mapping[str, Contributions]) -> Shares:
         \text{share}_x = \operatorname{Cov}(x, \log c) / \operatorname{Var}(\log c)
 
     exactly, with x and y among the four. The covariances are averaged over rows, and shares are of
-    the mean. They add up to 1: each is the Shapley value of its factor in the variance of the sum,
-    which prefers no order of taking factors out. A share is negative where a factor works against
-    the others, and then another one exceeds 1. No factor's unit matters.
-
-    Pairs that are masked, padded or have weight 0 do not count, nor do rows with fewer than two
-    keys that count. A row in which no factor varies beyond rounding has covariances 0. A block of
-    rows is computed at a time, in float64 and without gradient.
+    the mean. docs/guide/analysis_aggregation.md tells what they mean, and which pairs count. A
+    block of rows is computed at a time, in float64 and without gradient.
 
     Args:
         maps: A recording of any number of calls, made with ``maps=("ledger",)``, or the layers of

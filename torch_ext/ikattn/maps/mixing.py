@@ -143,14 +143,10 @@ def projection(
     of pairs are never made.
 
     Args:
-        attn_weights: ``[B, H, L, S]``.
-        value: ``[B, G, S, d_v]``, the value projection's bias included.
-        out_proj_weight: ``[D, H d_v]``, as ``nn.Linear`` keeps it.
+        attn_weights, value, out_proj_weight, query_padding, key_padding: As for :func:`alti`.
         residual: ``[B, L, D]``, what is added to the attention's output. It is a part of y then,
             and what rows lack to 1 is the residual's.
         norm: The normalisation after the sum; its scale does not matter.
-        query_padding: bool ``[B, L]``, True = padding, whose rows are 0.
-        key_padding: bool ``[B, S]``, likewise for columns.
 
     Returns:
         ``[B, H, L, S]``; sum over H for the part of a token. A row whose y is 0 is 0. float64 where

@@ -14,17 +14,15 @@ from torch import Tensor
 
 from ikattn._optional import optional
 from ikattn._whole_files import whole_file
-from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Layer, RecordedMaps, name_of_layer
 from ikattn.maps.sequences import AXES, SequenceMaps, sequences, tensors_of
 from ikattn.maps.tokens import Tokens
 
-_FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 # Scales of the page, too. Lightness falls all the way, so they read without colours.
 _WEIGHT_COLOURS = ("#f4f3ef", "#d3e1ea", "#a5c6dd", "#6fa5cb", "#3f80b2", "#1f5a90", "#0d3563")
 _NORM_COLOURS = ("#f4f3ef", "#f3dfc4", "#ecc08b", "#de9a55", "#c2712f", "#934c1c", "#58290d")
 _SIGNED_COLOURS = ("#58290d", "#c2712f", "#ecc08b", "#f4f3ef", "#a5c6dd", "#3f80b2", "#0d3563")
-_INK, _QUIET = "#1d2126", "#656c75"
+INK, QUIET = "#1d2126", "#656c75"
 _TITLES = {
     "weights": "attention weight",
     "per_head": "N of each head",
@@ -52,19 +50,28 @@ def draw(
     dpi: int = 160,
 ) -> None:
     """Draws what :meth:`Recording.plot` describes."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _FORMATS:
-        raise ValueError(f"plot: path must end in {', '.join(_FORMATS)}, got {Path(path).name!r}")
+    kind = picture_format("plot", path)
     if map is not None and map not in _TITLES:
         raise ValueError(f"plot: map must be one of {', '.join(_TITLES)}, got {map!r}")
     shown = _chosen_sequence(recording, batch, sequence, tokens, target_tokens)
     layers = [one for one in _chosen_layers(recording, layer) if one.name in shown.layers]
-    there = {one.name: _square_maps(shown.layers[one.name]) for one in layers}
+    there = {
+        one.name: [x for x, axes, _ in tensors_of(shown.layers[one.name]) if axes.endswith("LS")]
+        for one in layers
+    }
     chosen = _chosen_map(map, {name for names in there.values() for name in names})
     drawn = [one for one in layers if chosen in there[one.name]]
     figure = _figure(shown, drawn, chosen, is_single=layer is not None)
     with whole_file(path) as file:
-        figure.savefig(file, format=_FORMATS[suffix], dpi=dpi)
+        figure.savefig(file, format=kind, dpi=dpi)
+
+
+def picture_format(function: str, path: str | os.PathLike[str]) -> str:
+    """Returns the format that a picture's file must have by its ending."""
+    kind = Path(path).suffix.lower().removeprefix(".")
+    if kind not in ("png", "svg", "pdf"):
+        raise ValueError(f"{function}: path must end in .png, .svg, .pdf, got {Path(path).name!r}")
+    return kind
 
 
 def _chosen_sequence(
@@ -109,11 +116,7 @@ def _chosen_layers(recording: RecordedMaps, layer: str | int | None) -> list[Lay
 
 
 def _chosen_map(map: str | None, there: Collection[str]) -> str:
-    """The map asked for; else "summed", or the only one there is but for the weights beside it.
-
-    Raises:
-        ValueError: It is not there, or there are several and none was asked for.
-    """
+    """The map asked for; else "summed", or the only one there is but for the weights beside it."""
     known = ", ".join(sorted(there)) or "none"
     if map is not None:
         if map not in there:
@@ -125,10 +128,6 @@ def _chosen_map(map: str | None, there: Collection[str]) -> str:
     raise ValueError(f"plot: map must say which map to draw; there are {known}")
 
 
-def _square_maps(maps: Contributions) -> list[str]:
-    return [name for name, axes, _ in tensors_of(maps) if axes.endswith("LS")]
-
-
 def _over_heads(name: str, values: Tensor) -> Tensor:
     """The mean over heads, or the sum of parts, which add."""
     if values.dim() < 3:
@@ -136,7 +135,8 @@ def _over_heads(name: str, values: Tensor) -> Tensor:
     return values.double().sum(0) if name == "projection" else values.double().mean(0)
 
 
-def _matplotlib(module: str) -> Any:
+def matplotlib(module: str) -> Any:
+    """Imports a module of matplotlib."""
     return optional(f"matplotlib.{module}", "a picture", "'ikattn[viz]'")
 
 
@@ -201,7 +201,7 @@ def _drawn(panels: list[_Panel], side: float, columns: int) -> Any:
         below = [_longest(at[p].keys, size[p]) for p in own if ends_column(*p)]
         y += max(at[p].height(side) for p in own) + max(below, default=0.0) + gap
     width, height = x + 0.2, y + gap
-    figure = _matplotlib("figure").Figure(figsize=(width, height))
+    figure = matplotlib("figure").Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
@@ -249,7 +249,7 @@ def _heat_map(
     colours = _WEIGHT_COLOURS if name in ("weights", "similarity") else _NORM_COLOURS
     colours = _SIGNED_COLOURS if is_signed else colours
     # NaN must not look like a small number.
-    scale = _matplotlib("colors").LinearSegmentedColormap.from_list(name, colours)
+    scale = matplotlib("colors").LinearSegmentedColormap.from_list(name, colours)
     scale = scale.with_extremes(bad="#be2878")
     finite = values[values.isfinite()]
     top = (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
@@ -265,10 +265,10 @@ def _heat_map(
         interpolation="nearest",
         aspect="auto",
     )
-    text = {"color": _INK, "parse_math": False}
+    text = {"color": INK, "parse_math": False}
     axes.text(left, above - 0.2, panel.layer.name, fontsize=7.5, va="bottom", **text)
     title = f"{_heading(name, values)}, {lowest:.3g} to {top:.3g}"
-    axes.text(left, above - 0.05, title, fontsize=7.5, va="bottom", **text | {"color": _QUIET})
+    axes.text(left, above - 0.05, title, fontsize=7.5, va="bottom", **text | {"color": QUIET})
     if names_queries:
         for t in range(0, L, math.ceil(L / _LABELLED)):
             y = above + height * (t + 0.5) / L

@@ -39,8 +39,7 @@ class Recording(RecordedMaps):
     def edges(self) -> dict[str, EdgeMaps]:
         """The maps of layers that attend over a graph, where one forward call was recorded.
 
-        Raises:
-            LookupError: None or several calls were recorded: take ``recording.graphs[i]``.
+        Of several calls ``recording.graphs[i]`` has them; here they are a LookupError.
         """
         if len(self.graphs) != 1:
             raise LookupError(
@@ -52,10 +51,10 @@ class Recording(RecordedMaps):
     def joined(self, beam_indices: Tensor | None = None) -> Recording:
         """The calls of one sequence, such as those of ``generate``, as one call.
 
-        Each call after the first goes on from a cache: its maps have more keys than queries. Its
-        rows come below those of the call before it, whose missing columns are 0; what every key has
-        alone, such as value norms, is that of the last call. An encoder's call and those of the
-        decoder that reads it are one. Calls that begin anew stay apart.
+        Rows of a call that goes on from a cache come below those of the call before it, whose
+        missing columns are 0; what every key has alone, such as value norms, is that of the last
+        call. An encoder's call and those of the decoder that reads it are one. Calls that begin
+        anew stay apart.
 
         Args:
             beam_indices: ``[N, steps]`` of a beam search, as ``generate`` gives them with
@@ -131,9 +130,6 @@ class Recording(RecordedMaps):
         title: str | None = None,
     ) -> int:
         """Writes a page to look at: one file that asks for nothing from outside.
-
-        Choose sentence, layer, head and map; hover a token to see where it draws from; click a
-        pair for its ledger. Numbers are kept to three digits or better; the page says how well.
 
         Args:
             path: Of the page.

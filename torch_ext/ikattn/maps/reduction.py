@@ -330,12 +330,7 @@ _NAMED: dict[str, Reduction] = {"columns": ColumnSums(), "diagonal": Diagonal(),
 
 
 def reduction_of(given: str | Reduction | Callable[[Tensor, int], Tensor]) -> Reduction:
-    """The reduction that ``record(reduce=given)`` means.
-
-    Raises:
-        ValueError: A name that is not known.
-        TypeError: Neither a name, a reduction nor a function.
-    """
+    """The reduction that ``record(reduce=given)`` means."""
     names = ", ".join(map(repr, _NAMED))
     if isinstance(given, str):
         if given not in _NAMED:

@@ -31,30 +31,17 @@ AXES = {
 
 @dataclass(frozen=True)
 class SequenceMaps:
-    """The maps of one sequence.
+    """The maps of one sequence."""
 
-    Attributes:
-        batch: The forward call it was part of.
-        index: Its place in that batch.
-        tokens: Its tokens; None: unknown.
-        target_tokens: Those that a decoder reads beside them.
-        layers: Its maps by layer name; the shapes of :class:`Contributions` without B.
-        begins: How many tokens of a cache the call went on from; None: unknown.
-    """
-
-    batch: int
-    index: int
-    tokens: Sequence[str] | None
-    target_tokens: Sequence[str] | None
-    layers: dict[str, Contributions]
-    begins: int | None = None
+    batch: int  # the forward call it was part of
+    index: int  # its place in that batch
+    tokens: Sequence[str] | None  # None: unknown
+    target_tokens: Sequence[str] | None  # those that a decoder reads beside them
+    layers: dict[str, Contributions]  # by layer name; shapes without B
+    begins: int | None = None  # how many tokens of a cache the call went on from; None: unknown
 
     def labels(self, layer: Layer) -> tuple[list[str], list[str]]:
-        """The tokens of a layer's queries ``[L]`` and keys ``[S]``; their numbers where unknown.
-
-        Raises:
-            ValueError: As many tokens as the maps have rows or columns are needed.
-        """
+        """The tokens of a layer's queries ``[L]`` and keys ``[S]``; their numbers where unknown."""
         own = self.tokens
         if layer.side == "decoder" and self.target_tokens is not None:
             own = self.target_tokens
@@ -89,17 +76,10 @@ def sequences(
 ) -> Iterator[SequenceMaps]:
     """Every sequence of every batch, in order.
 
-    Args:
-        recording: Of any number of forward calls.
-        tokens: In place of the recorded ones: for each sequence, over all batches, its tokens
-            without padding; of a single sequence the tokens themselves, of several calls that make
-            one sequence (``generate``) the tokens of all. A tokenizer: it decodes the ids that the
-            calls were made with.
-        target_tokens: Likewise, for a decoder.
-
-    Raises:
-        ValueError: Not as many lists of tokens as sequences, or others than the calls were made
-            with; or maps that were reduced, or are of some queries alone.
+    Tokens stand in place of the recorded ones: for each sequence, over all batches, its tokens
+    without padding; of a single sequence the tokens themselves, of several calls that make one
+    sequence (``generate``) the tokens of all. A tokenizer decodes the ids that the calls were made
+    with. ValueError tells of other numbers of tokens, and of maps that are not whole.
     """
     for batch in recording.batches:
         for name, maps in batch.items():
@@ -122,11 +102,7 @@ def tokens_by_call(
     tokens: Tokens | None = None,
     target_tokens: Sequence[Sequence[str]] | Sequence[str] | None = None,
 ) -> list[tuple[Sequence[Sequence[str]] | None, Sequence[Sequence[str]] | None]]:
-    """The tokens of every call's sequences and of their targets, as :func:`sequences` has them.
-
-    Raises:
-        ValueError: Likewise.
-    """
+    """The tokens of every call's sequences and of their targets, as :func:`sequences` has them."""
     counts = [sequence_count(batch.values()) for batch in recording.batches]
     if hasattr(tokens, "convert_ids_to_tokens"):
         decoded = [tokens_of_batch(tokens, batch) for batch in recording.batches]

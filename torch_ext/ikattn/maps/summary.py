@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ikattn._precision import widened
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, RecordedMaps, check_whole
 
@@ -22,11 +23,6 @@ Maps: TypeAlias = RecordedMaps | Batch | Sequence[Tensor] | Tensor
 # The fields of Contributions that hold a number for every pair of query and key.
 HEAD_MAPS = ("weights", "per_head", "similarity")
 TOKEN_MAPS = ("summed", "with_residual", "with_norm", "encoder", "alti")
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """A map in the type that is calculated with: float32 for half precision."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def row_shares(x: Tensor) -> Tensor:
@@ -70,7 +66,7 @@ def pair_map(contributions: Contributions, map: str, caller: str, layer: str = "
             f"{caller}: map must be one of those recorded{of_layer}, "
             f"{', '.join(there) or 'of which there are none'}, got {map!r}"
         )
-    return full_precision(found)
+    return widened(found)
 
 
 def head_mean(
@@ -102,7 +98,7 @@ def head_mean(
         raise ValueError(
             f"head_mean: x must have shape [B, H, L, S] with a head at least, got {list(x.shape)}"
         )
-    mean = full_precision(x).mean(1)
+    mean = widened(x).mean(1)
     return without_padding(mean, query_padding, key_padding, "head_mean")
 
 
@@ -150,12 +146,7 @@ def layer_maps(
     """One map ``[B, L, S]`` per layer, first layer first, heads averaged, padding 0.
 
     Of a recording by default the layers of self-attention, and the padding that it knows; of a
-    Batch, which does not know them from others, all layers.
-
-    Raises:
-        ValueError: No layer, a map that was not recorded, shapes that differ or do not fit.
-        KeyError: A layer that is not there.
-        LookupError: A recording of no or several forward calls.
+    Batch, which does not know them from others, all layers. Errors are those of :func:`layer_mean`.
     """
     recorded: list[tuple[str, Tensor, Tensor | None, Tensor | None]]
     if isinstance(maps, (RecordedMaps, Batch)):
@@ -172,7 +163,7 @@ def layer_maps(
         raise ValueError(f"{caller}: layers must be None where maps are tensors, got {layers}")
     else:
         recorded = [
-            (f"maps[{index}]", full_precision(x), query_padding, key_padding)
+            (f"maps[{index}]", widened(x), query_padding, key_padding)
             for index, x in enumerate(maps)
         ]
     if not recorded:
@@ -263,7 +254,7 @@ def token_mean(values: Tensor, padding: Tensor | None = None) -> Tensor:
     """
     if values.dim() < 2:
         raise ValueError(f"token_mean: values must be [B, ..., S], got {list(values.shape)}")
-    values = full_precision(values)
+    values = widened(values)
     B, S = values.shape[0], values.shape[-1]
     if padding is None:
         return values.mean(-1)

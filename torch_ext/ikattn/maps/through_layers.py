@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ikattn._memory import memory_for
+from ikattn._precision import widened
+from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, RecordedMaps, check_whole
 from ikattn.maps.summary import (
     Maps,
-    full_precision,
     layer_contributions,
     layer_maps,
     row_shares,
@@ -55,12 +57,8 @@ def rollout(
 
     Which map to take: ``"encoder"`` (N_Enc), which holds the whole block but its feed-forward
     part's nonlinearity; of pre-norm blocks ``"with_residual"``, whose vectors the next block adds
-    to, where ``"encoder"`` ends at the norm before the feed-forward part. **Not**
-    ``"with_norm"`` (N_ResLN) alone, which gives a ``UserWarning`` (with Python's default filter
-    once per line that calls): the first LayerNorm of a trained BERT enlarges a few outlier
-    dimensions that the second one shrinks again. A map that ends between them is dominated by those
-    dimensions, in every layer, and rollout multiplies the error. ``"weights"``, ``"per_head"`` and
-    ``"summed"`` hold no residual connection: give ``residual``.
+    to. **Not** ``"with_norm"`` (N_ResLN) alone, which gives a ``UserWarning`` that says why.
+    ``"weights"``, ``"per_head"`` and ``"summed"`` hold no residual connection: give ``residual``.
 
     Args:
         maps: A Recording of one forward call, one of its batches, or a sequence of ``[B, L, L]``
@@ -101,7 +99,7 @@ def rollout(
         >>> torch.allclose(flow.sum(-1), torch.ones(1, 4))
         True
     """
-    steps = steps_of(maps, normalize, map, layers, residual, padding, "rollout")
+    steps = Steps(maps, normalize, map, layers, residual, "rollout").factors(padding)
     with memory_for("rollout", "the products of maps, [B, L, L]"):
         products = [steps[0]]
         for step in steps[1:]:
@@ -109,125 +107,116 @@ def rollout(
         return torch.stack(products) if all_layers else products[-1]
 
 
-def steps_of(
-    maps: Maps,
-    normalize: bool,
-    map: str,
-    layers: Iterable[str] | None,
-    residual: Residual,
-    padding: Tensor | None,
-    caller: str,
-) -> list[Tensor]:
-    """The factors of the product, first layer first: [B, L, L] each."""
-    layers = None if layers is None else list(layers)
-    _warn_of_with_norm(maps, map)
-    check_rows(maps, layers, map, caller)
-    found = layer_maps(maps, map=map, layers=layers, caller=caller)
-    B, L, S = found[0].shape
-    if L != S:
-        raise ValueError(
-            f"{caller}: maps must be square, of self-attention over whole sequences, got "
-            f"{[B, L, S]}"
-            + (
-                ": keys from a cache or a prefix, and those of cross-attention, are no queries of "
-                "the same call; choose with layers=, or take recording.joined()"
-                if isinstance(maps, (RecordedMaps, Batch))
-                else ""
-            )
-        )
-    padding = padding_of(maps, layers, padding, caller)
-    found = [without_padding(x, padding, padding, caller) for x in found]
-    return with_residuals(found, maps, normalize, layers, residual, padding, caller)
+@dataclass
+class Steps:
+    """The maps of layers that a product takes, with the arguments of :func:`rollout`.
 
+    Errors begin with the name of the ``caller``.
+    """
 
-def _warn_of_with_norm(maps: Maps, map: str) -> None:
-    if map == "with_norm" and isinstance(maps, (RecordedMaps, Batch)):
-        warnings.warn(WITH_NORM_WARNING, UserWarning, stacklevel=4)
-    if isinstance(maps, RecordedMaps) and maps.left_out:
-        warnings.warn(
-            f"attention that was not recorded moves tokens, too: {describe_unseen(maps.left_out)}",
-            UserWarning,
-            stacklevel=4,
-        )
+    maps: Maps
+    normalize: bool
+    map: str
+    layers: Iterable[str] | None
+    residual: Residual
+    caller: str
 
+    def __post_init__(self) -> None:
+        self.layers = None if self.layers is None else list(self.layers)
 
-def check_rows(maps: Maps, layers: Iterable[str] | None, map: str, caller: str) -> None:
-    """Raises ValueError where a layer's maps are of some queries alone, or have signs."""
-    if not isinstance(maps, (RecordedMaps, Batch)):
-        return
-    for name, own in layer_contributions(maps, layers, caller).items():
-        check_whole(own, name, caller)
-        rows = getattr(own, map, None)
-        if isinstance(rows, Tensor) and bool((rows < 0).any()):
+    def factors(self, padding: Tensor | None) -> list[Tensor]:
+        """The factors of the product, first layer first: [B, L, L] each."""
+        self._warn()
+        self.check_rows()
+        found = layer_maps(self.maps, map=self.map, layers=self.layers, caller=self.caller)
+        B, L, S = found[0].shape
+        if L != S:
             raise ValueError(
-                f"{caller}: the map {map!r} of layer {name!r} has numbers below 0, as weights of a "
-                "delta rule, those of Mamba-2 and projections have: rows are no shares, whose "
-                "products say where a token comes from; take a map of norms, such as 'encoder' or "
-                "'with_residual', or choose with layers="
+                f"{self.caller}: maps must be square, of self-attention over whole sequences, got "
+                f"{[B, L, S]}"
+                + (
+                    ": keys from a cache or a prefix, and those of cross-attention, are no queries "
+                    "of the same call; choose with layers=, or take recording.joined()"
+                    if isinstance(self.maps, (RecordedMaps, Batch))
+                    else ""
+                )
+            )
+        padding = self.padding(padding)
+        found = [without_padding(x, padding, padding, self.caller) for x in found]
+        return self.with_residuals(found, padding)
+
+    def _warn(self) -> None:
+        maps = self.maps
+        if self.map == "with_norm" and isinstance(maps, (RecordedMaps, Batch)):
+            warnings.warn(WITH_NORM_WARNING, UserWarning, stacklevel=4)
+        if isinstance(maps, RecordedMaps) and maps.left_out:
+            left_out = describe_unseen(maps.left_out)
+            warnings.warn(
+                f"attention that was not recorded moves tokens, too: {left_out}",
+                UserWarning,
+                stacklevel=4,
             )
 
+    def recorded(self) -> dict[str, Contributions]:
+        """The chosen layers of a recording; none where maps are tensors."""
+        if not isinstance(self.maps, (RecordedMaps, Batch)):
+            return {}
+        return layer_contributions(self.maps, self.layers, self.caller)
 
-def padding_of(
-    maps: Maps, layers: Iterable[str] | None, padding: Tensor | None, caller: str
-) -> Tensor | None:
-    """The padding of the tokens that go through the layers: the given, or the recorded one."""
-    if padding is not None or not isinstance(maps, (RecordedMaps, Batch)):
-        return padding
-    first = next(iter(layer_contributions(maps, layers, caller).values()))
-    return first.key_padding if first.query_padding is None else first.query_padding
+    def check_rows(self) -> None:
+        """Raises ValueError where a layer's maps are of some queries alone, or have signs."""
+        for name, own in self.recorded().items():
+            check_whole(own, name, self.caller)
+            rows = getattr(own, self.map, None)
+            if isinstance(rows, Tensor) and bool((rows < 0).any()):
+                raise ValueError(
+                    f"{self.caller}: the map {self.map!r} of layer {name!r} has numbers below 0, "
+                    "as weights of a delta rule, those of Mamba-2 and projections have: rows are "
+                    "no shares, whose products say where a token comes from; take a map of norms, "
+                    "such as 'encoder' or 'with_residual', or choose with layers="
+                )
 
+    def padding(self, given: Tensor | None) -> Tensor | None:
+        """The padding of the tokens that go through the layers: the given, or the recorded one."""
+        first = next(iter(self.recorded().values()), None) if given is None else None
+        if first is None:
+            return given
+        return first.key_padding if first.query_padding is None else first.query_padding
 
-def with_residuals(
-    found: list[Tensor],
-    maps: Maps,
-    normalize: bool,
-    layers: Iterable[str] | None,
-    residual: Residual,
-    padding: Tensor | None,
-    caller: str,
-) -> list[Tensor]:
-    """The maps of layers, [B, L, S], with their residual connections."""
-    B, L, _ = found[0].shape
-    ratios = _mixing_ratios(maps, layers, residual, len(found), (B, L), caller)
-    return [
-        _with_residual(row_shares(x) if normalize else x, ratio, padding)
-        for x, ratio in zip(found, ratios, strict=True)
-    ]
-
-
-def _mixing_ratios(
-    maps: Maps,
-    layers: Iterable[str] | None,
-    residual: Residual,
-    N: int,
-    shape: tuple[int, int],
-    caller: str,
-) -> list[float | Tensor | None]:
-    """For each layer None, the residual's fixed part, or mixing ratios [B, L]."""
-    if residual is None:
-        return [None] * N
-    if isinstance(residual, (int, float)):
-        if not 0 <= residual <= 1:
-            raise ValueError(f"{caller}: residual must be in [0, 1], got {residual}")
-        return [float(residual)] * N
-    if isinstance(residual, str):
-        if not isinstance(maps, (RecordedMaps, Batch)):
-            raise ValueError(
-                f"{caller}: residual must be a number or tensors where maps are tensors, "
-                f"got {residual!r}"
-            )
-        ratios = [
-            c.mixing_ratio.get(residual) for c in layer_contributions(maps, layers, caller).values()
+    def with_residuals(self, found: list[Tensor], padding: Tensor | None) -> list[Tensor]:
+        """The maps of layers, [B, L, S], with their residual connections."""
+        B, L, _ = found[0].shape
+        ratios = self._mixing_ratios(len(found), (B, L))
+        return [
+            _with_residual(row_shares(x) if self.normalize else x, ratio, padding)
+            for x, ratio in zip(found, ratios, strict=True)
         ]
-    else:
-        ratios = list(residual)
-    if len(ratios) != N or any(x is None or tuple(x.shape) != shape for x in ratios):
-        got = ["none recorded" if x is None else list(x.shape) for x in ratios]
-        raise ValueError(
-            f"{caller}: residual must give mixing ratios of shape {list(shape)} for each of {N} "
-            f"layers, got {got}"
-        )
-    return [full_precision(x) for x in ratios if x is not None]
+
+    def _mixing_ratios(self, N: int, shape: tuple[int, int]) -> list[float | Tensor | None]:
+        """For each of N layers None, the residual's fixed part, or mixing ratios [B, L]."""
+        residual = self.residual
+        if residual is None:
+            return [None] * N
+        if isinstance(residual, (int, float)):
+            if not 0 <= residual <= 1:
+                raise ValueError(f"{self.caller}: residual must be in [0, 1], got {residual}")
+            return [float(residual)] * N
+        if isinstance(residual, str):
+            if not isinstance(self.maps, (RecordedMaps, Batch)):
+                raise ValueError(
+                    f"{self.caller}: residual must be a number or tensors where maps are tensors, "
+                    f"got {residual!r}"
+                )
+            ratios = [own.mixing_ratio.get(residual) for own in self.recorded().values()]
+        else:
+            ratios = list(residual)
+        if len(ratios) != N or any(x is None or tuple(x.shape) != shape for x in ratios):
+            got = ["none recorded" if x is None else list(x.shape) for x in ratios]
+            raise ValueError(
+                f"{self.caller}: residual must give mixing ratios of shape {list(shape)} for each "
+                f"of {N} layers, got {got}"
+            )
+        return [widened(x) for x in ratios if x is not None]
 
 
 def _with_residual(x: Tensor, ratio: float | Tensor | None, padding: Tensor | None) -> Tensor:

@@ -32,11 +32,8 @@ def is_special(token: str, listed: Container[str] = ()) -> bool:
     """Whether a token is no part of the text, such as ``</s>`` and ``[CLS]``.
 
     A token that :func:`readable_tokens` made is what its tokenizer's lists say; of others the shape
-    tells. The token in the place of an unknown word is text: it stands for a word.
-
-    Args:
-        token: As a tokenizer has it.
-        listed: Tokens that are special whatever their shape.
+    tells, or that it is ``listed``. The token in the place of an unknown word is text: it stands
+    for a word.
     """
     if _UNKNOWN.fullmatch(token) and not getattr(token, "is_special", False):
         return False
@@ -46,15 +43,11 @@ def is_special(token: str, listed: Container[str] = ()) -> bool:
 
 
 def readable_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The tokens of ids, those of byte-level BPE in the text's own letters.
+    """The tokens of one sequence's ids, those of byte-level BPE in the text's own letters.
 
     Byte-level tokenizers (GPT-2, RoBERTa, Llama 3, Qwen) write each byte as a letter of their own:
     "Ã¶" is "ö". A token that ends within a letter shows its bytes, as in ``\\xc3``. The mark of a
     word's beginning stays, "Ġ" or "▁". Each token knows whether its tokenizer lists it as special.
-
-    Args:
-        tokenizer: One of transformers: it has ``convert_ids_to_tokens``.
-        ids: Of one sequence.
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
     special = _listed_by(tokenizer)

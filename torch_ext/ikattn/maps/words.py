@@ -72,12 +72,9 @@ def words_of_text(tokens: Sequence[str], *, byte_level: bool = False) -> list[in
 def text_span(tokens: Sequence[str], has_part: Sequence[bool]) -> slice:
     """Where a sequence's text stands between its padding.
 
-    Padding is a run of one special token at an end of the sequence that has no part in anything.
-    On the right the first of the run ends the text, unless its name says padding.
-
-    Args:
-        tokens: Of one sequence; the empty ones at the end are padding, too.
-        has_part: Whether a token has a score that is not 0.
+    Padding is a run of one special token at an end of the sequence, whose scores are all 0; the
+    empty tokens at the end are padding, too. On the right the first of the run ends the text,
+    unless its name says padding.
     """
     start, stop = 0, len(tokens)
 

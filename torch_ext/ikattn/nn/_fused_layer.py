@@ -37,13 +37,7 @@ def has_values(mask: Tensor | None) -> bool:
 
 
 class StepByStep(Tensor):
-    """A mask that makes the fused layer the ordinary one, with these masks.
-
-    Args:
-        attention: The layer's attention.
-        attn_mask: [L, S] or [N H, L, S], or None.
-        key_padding_mask: [N, S], or None.
-    """
+    """A mask that makes the fused layer of an attention the ordinary one, with these masks."""
 
     attention: nn.MultiheadAttention
     masks: tuple[Tensor | None, Tensor | None]

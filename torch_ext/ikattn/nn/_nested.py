@@ -24,10 +24,8 @@ def attend_packed(
 ) -> Tensor:
     """Attends with a module's implicit kernel within each sequence, without padding.
 
-    Query, key and value are nested, [N, *, .] of the jagged layout, and so is the output.
-
-    Raises:
-        AssertionError: Key and value differ in lengths, or sizes do not fit the weights.
+    Query, key and value are nested, [N, *, .] of the jagged layout, and so is the output. Key and
+    value must have the same lengths.
     """
     # self-attention stays one tensor, which is projected at once
     packed = {id(x): tokens_of(x) for x in (query, key, value)}
@@ -40,16 +38,7 @@ def attend_packed(
     magnitude = None if module.magnitude is None else module.magnitude(k).squeeze(0)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
     output = implicit_kernel_attention_varlen(
-        q,
-        k,
-        v,
-        w1,
-        w2,
-        of_queries,
-        of_keys,
-        p=module.p,
-        key_bias=magnitude,
-        dropout_p=dropout_p,
+        q, k, v, w1, w2, of_queries, of_keys, p=module.p, key_bias=magnitude, dropout_p=dropout_p
     )
     return nested_like(query, module.out_proj(output.flatten(1)))
 
@@ -61,9 +50,6 @@ def attend_padded(
 
     ``attend`` is called with padded query, key, value, and what is padding, True = is: of keys [N,
     S], and of queries [N, L]. What else it returns stays padded.
-
-    Raises:
-        AssertionError: Not all three are nested tensors of one layout.
     """
     inputs = (query, key, value)
     jagged = are_jagged(*inputs)

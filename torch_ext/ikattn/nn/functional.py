@@ -19,14 +19,7 @@ from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ikattn._memory import takes_memory_for
-from ikattn.nn.kernels import (
-    Frequencies,
-    HeadCall,
-    Kernel,
-    KernelOptions,
-    Wanted,
-    attend_heads,
-)
+from ikattn.nn.kernels import Frequencies, HeadCall, Kernel, KernelOptions, Wanted, attend_heads
 from ikattn.nn.masks import Masks, check_hint, check_types, padding_of_queries
 from ikattn.nn.projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn.nn.softmax import refuse_context_parallel
@@ -94,24 +87,15 @@ def multi_head_attention_forward(
 
     Args:
         query: [L, N, E], unbatched [L, E].
-        key: [S, N, E], unbatched [S, E]; with separate weights of another last size.
-        value: As key.
-        embed_dim_to_check: E.
-        num_heads: H; the head size d is E / H.
+        key, value: [S, N, E], unbatched [S, E]; with separate weights of other last sizes.
         in_proj_weight, in_proj_bias: [3 E, E] and [3 E]; the bias may be None.
-        bias_k, bias_v: A learned key and value, [1, 1, E], appended to every sequence; or None.
-        add_zero_attn: Append a zero key and value.
-        dropout_p: Probability on the normalised weights.
+        q_proj_weight, k_proj_weight, v_proj_weight: [E, E], [E, kdim], [E, vdim].
         out_proj_weight, out_proj_bias: [E, E] and [E] or None.
-        training: Whether to apply dropout.
+        bias_k, bias_v: A learned key and value, [1, 1, E], appended to every sequence; or None.
+        static_k, static_v: Keys and values [N * H, S, d] that take the place of the projected.
         key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point: added
             to the logits.
-        need_weights: Return the attention weights too.
         attn_mask: [L, S] or [N * H, L, S], bool or floating point like ``key_padding_mask``.
-        use_separate_proj_weight: Use the next three in place of ``in_proj_weight``.
-        q_proj_weight, k_proj_weight, v_proj_weight: [E, E], [E, kdim], [E, vdim].
-        static_k, static_v: Keys and values [N * H, S, d] that take the place of the projected.
-        average_attn_weights: Average the returned weights over heads.
         is_causal: A promise that ``attn_mask``, which must be given, is the causal mask.
         kernel: "dot": equal to F.multi_head_attention_forward. "rbf", "implicit": as for
             ``MultiheadAttention``.
@@ -126,8 +110,7 @@ def multi_head_attention_forward(
         AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.
         ValueError: Unknown kernel, p < 1, frequencies missing or given where none belong.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch
@@ -188,17 +171,10 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes every call, once the number of axes and the types of masks are checked.
 
-    Args:
-        query: [N, L, E] if ``batch_first``, else [L, N, E]; unbatched [L, E].
-        key, value: As query, with S for L, and sizes of their own with separate weights.
-        projection, extra, kernel, out_proj: The layer.
-        masks: As the caller gave them; ``is_causal`` is the caller's hint.
-        wanted: Whether weights [N, L, S] or [N, H, L, S] are returned, and how.
-        dropout_p: Probability on the normalised weights.
-        batch_first: The order of the axes of batched tensors.
-
-    Raises:
-        AssertionError, RuntimeError: As F.multi_head_attention_forward, in its words.
+    Query is [N, L, E] if ``batch_first``, else [L, N, E], unbatched [L, E]; key and value have S
+    for L, and sizes of their own with separate weights. Masks are as the caller gave them;
+    ``is_causal`` is the caller's hint. Weights are [N, L, S] or [N, H, L, S]. Errors are in the
+    words of F.multi_head_attention_forward.
     """
     check_hint(masks.is_causal, masks.attention)
     is_batched, batch_axis = query.dim() == 3, 0 if batch_first else 1

@@ -50,26 +50,16 @@ class Wanted(NamedTuple):
 
 
 class HeadCall(NamedTuple):
-    """A call of attention on heads.
+    """A call of attention on heads."""
 
-    Attributes:
-        query: [N, H, L, d].
-        key, value: [N, H, S, d].
-        kernel: Which, and what it needs.
-        masks: With four axes.
-        wanted: Whether weights are returned, and how.
-        dropout_p: Probability on the normalised weights.
-        mask_dtype: The type in which bool masks are added to the logits.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # [N, H, L, d]
+    key: Tensor  # [N, H, S, d]; of a split kernel, of a divisor of H heads
+    value: Tensor  # as key
     kernel: KernelOptions
-    masks: Masks
+    masks: Masks  # with four axes
     wanted: Wanted
-    dropout_p: float
-    mask_dtype: torch.dtype
+    dropout_p: float  # probability on the normalised weights
+    mask_dtype: torch.dtype  # the type in which bool masks are added to the logits
 
 
 # Output [N, H, L, d] of a call, and weights [N, H, L, S], [N, L, S], or None
@@ -167,7 +157,9 @@ def _hybrid(call: HeadCall, split: Split) -> Attended:
         mask = call.masks.attention
         if mask is not None and mask.size(1) > 1:
             mask = mask.index_select(1, heads)
-        q, k, v = (x.index_select(1, heads) for x in (call.query, call.key, call.value))
+        of_keys = heads // (call.query.size(1) // call.key.size(1))
+        q = call.query.index_select(1, heads)
+        k, v = (x.index_select(1, of_keys) for x in (call.key, call.value))
         wanted = call.wanted._replace(average=False)
         masks = call.masks._replace(attention=mask)
         return HeadCall(q, k, v, options, masks, wanted, call.dropout_p, call.mask_dtype)

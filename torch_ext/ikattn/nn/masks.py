@@ -26,11 +26,7 @@ class Masks(NamedTuple):
     is_causal: bool = False  # query i sees keys 0..i, besides the above
 
     def four_axes(self, queries: Tensor, keys: Tensor) -> Masks:
-        """Gives ``attention`` four axes, those of logits of queries and keys [N, H, ., d].
-
-        Raises:
-            RuntimeError: It has other sizes.
-        """
+        """Gives ``attention`` four axes, those of logits of queries and keys [N, H, ., d]."""
         if self.attention is None:
             return self
         batch, heads, length, _ = queries.shape
@@ -48,8 +44,7 @@ class Masks(NamedTuple):
     def for_logits_of(self, queries: Tensor) -> Masks:
         """Gives two masks their sum's type, and 16-bit ones that of the queries under autocast.
 
-        Raises:
-            RuntimeError: A float mask, or the sum, is neither of the queries' type nor float32.
+        A float mask, or the sum, must be of the queries' type or float32.
         """
         padding, attention = self.padding, self.attention
         if padding is not None and attention is not None:
@@ -58,16 +53,11 @@ class Masks(NamedTuple):
             both = torch.promote_types(*types)
             padding, attention = (m if m.dtype == torch.bool else m.to(both) for m in masks)
         return self._replace(
-            padding=_for_logits_of(queries, padding),
-            attention=_for_logits_of(queries, attention),
+            padding=_for_logits_of(queries, padding), attention=_for_logits_of(queries, attention)
         )
 
     def check_unread(self, queries: Tensor) -> None:
-        """Checks ``attention``, for which a hint stands, as if it were read.
-
-        Raises:
-            RuntimeError: As ``for_logits_of``; or it is on another device.
-        """
+        """Checks type and device of ``attention``, for which a hint stands, as if it were read."""
         self.for_logits_of(queries)
         if self.attention is not None and self.attention.device != queries.device:
             raise RuntimeError(
@@ -97,11 +87,7 @@ class Masks(NamedTuple):
 
 
 def check_types(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
-    """Warns if the masks differ in type.
-
-    Raises:
-        AssertionError: A mask is neither bool nor floating point.
-    """
+    """Warns if the masks differ in type; each must be bool or floating point."""
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is not None and not torch.is_floating_point(mask) and mask.dtype != torch.bool:
             raise AssertionError(f"only bool and floating types of {name} are supported")

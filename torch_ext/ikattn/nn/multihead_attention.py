@@ -35,25 +35,16 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     """Multi-head attention with the implicit kernel, to stand in nn.MultiheadAttention's place.
 
     Constructor, ``forward``, parameter names, initial values and random stream are those of
-    torch.nn.MultiheadAttention; the options from ``kernel`` on are new and keyword-only. The
-    frequencies of the implicit kernel are the parameters ``spectral.w1`` and ``spectral.w2``, flat,
-    in the order [H, d, M] (``spectral.frequencies()`` returns them in that shape); other kernels
-    have no parameters of their own. A checkpoint of nn.MultiheadAttention loads with
-    ``strict=True`` and leaves the frequencies as they are. docs/guide/drop_in.md lists what
-    differs.
+    torch.nn.MultiheadAttention; the options from ``kernel`` on are new and keyword-only.
+    ``spectral.frequencies()`` returns the frequencies of the implicit kernel. A checkpoint of
+    nn.MultiheadAttention loads with ``strict=True`` and leaves them as they are.
+    docs/guide/drop_in.md lists what differs.
 
     Args:
         embed_dim: E, the model size.
         num_heads: H; the head size d is E / H.
-        dropout: Probability on the normalised attention weights, in training.
-        bias: Whether the projections have biases.
-        add_bias_kv: Append a learned key and value to every sequence.
-        add_zero_attn: Append a zero key and value to every sequence.
-        kdim: Size of the keys; None: E.
-        vdim: Size of the values; None: E.
-        batch_first: Tensors are [N, L, E] rather than [L, N, E].
-        device: Of the parameters.
-        dtype: Of the parameters.
+        dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: As for
+            nn.MultiheadAttention.
         kernel: "dot": ordinary softmax attention, equal to nn.MultiheadAttention. "rbf": the same
             with the 2-norm in a key's magnitude exchanged for the p-norm. "implicit": a kernel
             learned through its spectral density.
@@ -73,8 +64,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         ValueError: Unknown kernel or spectral, p < 1, num_frequencies < 1.
         ValueError, AssertionError: What nn.MultiheadAttention raises.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn
@@ -128,11 +118,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         )
 
     @torch.inference_mode(False)  # frequencies are there to be trained
-    def set_kernel(
-        self,
-        kernel: Kernel,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+    def set_kernel(self, kernel: Kernel, **options: Unpack[ModuleOptions]) -> None:
         """Changes the kernel in place, with new frequencies for "implicit"; all else stays.
 
         Args:
@@ -183,14 +169,10 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             query: [L, N, E]; with ``batch_first`` [N, L, E]; unbatched [L, E]. With
                 ``batch_first`` it may be nested, ``[N, *, E]``, of layout torch.jagged or
                 torch.strided, and key and value are then, too, without masks.
-            key: [S, N, kdim], [N, S, kdim] or [S, kdim].
-            value: [S, N, vdim], [N, S, vdim] or [S, vdim].
-            key_padding_mask: [N, S], unbatched [S]. Bool: True = ignore the key. Floating point:
-                added to the logits.
+            key, value: As query, with S for L, and kdim or vdim for E.
+            key_padding_mask, attn_mask, is_causal: As for ``multi_head_attention_forward``.
             need_weights: Return the attention weights too.
-            attn_mask: [L, S] or [N * H, L, S], bool or floating point like ``key_padding_mask``.
             average_attn_weights: Average the returned weights over heads.
-            is_causal: A promise that ``attn_mask``, which must be given, is the causal mask.
 
         Returns:
             The output, shaped like query, and the weights or None. Weights are the ones used, after
@@ -286,8 +268,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     def _as_leaf(self, tracer: fx.Tracer, *arguments: Any) -> Any:
         """Makes torch.fx record the call as one node, as it does for the modules of torch.
 
-        Raises:
-            RuntimeError: There are hooks. They have been traced, or will be, and would run twice.
+        RuntimeError tells of hooks: they have been traced, or will be, and would run twice.
         """
         name = tracer.path_of_module(self)
         hooks = [*self._forward_pre_hooks.values(), *self._forward_hooks.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,6 @@ from ikattn.ops.attention import implicit_kernel_attention
 from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 
 _MARK = "_ikattn_over_ranks"  # on a module: True within a context, False after one
-
-
-class OverRanks(Protocol):
-    """Attention over ranks."""
-
-    def __call__(self, *tensors: Tensor | None, **options: Any) -> Tensor:
-        """Computes it, with the arguments of ``implicit_kernel_attention``."""
-
-    def refuse(self, device: torch.device, why: str) -> None:
-        """Tells the ranks that are in the call that this one will not come; raises where any is."""
 
 
 _attend: ContextVar[Callable[..., Tensor]] = ContextVar(
@@ -56,9 +46,6 @@ def dropout_seed_for(
     """Returns the seed of a module's call; None if it drops nothing or ranks draw one for all.
 
     ``share`` is the rank's heads, whose mask is a part of that of all heads; None: it has all.
-
-    Raises:
-        NotImplementedError: Ranks share out both heads and tokens.
     """
     if dropout_p == 0.0:
         return None
@@ -75,21 +62,23 @@ def dropout_seed_for(
 
 
 class AttendingBy:
-    """Makes a module attend by another function, until ``remove``.
+    """Makes a module with an implicit kernel attend by another function, until ``remove``.
 
     A call of the module that ends before it attended, by an error or in another way, is told to the
-    other ranks, which would wait for it.
-
-    Raises:
-        RuntimeError: The module does so already.
+    other ranks, which would wait for it: ``refuse`` is called with a device and the reason.
     """
 
-    def __init__(self, module: nn.Module, attend: OverRanks) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        attend: Callable[..., Tensor],
+        refuse: Callable[[torch.device, str], None],
+    ) -> None:
         if goes_over_ranks(module):
             raise RuntimeError(
                 f"context_parallel: this {type(module).__name__} is in another context already"
             )
-        self._module, self._over_ranks = module, attend
+        self._module, self._over_ranks, self._refuse = module, attend, refuse
         self._open: list[tuple[Callable[..., Tensor], list[bool]]] = []
         setattr(module, _MARK, True)
         vars(module).pop("_ikattn_local_again", None)
@@ -127,7 +116,7 @@ class AttendingBy:
         if error is not None:
             why = f"{type(error).__name__}: {error}"
         device = next((x.device for x in module.parameters()), torch.device("cpu"))
-        self._over_ranks.refuse(device, why)
+        self._refuse(device, why)
         if error is None:
             raise RuntimeError(
                 f"context_parallel: {why}: its forward ended without the attention of its implicit "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -19,24 +20,15 @@ FREQUENCY_RATE = 0.1
 
 
 def parameter_groups(
-    model: nn.Module,
-    *,
-    lr: float,
-    frequency_lr: float | None = None,
-    weight_decay: float = 0.01,
+    model: nn.Module, *, lr: float, frequency_lr: float | None = None, weight_decay: float = 0.01
 ) -> list[dict[str, Any]]:
     """Groups the parameters of a model for an optimiser with weight decay such as AdamW.
 
     What makes the kernels is a group of its own: frequencies, the weights of their generators, and
     learned orders of the norm. It has no weight decay, which would widen the kernels, and a smaller
-    learning rate. Adam moves every number by about the learning rate, and frequencies are small:
-    1 / (2 pi sqrt(d)) at first. Biases, scales of norms and all else with fewer than two axes have
-    no weight decay, either.
-
-    Kernels are found in ``ikattn.MultiheadAttention`` and converted models, in models of
-    ``ikattn.convert``, in layers for PyTorch Geometric and timm, and wherever a module
-    holds a source of ``ikattn.spectral`` or an ``ikattn.ops.magnitude.LearnedOrder``. Call it after
-    the conversion.
+    learning rate, as frequencies are small. Biases, scales of norms and all else with fewer than
+    two axes have no weight decay, either. Kernels are found wherever a module holds a source of
+    ``ikattn.spectral`` or an ``ikattn.ops.magnitude.LearnedOrder``. Call it after the conversion.
 
     Args:
         model: Any module; one without kernels has no group of them.
@@ -73,31 +65,36 @@ def parameter_groups(
             raise ValueError(f"parameter_groups: {name} must be a number >= 0, got {number!r}")
     _check_not_flattened(model)
     of_kernels = {id(p) for module in _kernels(model) for p in module.parameters()}
-    parameters: dict[str, list[nn.Parameter]] = {"weights": [], "biases and norms": []}
-    parameters["kernels"] = []
+    weights, vectors, kernels = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
     for p in model.parameters():
-        if p.requires_grad and id(p) in of_kernels:
-            parameters["kernels"].append(p)
-        elif p.requires_grad:
-            parameters["weights" if p.dim() > 1 else "biases and norms"].append(p)
-    rates = {"weights": lr, "biases and norms": lr}
-    rates["kernels"] = FREQUENCY_RATE * lr if frequency_lr is None else frequency_lr
+        if p.requires_grad:
+            (kernels if id(p) in of_kernels else weights if p.dim() > 1 else vectors).append(p)
+    kernel_lr = FREQUENCY_RATE * lr if frequency_lr is None else frequency_lr
     groups: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "params": of_group,
-            "lr": rates[name],
-            "weight_decay": weight_decay if name == "weights" else 0.0,
-        }
-        for name, of_group in parameters.items()
-        if of_group
+        {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
+        {"name": "biases and norms", "params": vectors, "lr": lr, "weight_decay": 0.0},
+        {"name": "kernels", "params": kernels, "lr": kernel_lr, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError(
             "parameter_groups: expected a model with parameters to train, got a "
             f"{type(model).__name__} with {sum(1 for _ in model.parameters())}, all of them frozen"
         )
     return groups
+
+
+@contextmanager
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Switches the gradients of parameters off for the time of the block."""
+    own = [w for w in parameters if w.requires_grad]
+    try:
+        for w in own:
+            w.requires_grad_(False)
+        yield
+    finally:
+        for w in own:
+            w.requires_grad_(True)
 
 
 def _kernels(model: nn.Module) -> Iterator[nn.Module]:

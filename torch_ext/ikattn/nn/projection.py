@@ -57,10 +57,6 @@ def project(
 
     Query is [N, L, E] if ``batch_first``, else [L, N, E], key [N, S, kdim] and value [N, S, vdim]
     likewise. Queries are [N, H, L, d], keys and values [N, H, S, d].
-
-    Raises:
-        AssertionError: Sizes do not fit the weights or each other, or a weight is missing.
-        RuntimeError: query and key differ in batch size.
     """
     _check_sizes(source, query, key, value, batch_first)
     bias = _bias_like_weights(source)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ikattn._precision import widened
 from ikattn.nn.masks import Masks, as_bias, hidden
 from ikattn.ops.magnitude import LearnedOrder
 
@@ -32,16 +33,8 @@ def softmax_attention(
 
     With ``need_weights`` it forms the weights [N, H, L, S] and draws dropout as
     nn.MultiheadAttention does; without, it leaves both to F.scaled_dot_product_attention, as that
-    does.
-
-    Args:
-        query, key, value: [N, H, L, d], [N, H, S, d], [N, H, S, d].
-        masks: ``is_causal`` must be False with any other mask, ``key_bias`` or ``need_weights``.
-        key_bias: [N, H, 1, S], added to the logits.
-        dropout_p: Probability on the normalised weights.
-        need_weights, average: Whether to return the weights after dropout, or their mean over
-            heads.
-        mask_dtype: The type in which bool masks are added to the logits.
+    does. ``is_causal`` must be False with any other mask, ``key_bias`` or ``need_weights``. The key
+    bias [N, H, 1, S] is added to the logits, and so are bool masks, in ``mask_dtype``.
     """
     bias = _bias(masks, key_bias, mask_dtype)
     if need_weights:
@@ -89,7 +82,7 @@ def rbf_key_bias(key: Tensor, p: float | LearnedOrder | None) -> Tensor | None:
     """
     if p == 2:
         return None
-    wide = key if key.dtype == torch.float64 else key.float()
+    wide = widened(key)
     bias: Tensor = -wide.square().sum(dim=-1)
     if isinstance(p, LearnedOrder):
         bias = bias / (2 * math.sqrt(key.size(-1))) + p(wide)

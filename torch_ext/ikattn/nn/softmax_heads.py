@@ -29,11 +29,7 @@ class SoftmaxHeads(nn.Module):
     _split: Split | None = None  # the buffer's numbers, for which no call has to wait
 
     def keep_softmax(self, heads: Tensor | Sequence[int] | None) -> None:
-        """Makes heads compute softmax.
-
-        Args:
-            heads: Bool [H], or None: every head has the module's kernel again.
-        """
+        """Makes heads, bool [H], compute softmax; None: all have the module's kernel again."""
         if hasattr(self, "softmax_heads"):
             del self.softmax_heads
         self._split = None

@@ -52,9 +52,7 @@ class WithKernel(Regularized):
         """Takes the options of ``MultiheadAttention``, with new frequencies for "implicit".
 
         Frequencies are for vectors of ``head_dim``, on the device and in the dtype of ``like``.
-
-        Raises:
-            ValueError: An option is wrong; nothing has changed then.
+        Where an option is wrong, nothing has changed.
         """
         magnitude = None
         if p == "learned":

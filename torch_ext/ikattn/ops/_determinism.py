@@ -16,12 +16,10 @@ def deterministic(level: Literal["run", "batch"]) -> Iterator[None]:
     ``"run"``, what holds without: the same call gives the same bits in every run, and on the CPU
     for every number of threads. ``"batch"``: a row of the output has the same bits whatever else
     is in the batch, whatever hidden keys follow those it sees, and whether it is one of a causal
-    prefill, of a chunk of it, or a step by itself. For that the kernels no longer follow the
-    length: calls take quadratic time, products of 16 bits are left out, and exponentials are taken
-    of every pair. docs/guide/batch_invariance.md has what it costs, and what it does not promise.
+    prefill, of a chunk of it, or a step by itself. docs/guide/batch_invariance.md has how, what it
+    costs, and what it does not promise.
 
-    The setting is that of the process, for all threads, as torch's own are; a backward follows the
-    setting while it runs. ``IKATTN_DETERMINISTIC=batch`` in the environment makes it the first.
+    The setting is that of the process, for all threads; a backward follows it while it runs.
 
     Args:
         level: ``"run"`` or ``"batch"``.

@@ -7,7 +7,6 @@ is the heads of the frequencies, H or G.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,9 +40,17 @@ class FixedKernel:
         self.w2 = w2
         self.p = p
         self.magnitude_scale = magnitude_scale
+        self._length = 0  # of the tokens that came
         self._frequencies: dict[
             tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
         ] = {}
+
+    def __repr__(self) -> str:
+        heads, size, frequencies = self.w1.shape
+        return (
+            f"{type(self).__name__}({self._length} keys, {heads} heads of size {size}, "
+            f"num_frequencies={frequencies}, p={self.p})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state of copies and pickles, with buffers of their own.
@@ -144,14 +151,6 @@ class FixedKernel:
 def _as_leaf(w: Tensor | None) -> Tensor | None:
     """Returns frequencies without their graph, which neither deepcopy nor pickle takes."""
     return w if w is None or w.is_leaf else w.detach().requires_grad_(w.requires_grad)
-
-
-def as_they_are(like: Tensor) -> AbstractContextManager[Any]:
-    """Opens a context without autocast, in which features would have a lower precision."""
-    kind = like.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
 
 
 def check_floating(function: str, kind: str = "floating point", **tensors: Tensor | None) -> None:

@@ -2,8 +2,7 @@
 
 Symbols, in every docstring: B batch, H query heads, G key/value heads (G divides H), L queries, S
 keys, d head size of query and key, d_v head size of value, M frequencies.
-Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021 (arXiv
-2006.06147).
+Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ def implicit_kernel_attention(
         g_j = \mathrm{magnitude\_scale}\, |k_j|_p^2
 
     with :func:`spectral_features` phi. Time O(B H L S (M + d_v)), memory
-    O(B H (L + S)(M + d_v)): the weights are never held. Long calls without mask and dropout, causal
-    or not, take time O(B H (L + S) M^2 d_v) on the CPU where that is less, to the same precision,
-    and in the same memory: O(M^2 d_v) is then less than a head's features and values; on CUDA in
-    16 bits, or where torch allows TF32, with M <= 64; of causal calls the forward pass does.
+    O(B H (L + S)(M + d_v)): the weights are never held. Long calls without mask and dropout take
+    time O(B H (L + S) M^2 d_v) where that is less, to the same precision and in the same memory;
     :func:`which_kernels` tells of a call. Angles, logits and sums are formed in float32 (float64
     for float64 inputs).
 
@@ -77,8 +74,7 @@ def implicit_kernel_attention(
         query, key, value, w1, w2, key_bias and a floating-point attn_mask, twice too.
 
     Raises:
-        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value; the
-            message names it, what was expected and what came.
+        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value.
 
     Example:
         >>> import torch, ikattn
@@ -113,10 +109,8 @@ def implicit_kernel_weights(
     Returns:
         ``[B, H, L, S]``, or ``[B, L, S]`` with average_heads. Rows sum to 1 (before dropout), or to
         0 where no key is visible.
-        Differentiable by the kernels of attention's backward, which hold no weights but their
-        gradient. Under ``create_graph=True`` and ``torch.func`` the reference computes: it holds
-        ``[B, H, L, S]``, and a NaN that some rows see reaches the gradients of others. On CUDA
-        weights of 16 bits are made on tensor cores; others, and all gradients, on CUDA cores.
+        Differentiable. Under ``create_graph=True`` and ``torch.func`` the reference computes: it
+        holds ``[B, H, L, S]``, and a NaN that some rows see reaches the gradients of others.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`implicit_kernel_attention`.
@@ -197,8 +191,7 @@ def attention_from_features(
     Raises:
         RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn

@@ -29,19 +29,12 @@ CHUNK = 64
 
 
 class DeltaRule(NamedTuple):
-    """The matrix M of a rule, chunk by chunk.
+    """The matrix M of a rule, chunk by chunk."""
 
-    Attributes:
-        own: ``[B, H, n, C, C]``, weights of keys of the same chunk.
-        reads: ``[B, H, n, C, d]``, what each output takes from the state before its chunk.
-        writes: ``[B, H, n, d, C]``, what each value writes into the state after its chunk.
-        passes: ``[B, H, n, d, d]``, the state after a chunk by the state before it.
-    """
-
-    own: Tensor
-    reads: Tensor
-    writes: Tensor
-    passes: Tensor
+    own: Tensor  # [B, H, n, C, C], weights of keys of the same chunk
+    reads: Tensor  # [B, H, n, C, d], what each output takes from the state before its chunk
+    writes: Tensor  # [B, H, n, d, C], what each value writes into the state after its chunk
+    passes: Tensor  # [B, H, n, d, d], the state after a chunk by the state before it
 
     @classmethod
     def of(

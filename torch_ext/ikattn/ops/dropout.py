@@ -68,10 +68,8 @@ def place_dropout_seed(
     Args:
         dropout_seed: int64 ``[2]``, that of the larger call.
         heads: H of the larger call.
-        batch: Batch item of the larger call that the part begins with.
-        head: Head that it begins with.
-        query: Query that it begins with, a multiple of 16.
-        key: Key that it begins with, a multiple of 16.
+        batch, head: Batch item and head of the larger call that the part begins with.
+        query, key: Query and key that it begins with, multiples of 16.
 
     Returns:
         int64 ``[7]`` on the device of ``dropout_seed``.

@@ -140,10 +140,9 @@ def implicit_kernel_edge_attention(
     i: the paper's attention, where the pairs that count are edges. An edge that occurs twice counts
     twice.
 
-    Memory is O((N_q + N_k) H (M + d_v) + E H), and results have the same bits in every run, on the
-    CPU for any number of threads. Second derivatives and ``torch.func`` are a composition of
-    torch's own functions, which holds ``[E, H, 2M]`` and ``[E, H, d_v]``. Angles and sums are
-    formed in float32 (float64 for float64 inputs).
+    Memory is O((N_q + N_k) H (M + d_v) + E H), and results have the same bits in every run. Second
+    derivatives and ``torch.func`` are a composition of torch's own functions, which holds
+    ``[E, H, 2M]`` and ``[E, H, d_v]``.
 
     Args:
         query: ``[N_q, H, d]``; float64, float32, bfloat16 or float16.
@@ -155,15 +154,12 @@ def implicit_kernel_edge_attention(
         w1: Frequencies ``[H, d, M]``, in cycles per unit of query; in the dtype of query or
             float32.
         w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
-        p: Order of the norm in a key's magnitude, any real >= 1. None: no magnitude.
         key_bias: Added to the logits of all edges of a source, ``[N_k]`` or ``[N_k, H]``. ``-inf``
             hides the source.
         edge_bias: Added to the logit of an edge, ``[E]`` or ``[E, H]``, in the order in which the
             edges were given. ``-inf`` hides the edge.
-        dropout_p: Probability in [0, 1) with which a normalised weight is dropped, in steps of
-            1/256; what is kept is divided by the exact kept fraction.
+        p, dropout_p, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
         eps: Added to the squared covariance; at least 1e-30, for float64 nodes 1e-290.
-        magnitude_scale: Factor of ``|k|_p^2``. None: ``1 / (2 sqrt(d))``, the paper's.
         dropout_seed: int64 ``[2]``, seed and offset of the dropout mask of the sorted edges. None:
             drawn from torch's default generator.
         return_weights: Return the weights, too.
@@ -174,8 +170,7 @@ def implicit_kernel_edge_attention(
         were given. Differentiable in all floating-point arguments, any number of times.
 
     Raises:
-        RuntimeError, TypeError, ValueError, IndexError: An argument has a wrong shape, dtype or
-            value; the message names it, what was expected and what came.
+        RuntimeError, TypeError, ValueError, IndexError: An argument has a wrong shape or value.
 
     Example:
         >>> import torch, ikattn
@@ -329,9 +324,9 @@ def gat_edge_attention(
               {Z_i} v_j, \qquad x_e = [z_i \,\|\, y_j]
 
     with a the vector, z_i the target, y_j the source, and s the similarity of
-    :func:`ikattn.implicit_kernel_attention`. Nothing of size ``[E, 2 d]`` is made: the angle of a
-    concatenation is the sum of its parts' angles, so that features of nodes suffice, 4M a node. For
-    p = 2 the target's part of the norm cancels; for others ``[E, H]`` norms are held.
+    :func:`ikattn.implicit_kernel_attention`. Nothing of size ``[E, 2 d]`` is made: features of
+    nodes suffice. For p = 2 the target's part of the norm cancels; for others ``[E, H]`` norms are
+    held.
 
     Args:
         vector: a, ``[H, 2 d]``, first the part for targets; in the dtype of target or float32.
@@ -353,8 +348,7 @@ def gat_edge_attention(
     Raises:
         RuntimeError, TypeError, ValueError, IndexError: As there.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), the section on GAT.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147), on GAT.
 
     Example:
         >>> import torch, ikattn

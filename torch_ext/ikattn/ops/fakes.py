@@ -45,14 +45,7 @@ def _check_heads(function: str, query: Tensor, key: Tensor, enable_gqa: bool) ->
 
 @_fake("implicit_kernel_attention")
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None = None,
-    *,
-    enable_gqa: bool = False,
-    **_: Any,
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, enable_gqa: bool = False, **__: Any
 ) -> tuple[Tensor, Tensor]:
     _check_heads("implicit_kernel_attention", query, key, enable_gqa)
     batch, heads, length, _size = query.shape
@@ -114,12 +107,10 @@ def _packed_attention_backward(
 def _weights(
     query: Tensor,
     key: Tensor,
-    w1: Tensor,
-    w2: Tensor | None = None,
-    *,
+    *_: Any,
     enable_gqa: bool = False,
     average_heads: bool = False,
-    **_: Any,
+    **__: Any,
 ) -> Tensor:
     _check_heads("implicit_kernel_weights", query, key, enable_gqa)
     batch, heads, length, _size = query.shape
@@ -242,11 +233,22 @@ def _dropout_keep_mask(
     return dropout_seed.new_empty((B, H, L, S), dtype=torch.bool)
 
 
-def _maps(
-    value: Tensor, heads: int, length: int, maps: Sequence[bool], wide: bool
+@_fake("contribution_maps")
+def _contribution_maps(
+    of_queries: Tensor,
+    value: Tensor,
+    out_proj_weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    maps: Sequence[bool],
+    **_: Any,
 ) -> tuple[Tensor, ...]:
-    batch, _groups, keys, _size = value.shape
-    dtype = torch.float64 if wide else torch.float32
+    """Makes the maps of weights ``[B, H, L, S]``, or of queries ``[B, H, L, d]``."""
+    given = (of_queries, value, out_proj_weight, residual)
+    is_wide = any(x is not None and x.dtype == torch.float64 for x in given)
+    dtype = torch.float64 if is_wide else torch.float32
+    batch, heads, length, _size = of_queries.shape
+    keys = value.shape[2]
     shapes = [(batch, heads, keys), *[(batch, length, keys)] * 4, (4, batch, length)]
     return tuple(
         value.new_empty(shape, dtype=dtype) if want else value.new_empty((0,), dtype=torch.float32)
@@ -254,48 +256,16 @@ def _maps(
     )
 
 
-def _is_wide(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-
-
-@_fake("contribution_maps")
-def _contribution_maps(
-    attn_weights: Tensor,
-    value: Tensor,
-    out_proj_weight: Tensor,
-    *,
-    residual: Tensor | None = None,
-    maps: Sequence[bool],
-    **_: Any,
-) -> tuple[Tensor, ...]:
-    wide = _is_wide(attn_weights, value, out_proj_weight, residual)
-    heads, length = attn_weights.shape[1:3]
-    return _maps(value, heads, length, maps, wide)
-
-
 @_fake("streamed_contribution_maps")
 def _streamed_contribution_maps(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out_proj_weight: Tensor,
-    w1: Tensor | None = None,
-    w2: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    maps: Sequence[bool],
-    **_: Any,
+    query: Tensor, key: Tensor, value: Tensor, out_proj_weight: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    wide = _is_wide(query, value, out_proj_weight, residual)
-    heads, length = query.shape[1:3]
-    return _maps(value, heads, length, maps, wide)
+    return _contribution_maps(query, value, out_proj_weight, **options)
 
 
 @_fake("contribution_maps_backward")
 def _contribution_maps_backward(
-    grad_maps: Sequence[Tensor | None],
-    inputs: Sequence[Tensor | None],
-    *rest: Any,
+    grad_maps: Sequence[Tensor | None], inputs: Sequence[Tensor | None], *rest: Any
 ) -> list[Tensor]:
     wanted: Sequence[bool] = rest[-1]
     value = inputs[7]

@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 def tokens_of(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the tokens [T, ...] of a nested tensor [B, j, ...], and their offsets int64 [B + 1].
-
-    Raises:
-        ValueError: The axis of tokens is not the second.
-    """
+    """Returns the tokens [T, ...] of a nested tensor [B, j, ...], and their offsets, [B + 1]."""
     whole: Any = nested  # torch's type stubs do not know its methods
     if whole._ragged_idx != 1:
         raise ValueError(f"tokens must be on axis 1, got shape {tuple(nested.shape)}")

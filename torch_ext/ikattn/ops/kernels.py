@@ -25,16 +25,13 @@ class KernelChoice(NamedTuple):
             ``"tensor_cores"`` (mma.sync), ``"hopper"`` (its wgmma), or ``"hopper_short"``: for
             short calls one kernel makes features and pairs of the forward, another one the
             gradients of both sides. ``"none"``, likewise.
-        reason: Why nothing faster computes the pass, or why nothing does: why not linear time where
-            that would take less, not Hopper's own kernels on a Hopper, not tensor cores, not AVX2.
-            None: this is the fastest.
+        reason: Why nothing faster computes the pass, or nothing does. None: this is the fastest.
         scores: ``"int8"`` where features are rounded to integers of 8 bits, which are multiplied at
             twice the rate; ``"float16x2"`` where tensor cores multiply float32, in full precision,
             as sums of two numbers of float16 each; None: in the precision of the unit.
-        proven: The GPU that has run all these kernels' tests, and at which commit: ``"H200 at
-            c2071f5"``; ``"this machine, on 2026-11-28"``, where ``python -m ikattn selftest
-            --enable`` has proven them; ``"the CPU"``. None: no GPU has run some of them, which
-            ``IKATTN_KERNELS`` has turned on.
+        proven: What has run all these kernels' tests: ``"H200 at c2071f5"``, a GPU and a commit;
+            ``"this machine, on 2026-11-28"``, by ``python -m ikattn selftest --enable``; ``"the
+            CPU"``. None: no GPU has run some of them.
 
     Example:
         >>> from ikattn.ops.kernels import KernelChoice
@@ -100,10 +97,8 @@ def which_kernels(
         device: Answer for this device; None: that of query.
 
     Returns:
-        Of each pass the algorithm, the unit, a reason, and what has proven the kernels
-        (``KernelChoice``).
-        :func:`ikattn.implicit_kernel_weights`, which ``need_weights=True`` takes, is always
-        quadratic; on CUDA in 16 bits on tensor cores, else on CUDA cores.
+        Of each pass a :class:`KernelChoice`. :func:`ikattn.implicit_kernel_weights`, which
+        ``need_weights=True`` takes, is always quadratic.
 
     Raises:
         RuntimeError, TypeError, ValueError: As in :func:`ikattn.implicit_kernel_attention`.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
+from ikattn._precision import without_autocast
 from ikattn.ops._fixed_kernel import (
     FixedKernel,
     added,
-    as_they_are,
     check_broadcasts,
     check_floating,
     to_heads,
@@ -30,13 +30,11 @@ _FIRST_CAPACITY = 64  # tokens
 class KeyFeatures(FixedKernel):
     """Features and log magnitudes of keys, made once, for queries that come one after the other.
 
-    In decoding every new query meets all keys before it. The features of a key cost as much as some
-    forty pairs with it, so :func:`ikattn.implicit_kernel_attention`, which makes them in every
-    call, is not the function for that. Here they are made when a key is appended, and a query then
-    reads features and values once, as softmax attention reads keys and values. Features are made in
-    float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a token, and room
-    for as many tokens again, for memory grows by doubling. A copy, or what is unpickled, has
-    buffers of its own, so that several answers may go on from one prompt.
+    In decoding every new query meets all keys before it, whose features
+    :func:`ikattn.implicit_kernel_attention` makes in every call. Here they are made when a key is
+    appended: in float32 (float64 for float64 keys), under autocast too; 4 K (2 M) + 12 G bytes a
+    token, and room for as many tokens again, for memory grows by doubling. A copy, or what is
+    unpickled, has buffers of its own, so that several answers may go on from one prompt.
 
     Made under ``ikattn.deterministic("batch")``, a query's output has the same bits in chunks of
     any size and in any batch.
@@ -54,8 +52,7 @@ class KeyFeatures(FixedKernel):
         TypeError: Frequencies are not floating point.
         ValueError: p, magnitude_scale or the shape of the frequencies is wrong.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn
@@ -81,19 +78,11 @@ class KeyFeatures(FixedKernel):
         super().__init__(w1, w2, p, magnitude_scale)
         # Logits are then not relative to the largest, which a row may not see.
         self._batch_invariant = torch.ops.ikattn.deterministic() == "batch"
-        self._length = 0
         self._kept: _Kept | None = None
 
     def __len__(self) -> int:
         """Returns S, the number of keys kept."""
         return self._length
-
-    def __repr__(self) -> str:
-        heads, size, frequencies = self.w1.shape
-        return (
-            f"KeyFeatures({self._length} keys, {heads} heads of size {size}, "
-            f"num_frequencies={frequencies}, p={self.p})"
-        )
 
     @property
     def nbytes(self) -> int:
@@ -104,18 +93,13 @@ class KeyFeatures(FixedKernel):
     def features(self) -> Tensor:
         """phi(k), ``[B, K, S, 2 M]``, in float32, for float64 keys float64: a view.
 
-        Raises:
-            ValueError: No key was appended yet.
+        Before the first key it is a ValueError, and so are ``log_magnitudes``.
         """
         return self._known().features[:, :, : self._length]
 
     @property
     def log_magnitudes(self) -> Tensor:
-        """g_j = magnitude_scale ``|k_j|_p^2``, ``[B, G, S]``, in float64: a view.
-
-        Raises:
-            ValueError: No key was appended yet.
-        """
+        """g_j = magnitude_scale ``|k_j|_p^2``, ``[B, G, S]``, in float64: a view."""
         return self._known().magnitudes[:, :, : self._length]
 
     @takes_memory_for("the features of keys", function="KeyFeatures.append")
@@ -135,7 +119,7 @@ class KeyFeatures(FixedKernel):
             before = (*self._kept.magnitudes.shape[:2], self._kept.features.dtype)
         self._check_key("append", key, before)
         # Ordinary tensors, also from below inference_mode: a later call may write to them.
-        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             dtype = torch.promote_types(key.dtype, torch.float32)
             features, magnitudes = self._of_keys(key, dtype)
             kept = self._kept or _Kept.of(features[:, :, :0], magnitudes[:, :, :0])
@@ -165,9 +149,8 @@ class KeyFeatures(FixedKernel):
             attn_mask: Broadcastable to ``[B, H, L, S]``; bool, True = may attend, or floating
                 point, added to the logit.
             causal_lower_right: The queries are those of the last L keys: query i sees the keys up
-                to number S - L + i, as with ``torch.nn.attention.bias.causal_lower_right``. The
-                operators' ``is_causal`` is the other convention, keys up to number i. Combines
-                with attn_mask.
+                to number S - L + i, as with ``torch.nn.attention.bias.causal_lower_right``.
+                Combines with attn_mask.
             eps: Added to s^2; positive.
 
         Returns:
@@ -202,7 +185,7 @@ class KeyFeatures(FixedKernel):
         if causal_lower_right and query.size(2) > 1:
             later = torch.ones(shape[2:], dtype=torch.bool, device=query.device)
             spread = spread.masked_fill(later.triu(length - query.size(2) + 1), -math.inf)
-        with as_they_are(query):
+        with without_autocast(query.device):
             queries = self._of_queries(query, features.dtype)
             logits = spread.to(features.dtype)
             return attention_from_features(queries, features, logits, value, eps=eps)

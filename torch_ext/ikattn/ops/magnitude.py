@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ikattn._heads import HeadShare, local
+from ikattn._precision import widened
 
 
 def check_order(function: str, p: object) -> None:
@@ -20,15 +21,9 @@ def check_order(function: str, p: object) -> None:
 
 
 def log_magnitude(key: Tensor, p: float | None, scale: float | None = None) -> Tensor:
-    """Computes g = scale ``|k|_p^2``; 0 for p = None.
+    """Computes g = scale ``|k|_p^2`` of keys [.., d]; 0 for p = None.
 
-    Args:
-        key: [.., d].
-        p: Order of the norm, or None.
-        scale: None: 1 / (2 sqrt d).
-
-    Returns:
-        [..], of key's type.
+    Without a scale it is 1 / (2 sqrt d).
     """
     if p is None:
         return key.new_zeros(key.shape[:-1])
@@ -50,14 +45,12 @@ class LearnedOrder(nn.Module):
     Args:
         num_heads: H.
         p: The first order, above 1.
-        device: Of the parameter.
-        dtype: Of the parameter.
+        device, dtype: Of the parameter.
 
     Raises:
         ValueError: p <= 1.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), where p is chosen by hand.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021, where p is chosen by hand.
 
     Example:
         >>> import torch
@@ -96,16 +89,11 @@ class LearnedOrder(nn.Module):
             self.raw.fill_(math.log(math.expm1(self.first - 1)))
 
     def forward(self, key: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Computes g.
+        """Computes g [B, H, S], in float32 at least, of keys [B, H, S, d].
 
-        Args:
-            key: [B, H, S, d].
-            hidden: [B, S] bool, True: g = 0 there, whatever the key, even NaN. Or None.
-
-        Returns:
-            [B, H, S], in float32 at least.
+        Hidden keys, bool [B, S], have g = 0, whatever they hold, even NaN.
         """
-        wide = key if key.dtype == torch.float64 else key.float()
+        wide = widened(key)
         if hidden is not None:
             wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
         p = self.p.to(wide.dtype)[:, None]
@@ -116,14 +104,8 @@ class LearnedOrder(nn.Module):
     def of_edges(self, target: Tensor, source: Tensor, to: Tensor, of: Tensor) -> Tensor:
         """Computes g of the concatenations [target || source] of edges, without making any.
 
-        Args:
-            target: [N_q, H, d].
-            source: [N_k, H, d].
-            to: [E], the target of each edge.
-            of: [E], the source of each edge.
-
-        Returns:
-            [E, H], in float32 at least.
+        Targets are [N_q, H, d], sources [N_k, H, d], and ``to`` and ``of`` [E] say which of them
+        each edge has. The result [E, H] is in float32 at least.
         """
         p = self.p.to(target.dtype if target.dtype == torch.float64 else torch.float32)
         logarithms, empties = [], []

@@ -54,11 +54,10 @@ def implicit_kernel_attention_varlen(
         cu_seqlens_k: The same of the keys. Sequences may be empty.
         max_seqlen_q, max_seqlen_k: The longest lengths; a longer sequence is an error. They change
             nothing else.
-        dropout_p: As in :func:`ikattn.implicit_kernel_attention`.
         causal: The last query of a sequence sees all its keys, the one before it all but the last:
             aligned at the bottom right, as in FlashAttention. Sequences of several queries and
             another number of keys take quadratic time, and a mask of a byte a pair.
-        p, eps, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
+        dropout_p, p, eps, magnitude_scale: As in :func:`ikattn.implicit_kernel_attention`.
         key_bias: Added to the logit of a key in every row; broadcastable to ``[H, T_k]`` or
             ``[G, T_k]``. ``-inf`` hides a key.
         dropout_seed: int64 ``[2]`` on the device of q. The mask is that of the padded call, with
@@ -69,11 +68,9 @@ def implicit_kernel_attention_varlen(
         v, w1, w2 and key_bias, twice too.
 
     Raises:
-        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value; the
-            message names it, what was expected and what came.
+        RuntimeError, TypeError, ValueError: An argument has a wrong shape, dtype or value.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn
@@ -118,13 +115,7 @@ def attend_jagged(
     w2: Tensor | None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Computes attention of nested tensors ``[B, H, j, d]`` of the jagged layout.
-
-    Raises:
-        TypeError: Not all of query, key and value are nested, or one is of the strided layout.
-        ValueError: A mask or bias is given, a causal call has keys of other lengths than queries,
-            or key and value differ in lengths.
-    """
+    """Computes attention of nested tensors ``[B, H, j, d]`` of the jagged layout."""
     named = changed("implicit_kernel_attention", options, query)
     is_causal = named.pop("is_causal", False)
     packed: dict[str, tuple[Tensor, Tensor]] = {}

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ikattn._memory import takes_memory_for
+from ikattn._precision import without_autocast
 from ikattn.ops._fixed_kernel import (
     FixedKernel,
     added,
-    as_they_are,
     check_broadcasts,
     check_floating,
     to_heads,
@@ -41,31 +41,22 @@ class RecurrentState(FixedKernel):
     token grows with their number. Sums are relative to exp of the largest log magnitude so far, and
     rescaled when a larger one comes.
 
-    :class:`ikattn.KeyFeatures` keeps each key in 2 M + d_v numbers. With F = 2 M it is the faster
-    one for less than some 2 F^2 tokens (F^2 beside sums in float32), takes masks of pairs, and
-    forgets tokens (``crop``). Here keys can be hidden when they come, and never leave: no sliding
-    window, no mask that differs by query but :meth:`extend`'s causal one, no way back by a token.
-    Frequencies are the same for every input: no generators that depend on it.
-
-    Sums are made in float64, under autocast too. In float32 a state is half as large, and a token
-    takes some 0.6 of the time, but errors of single tokens add up: to some 1e-5 of an output after
-    32768, and to as much as 6e-8 / eps where all scores of a query are near zero.
+    Keys can be hidden when they come, and never leave: no sliding window, no mask that differs by
+    query but :meth:`extend`'s causal one, no way back by a token. docs/guide/decoding.md has times
+    and memory beside those of :class:`ikattn.KeyFeatures`, and the errors of sums in float32. Sums
+    are made in float64 by default, under autocast too.
 
     Nothing has a gradient: call it under ``torch.no_grad()``.
 
     Args:
-        w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, which must stay as they are.
-        w2: As w1; None: stationary.
-        p: Order of the norm in a key's magnitude, a real number >= 1; None: no magnitude.
-        magnitude_scale: Factor of ``|k|_p^2``, by default ``1 / (2 sqrt d)``.
+        w1, w2, p, magnitude_scale: As for :class:`ikattn.KeyFeatures`.
         dtype: Of the sums: float64, or float32, which is float64 for float64 keys all the same.
 
     Raises:
         TypeError: Frequencies are not floating point.
         ValueError: p, magnitude_scale, dtype or the shape of the frequencies is wrong.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> import torch, ikattn
@@ -95,7 +86,6 @@ class RecurrentState(FixedKernel):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"RecurrentState: dtype must be float32 or float64, got {dtype}")
         self.dtype = dtype
-        self._length = 0
         self._groups = 0  # G
         self._moments: Tensor | None = None  # [B, K, E, d_v + 1]
         self._reference: Tensor | None = None  # [B, K]
@@ -103,13 +93,6 @@ class RecurrentState(FixedKernel):
     def __len__(self) -> int:
         """Returns the number of keys that came, hidden ones included."""
         return self._length
-
-    def __repr__(self) -> str:
-        heads, size, frequencies = self.w1.shape
-        return (
-            f"RecurrentState({self._length} keys, {heads} heads of size {size}, "
-            f"num_frequencies={frequencies}, p={self.p})"
-        )
 
     @property
     def nbytes(self) -> int:
@@ -120,20 +103,14 @@ class RecurrentState(FixedKernel):
     def moments(self) -> Tensor:
         """The sums ``[B, K, E, d_v + 1]``; those of :func:`ikattn.ops.key_moments`.
 
-        They are the state's own, which ``update`` writes to; clone what is to stay.
-
-        Raises:
-            ValueError: No key came yet.
+        They are the state's own, which ``update`` writes to; clone what is to stay. Before the
+        first key they are a ValueError.
         """
         return self._known()[0]
 
     @property
     def reference(self) -> Tensor:
-        """Logarithms of the factors that the sums lack, float64 ``[B, K]``; as ``moments``.
-
-        Raises:
-            ValueError: No key came yet.
-        """
+        """Logarithms of the factors that the sums lack, float64 ``[B, K]``; as ``moments``."""
         return self._known()[1]
 
     @takes_memory_for("moments of keys", function="RecurrentState.update")
@@ -153,7 +130,7 @@ class RecurrentState(FixedKernel):
         """
         self._check_tokens("update", key, value, key_bias)
         # Ordinary tensors, also from below inference_mode.
-        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             keys = self._keys_of(key, key_bias)
             if self._moments is None:
                 self._moments, self._reference = key_moments(*keys, value)
@@ -182,7 +159,7 @@ class RecurrentState(FixedKernel):
         self._check_eps("attend", eps)
         moments, reference = self._known()
         self._check_query("attend", query, moments.size(0), self._groups)
-        with as_they_are(query):
+        with without_autocast(query.device):
             features = self._of_queries(query, moments.dtype)
             output, _ = attention_from_moments(features, moments, reference, eps=eps)
         return output.to(query.dtype)
@@ -229,7 +206,7 @@ class RecurrentState(FixedKernel):
             self.update(key, value, key_bias)
             return self.attend(query, eps=eps)
         # Ordinary tensors, also from below inference_mode.
-        with torch.inference_mode(False), torch.no_grad(), as_they_are(key):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             features, logits = self._keys_of(key, key_bias)
             before = self._before(features, value.size(3))
             output, _, *grown = causal_attention_from_moments(
@@ -269,10 +246,10 @@ class RecurrentState(FixedKernel):
             self.load_state_dict(other.state_dict())
             return
         own, others = self._known(), other._known()
-        found = [
-            (x[0].shape, x[0].dtype, x[0].device, y) for x, y in ((own, self), (others, other))
+        kinds = [
+            (moments.shape, moments.dtype, moments.device, state._groups)
+            for (moments, _), state in ((own, self), (others, other))
         ]
-        kinds = [(*kind[:3], kind[3]._groups) for kind in found]
         if kinds[0] != kinds[1]:
             raise ValueError(
                 f"RecurrentState.merge: other must have moments as these, {kinds[0]}, got "
@@ -287,15 +264,8 @@ class RecurrentState(FixedKernel):
 
         Tensors are copies. Frequencies are not in it; ``torch.save(state, ..)`` saves them, too.
         """
-        moments, reference = (
-            None if x is None else x.clone() for x in (self._moments, self._reference)
-        )
-        return {
-            "moments": moments,
-            "reference": reference,
-            "length": self._length,
-            "groups": self._groups,
-        }
+        copies = {name.removeprefix("_"): x for name, x in self._copied_buffers().items()}
+        return {**copies, "length": self._length, "groups": self._groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes what :meth:`state_dict` gave, of the same kernel, the state.
@@ -308,23 +278,20 @@ class RecurrentState(FixedKernel):
         length, groups = int(state["length"]), int(state["groups"])
         heads, _, frequencies = self.w1.shape
         entries = frequencies * (2 * frequencies + 1) + 1
-        if moments is not None and (
-            moments.dim() != 4
-            or moments.shape[1:3] != (heads, entries)
-            or reference.shape != moments.shape[:2]
-            or reference.dtype != torch.float64
-        ):
-            raise ValueError(
-                f"RecurrentState.load_state_dict: moments must have shape [B, K, E, d_v + 1] with "
-                f"K = {heads} and E = {entries}, and reference [B, K] in float64, got "
-                f"{list(moments.shape)} and {list(reference.shape)} in {reference.dtype}"
-            )
-        if moments is not None and (groups < 1 or heads % groups != 0):
-            raise ValueError(
-                f"RecurrentState.load_state_dict: groups must divide the heads of w1, {heads}, got "
-                f"{groups}"
-            )
         if moments is not None:  # written in place from here on
+            fits = moments.dim() == 4 and moments.shape[1:3] == (heads, entries)
+            fits = fits and reference.shape == moments.shape[:2]
+            if not fits or reference.dtype != torch.float64:
+                raise ValueError(
+                    "RecurrentState.load_state_dict: moments must have shape [B, K, E, d_v + 1] "
+                    f"with K = {heads} and E = {entries}, and reference [B, K] in float64, got "
+                    f"{list(moments.shape)} and {list(reference.shape)} in {reference.dtype}"
+                )
+            if groups < 1 or heads % groups != 0:
+                raise ValueError(
+                    "RecurrentState.load_state_dict: groups must divide the heads of w1, "
+                    f"{heads}, got {groups}"
+                )
             with torch.inference_mode(False), torch.no_grad():
                 moments, reference = moments.clone(), reference.clone()
         self._moments, self._reference = moments, reference
@@ -376,16 +343,14 @@ class RecurrentState(FixedKernel):
     def _check_tokens(
         self, method: str, key: Tensor, value: Tensor, key_bias: Tensor | None
     ) -> None:
-        moments, before = self._moments, None
-        if moments is not None:
-            before = (moments.size(0), self._groups, moments.dtype)
+        name, before = f"RecurrentState.{method}", None
+        width = value.size(3) if value.dim() == 4 else -1
+        if self._moments is not None:
+            before = (self._moments.size(0), self._groups, self._moments.dtype)
+            width = self._moments.size(3) - 1
         self._check_key(method, key, before, self.dtype)
-        name = f"RecurrentState.{method}"
         self._refuse_gradients(method, value)
         check_floating(name, value=value, key_bias=key_bias)
-        width = value.size(3) if moments is None and value.dim() == 4 else -1
-        if moments is not None:
-            width = moments.size(3) - 1
         if tuple(value.shape) != (*key.shape[:3], width):
             raise ValueError(
                 f"{name}: value must have shape [B, G, new, d_v] as key, {list(key.shape[:3])}, "

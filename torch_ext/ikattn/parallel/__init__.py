@@ -7,9 +7,4 @@ here is imported with ``ikattn`` itself. docs/guide/parallel.md has this, FSDP2,
 from ikattn.parallel.context import context_parallel, context_parallel_attention
 from ikattn.parallel.tensor import HeadParallel, tensor_parallel_plan
 
-__all__ = [
-    "HeadParallel",
-    "context_parallel",
-    "context_parallel_attention",
-    "tensor_parallel_plan",
-]
+__all__ = ["HeadParallel", "context_parallel", "context_parallel_attention", "tensor_parallel_plan"]

@@ -70,12 +70,7 @@ class Layout:
     ) -> list[Block]:
         """Returns the pairs of a rank's queries with the keys of another rank that attention needs.
 
-        Args:
-            rank: Whose queries.
-            other: Whose keys.
-            queries, keys: How many each rank holds.
-            is_causal: Whether a query sees keys up to its own place alone.
-            apart: Whether a block has tokens of one chunk only, whose places are known.
+        ``apart``: a block has tokens of one chunk only, whose places are known.
         """
         own, others = self.chunks(rank), self.chunks(other)
         of_queries, of_keys = queries // len(own), keys // len(others)

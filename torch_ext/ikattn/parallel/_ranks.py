@@ -31,10 +31,9 @@ class Exchange:
 
 
 class Ranks:
-    """The ranks of one group, numbered within it.
+    """The ranks of one group, by default all, numbered within it.
 
-    Args:
-        group: A one-dimensional ``DeviceMesh``, a process group, or None: all ranks.
+    A ``DeviceMesh`` must have one dimension.
     """
 
     def __init__(self, group: DeviceMesh | dist.ProcessGroup | None) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ikattn._precision import widened
 from ikattn.ops.dropout import place_dropout_seed
 from ikattn.parallel._layout import Block, Layout
 from ikattn.parallel._ranks import Exchange, Ranks
@@ -22,22 +23,14 @@ from ikattn.parallel._ranks import Exchange, Ranks
 
 @dataclass
 class Call:
-    """A call of attention over ranks, but for its tensors with gradients.
+    """A call of attention over ranks, but for its tensors with gradients."""
 
-    Attributes:
-        ranks, layout: Who shares the sequence, and how.
-        is_causal: Whether a query sees keys up to its own place alone.
-        options: Of the operator: p, eps, magnitude_scale, enable_gqa, dropout_p.
-        dropout_seed: int64 [2], that of the whole call; None without dropout.
-        threads: Of the rank that has most of them.
-    """
-
-    ranks: Ranks
+    ranks: Ranks  # who share the sequence
     layout: Layout
-    is_causal: bool
-    options: dict[str, Any]
-    dropout_seed: Tensor | None = None
-    threads: int = 1
+    is_causal: bool  # a query sees keys up to its own place alone
+    options: dict[str, Any]  # of the operator: p, eps, magnitude_scale, enable_gqa, dropout_p
+    dropout_seed: Tensor | None = None  # int64 [2], that of the whole call; None without dropout
+    threads: int = 1  # of the rank that has most of them
 
     def blocks(self, source: int, queries: int, keys: int) -> list[Block]:
         """Returns the blocks that this rank computes with the keys of rank ``source``."""
@@ -64,15 +57,10 @@ class Call:
 
 @dataclass
 class Merged:
-    """Outputs and normalisers of queries over the keys that came so far.
+    """Outputs and normalisers of queries over the keys that came so far."""
 
-    Attributes:
-        output: [B, H, L, d_v], in the arithmetic type.
-        log_normalizer: float64 [B, H, L], -inf before the first key.
-    """
-
-    output: Tensor
-    log_normalizer: Tensor
+    output: Tensor  # [B, H, L, d_v], in the arithmetic type
+    log_normalizer: Tensor  # float64 [B, H, L], -inf before the first key
 
     def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
         """Takes in the output of some queries over further keys."""
@@ -103,10 +91,6 @@ def ring_attention(
     return apply(call, query, key, value, w1, w2, key_bias)  # type: ignore[no-any-return]
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,7 +104,8 @@ class _Ring(torch.autograd.Function):
         key_bias: Tensor | None,
     ) -> Tensor:
         B, H, L, _ = query.shape
-        shape, dtype = (B, H, L, value.size(3)), _arithmetic(query.dtype)
+        shape = (B, H, L, value.size(3))
+        dtype = torch.promote_types(query.dtype, torch.float32)
         nothing = query.new_full((B, H, L), -torch.inf, dtype=torch.float64)
         merged = Merged(query.new_zeros(shape, dtype=dtype), nothing)
         for source, (k, v, *bias) in _sources(call.ranks, key, value, key_bias):
@@ -170,9 +155,9 @@ def _ring_backward(
     log_normalizer: Tensor,
 ) -> list[Tensor | None]:
     """Returns the gradients of query, key, value, w1, w2 and key_bias."""
-    dtype, (H, L) = _arithmetic(query.dtype), query.shape[1:3]
+    dtype, (H, L) = torch.promote_types(query.dtype, torch.float32), query.shape[1:3]
     likes = [query, key, value, w1, w2, key_bias]
-    w1, w2 = w1.to(_arithmetic(w1.dtype)), None if w2 is None else w2.to(_arithmetic(w2.dtype))
+    w1, w2 = widened(w1), None if w2 is None else widened(w2)
     # a gradient of one tensor's parts is rounded once
     of_query = torch.zeros_like(query, dtype=dtype)
     of_w1, of_w2 = torch.zeros_like(w1), torch.zeros_like(w1)

@@ -61,7 +61,7 @@ def sums_attention(
 
 def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> Tensor:
     """Computes phi(x) in float32 or float64, of heads that frequencies are repeated for."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(x.dtype, torch.float32)
     frequencies = [None if w is None else _repeated(w.to(wide), x.size(1), -3) for w in (w1, w2)]
     assert frequencies[0] is not None
     return spectral_features(x.to(wide), frequencies[0], frequencies[1])

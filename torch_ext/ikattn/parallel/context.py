@@ -5,6 +5,7 @@ Symbols as in ``ikattn.ops``; W ranks. L queries and S keys are those of one ran
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -43,12 +44,9 @@ def context_parallel_attention(
     """Attends where every rank has a part of the tokens.
 
     Every rank calls it with its own tokens, and gets the output of its own queries over the keys of
-    all ranks: what one process computes, to rounding. In quadratic time keys and values go round
-    all ranks, the next on their way while a part is computed. In linear time ranks exchange sums of
-    one size for any length: not causal, one all-reduce of moments; causal, one scan.
-
-    Before anything else the ranks compare what they were called with, so that an error is the same
-    sentence on all of them, and none waits for another.
+    all ranks: what one process computes, to rounding. docs/guide/parallel.md tells what ranks send
+    each other. Before anything else they compare what they were called with, so that an error is
+    the same sentence on all of them, and none waits for another.
 
     Args:
         query: ``[B, H, L, d]``, of this rank.
@@ -58,8 +56,7 @@ def context_parallel_attention(
         w2: As w1, or None.
         group: The ranks: a ``DeviceMesh`` of one dimension, a process group, or None for all.
         layout: Which tokens rank r has: "contiguous", chunk r of W; "zigzag", chunks r and
-            2W - 1 - r of 2W, one after the other, so that in causal calls all ranks have as much to
-            do. :class:`ContextParallel` has ``shard`` for both.
+            2W - 1 - r of 2W, one after the other. :class:`ContextParallel` has ``shard`` for both.
         algorithm: "quadratic" or "linear"; None: as one process would take the whole.
         key_bias: Broadcastable to ``[B, H, S]`` or ``[B, G, S]``, for this rank's keys.
         attn_mask: Must be None.
@@ -197,21 +194,6 @@ def _is_linear(call: Call, tensors: tuple[Any, ...], algorithm: str | None) -> b
     return kernels.forward.algorithm == "linear"
 
 
-class _Attend:
-    """``context_parallel_attention`` of one context."""
-
-    def __init__(self, ranks: Ranks, layout: LayoutName, algorithm: Algorithm | None) -> None:
-        self._ranks = ranks
-        self._options: Any = {"group": ranks.group, "layout": layout, "algorithm": algorithm}
-
-    def __call__(self, *tensors: Any, **options: Any) -> Tensor:
-        attend: Any = context_parallel_attention
-        return attend(*tensors, **options, **self._options)  # type: ignore[no-any-return]
-
-    def refuse(self, device: torch.device, why: str) -> None:
-        refuse(self._ranks, device, why)
-
-
 class ContextParallel:
     """A model whose attention goes over the tokens of all ranks, while entered.
 
@@ -224,7 +206,9 @@ class ContextParallel:
         self._ranks = Ranks(group)
         self._layout = Layout(layout, self._ranks.size)
         self._modules = _attention_in(model)
-        self._attend = _Attend(self._ranks, layout, algorithm)
+        options: Any = {"group": self._ranks.group, "layout": layout, "algorithm": algorithm}
+        self._attend = partial(context_parallel_attention, **options)
+        self._refuse = partial(refuse, self._ranks)
         self._handles: list[AttendingBy] = []
 
     def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
@@ -253,7 +237,7 @@ class ContextParallel:
     def __enter__(self) -> ContextParallel:
         try:
             for module in self._modules:
-                self._handles.append(AttendingBy(module, self._attend))
+                self._handles.append(AttendingBy(module, self._attend, self._refuse))
         except RuntimeError:
             self.__exit__()
             raise

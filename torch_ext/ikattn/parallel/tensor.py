@@ -204,16 +204,10 @@ class HeadParallel(ParallelStyle):
     For ``ikattn.MultiheadAttention``: rank r of n has the heads r H / n to (r + 1) H / n - 1, with
     their rows of the in-projection, columns of the out-projection, frequencies and orders p. Input
     and output are whole on every rank, and a call sends one sum of outputs; its backward pass one
-    of the gradients of query, key and value. A packed ``in_proj_weight`` becomes three parameters,
-    named as torch names them where sizes differ, and ``ikattn.MultiheadAttention`` loads them again
-    as one.
+    of the gradients of query, key and value. For the kernels of transformers models
+    (``ikattn.convert``): the frequencies alone, as the projections need styles of torch's own.
 
-    For the kernels of transformers models (``ikattn.convert``): the frequencies alone. The
-    projections need styles of torch's own.
-
-    A generator of frequencies (``Ikan``, ``Mikan``) stays whole on every rank, makes the
-    frequencies of all heads of the noise that the first rank draws, and its regulariser is that of
-    all heads. Dropout has other masks than in one process: each head still has its own.
+    docs/guide/parallel.md tells of checkpoints, dropout, generators, and what is refused.
 
     Example:
         >>> import torch, ikattn
@@ -224,13 +218,7 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Shares out a module, as ``parallelize_module`` asks.
-
-        Raises:
-            TypeError: It is another module.
-            ValueError: The ranks do not divide the heads, the mesh has several dimensions, or the
-                frequencies are from a source of the caller's own.
-        """
+        """Shares out a module, as ``parallelize_module`` asks; it must be one of those above."""
         if isinstance(module, KERNELS):
             share_kernel(module, device_mesh, self.src_data_rank)
             return module
@@ -241,10 +229,9 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Makes a plan that shares out the heads of all attention modules that this package knows.
 
     Args:
-        model: An ``ikattn.MultiheadAttention``, any model with some, such as ``ikattn.convert``
-            returns, or a transformers model after ``ikattn.convert``, of which the plan
-            names the kernels alone. Stock nn.MultiheadAttention is not in the plan: every rank
-            computes all of it. ``ikattn.convert(model, kernel="dot")`` keeps its numbers.
+        model: One with ``ikattn.MultiheadAttention``, or a transformers model after
+            ``ikattn.convert``, of which the plan names the kernels alone. Of stock
+            nn.MultiheadAttention, which is not in the plan, every rank computes all.
 
     Returns:
         ``HeadParallel()`` by the name of each module, for ``parallelize_module``. Join it to styles

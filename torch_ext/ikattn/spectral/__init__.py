@@ -18,8 +18,7 @@ refuses causal attention, to which it would show the future.
 makes them of Gaussian noise. ``Mikan``: so, of noise whose distribution, joint over the heads, is
 inferred from queries and keys. docs/guide/spectral.md compares them.
 
-Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021 (arXiv
-2006.06147).
+Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 """
 
 from ikattn.spectral.direct import Direct, Stationary

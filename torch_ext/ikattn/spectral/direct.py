@@ -54,8 +54,7 @@ class Direct(nn.Module):
         num_frequencies: M, per head.
         stationary: One set of frequencies, w2 = w1 (Bochner), in place of two (Yaglom).
         initial: "paper": from U(-1/sqrt(HM), 1/sqrt(HM)), as the authors. "unit angle": uniform
-            with standard deviation 1 / (2 pi sqrt(d)), which trains at head sizes and numbers of
-            frequencies where the other does not; docs/guide/spectral.md compares them.
+            with standard deviation 1 / (2 pi sqrt(d)); docs/guide/spectral.md compares them.
         seed: If given, the initial frequencies are a function of it alone: the same on every device
             and, to rounding, in every dtype. Nothing is drawn from torch's default generator then.
         device, dtype: Of the parameters.
@@ -63,8 +62,8 @@ class Direct(nn.Module):
     Raises:
         ValueError: A size is less than 1, initial is unknown, or seed no integer of 64 bits.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147); the initial distribution is that of the authors' code.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021; the initial distribution
+    is that of the authors' code.
 
     Example:
         >>> from ikattn.spectral import Direct
@@ -195,8 +194,7 @@ class Stationary(Direct):
     Raises:
         ValueError: As ``Direct``.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147).
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
 
     Example:
         >>> from ikattn.spectral import Stationary

@@ -27,8 +27,7 @@ class Ikan(Generator):
     Raises:
         ValueError: num_frequencies is odd, or another option is out of range.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), IKAN.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147), IKAN.
 
     Example:
         >>> import torch

@@ -31,12 +31,8 @@ class Mikan(Generator):
     normal, u = Phi(x) is uniform in every head and has the Gaussian copula of R, and z = location +
     scale Phi^-1(u). As Phi^-1(Phi(x)) = x, the code goes from x to z directly, which keeps the
     tails. One half of the z has location, the other -location; networks odd in z make w1 and w2 of
-    it.
-
-    The regulariser is the KL divergence of the joint z from independent N(0, prior_scale^2), its
-    two parts weighted: the sum of the KL of every z, in closed form, and the mean log-density of
-    the copula, -log det(R) / 2. Both are sums over heads and dimensions, in nats, and means over
-    samples.
+    it. docs/guide/spectral.md has the regulariser: sums over heads and dimensions, in nats, and
+    means over samples.
 
     It averages over whole sequences: causal attention raises an error. In the cross-attention of a
     decoder that must not look ahead, use ``pool="key"``.
@@ -54,8 +50,7 @@ class Mikan(Generator):
     Raises:
         ValueError: num_frequencies is odd, or another option is out of range.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), MIKAN.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147), MIKAN.
 
     Example:
         >>> import torch

@@ -1,9 +1,4 @@
-"""The networks of the generators.
-
-Their parameters are stored flat. Code that initialises again every parameter with more than one
-axis (nn.Transformer does) would otherwise give the frequencies another scale, and so the kernel
-another width; it leaves flat ones alone.
-"""
+"""The networks of the generators, whose parameters are stored flat, as those of ``Direct``."""
 
 from __future__ import annotations
 

@@ -72,16 +72,15 @@ def regularization_loss(model: nn.Module) -> Tensor:
 
     Returns:
         A scalar, in nats times the generators' weights; 0 where no generator has a regulariser. It
-        is a mean over the samples of the batch and, as in an evidence lower bound, belongs to a
-        log-likelihood of the whole data set: divide it by the number of training examples where the
-        loss is a mean.
+        is a mean over the samples of the batch and belongs to a log-likelihood of the whole data
+        set: divide it by the number of training examples where the loss is a mean.
 
     Raises:
         RuntimeError: No generator has been called since the last time, or one without a graph, as
             torch.utils.checkpoint does with ``use_reentrant=True``, so that it would learn nothing.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), whose code adds the last layer's alone.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021, whose code adds the
+    last layer's alone.
 
     Example:
         >>> import torch, ikattn

@@ -1,8 +1,7 @@
 """Starts an implicit kernel near the softmax attention that it replaces.
 
-One pass over calibration data with softmax attention notes what each layer is given and what it
-gives. Then each layer in turn is fitted: its frequencies to the weights, and after that to its
-output, with the layers before it as they have become.
+One pass over calibration data notes what each layer is given and what it gives with softmax, to
+which each layer in turn is then fitted.
 """
 
 from __future__ import annotations
@@ -58,20 +57,15 @@ def calibrate(
 
     For a converted model with trained weights: fine-tuning then starts near where the model was.
     First the fit minimises, for each head, the squared difference of the normalised weights over
-    the squared softmax weights, with Adam. It begins at the frequencies that are there, and each
-    head keeps the best that it visits, by one sequence in five that is not fitted to. At most four
-    million weights of a module are used. Then, in the order in which the model calls them, each
-    layer's output is drawn to what the softmax layer gave, by the squared error over the square.
-    Its inputs are those that it gets where the layers before it have been calibrated. A scale of a
-    head's kernel is not fitted: normalisation cancels it, but for the 1e-5 that is added to the
-    kernel's square.
-
-    The outputs of all layers are held for all batches, [tokens, model size] each.
+    the squared softmax weights. Then it draws each layer's output to what the softmax layer gave,
+    by the squared error over the square. docs/guide/calibration.md describes both steps. A scale
+    of a head's kernel is not fitted, as normalisation cancels it. At most four million weights of
+    a module are used; the outputs of all layers are held for all batches, [tokens, model size]
+    each.
 
     Args:
         model: After ``ikattn.convert``, or with ``ikattn.MultiheadAttention`` of kernel "implicit";
-            called in eval mode, without grad, while all its implicit
-            kernels compute softmax, those that are left out among them.
+            called in eval mode, without grad, while all its implicit kernels compute softmax.
         batches: Inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
             ``attention_mask`` of a dict tells which tokens are padding.
         select: Which modules, as for ``convert``.
@@ -92,10 +86,10 @@ def calibrate(
     Raises:
         TypeError: batches is one batch, or steps no whole number.
         ValueError: There is no implicit kernel, no batch, a number is out of range, input_ids are
-            none of the model's, a module was not called, has no frequencies that require
-            grad, shares its kernel with another, was given single tokens or nothing but padding, or
-            its softmax weights are not finite. Of the module at which an error occurs everything is
-            as it was; those before it are calibrated.
+            none of the model's, a module was not called, has no frequencies that require grad,
+            shares its kernel with another, was given single tokens or nothing but padding, or its
+            softmax weights are not finite. Of the module at which an error occurs everything is as
+            it was; those before it are calibrated.
 
     Example:
         >>> import torch, ikattn
@@ -183,10 +177,8 @@ def _checked(
 class _Seen:
     """Inputs and outputs of the layers, while the model computed softmax.
 
-    Attributes:
-        calls: Of each layer, as many as are kept.
-        targets: Of each layer and batch, its outputs.
-        order: The layers as the model calls them.
+    Of each layer there are the calls that are kept, and for each batch its outputs; ``order`` has
+    the layers as the model calls them.
     """
 
     def __init__(
@@ -263,11 +255,7 @@ def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
 
 
 def _fit(
-    layer: Layer,
-    calls: list[AttentionCall],
-    steps: int,
-    learning_rate: float,
-    keep: float | None,
+    layer: Layer, calls: list[AttentionCall], steps: int, learning_rate: float, keep: float | None
 ) -> tuple[Tensor, Tensor, None, None, tuple[int, ...]]:
     """Fits to the weights, and lets heads keep softmax; the fields of a report without outputs."""
     parts = [layer.kernel, getattr(layer.module, "magnitude", None)]

@@ -31,22 +31,14 @@ _TORCH, _INTERFACE = "nn.MultiheadAttention", "attention of transformers"
 
 
 class Layer:
-    """An attention module with an implicit kernel.
-
-    Attributes:
-        names: Of the module in the model.
-        module: Whose output the layer's is, and whose parameters are the layer's.
-        source: What the module calls for its frequencies.
-        kernel: What has, or makes, them: the source without what is around it.
-        is_torch: Whether it is an ``ikattn.MultiheadAttention``; else one of transformers.
-        owner: The module that knows which heads compute softmax.
-    """
+    """An attention module with an implicit kernel, of torch or of transformers."""
 
     def __init__(self, found: AttentionModule) -> None:
         self.names, self.module = found.names, found.module
-        self.source: Any = found.module.spectral
-        self.kernel: Any = unwrapped(self.source)
+        self.source: Any = found.module.spectral  # what the module calls for its frequencies
+        self.kernel: Any = unwrapped(self.source)  # without what is around it
         self.is_torch = found.kind.title == _TORCH
+        # the module that knows which heads compute softmax
         self.owner: Any = self.module if self.is_torch else self.kernel
 
     def __str__(self) -> str:
@@ -89,12 +81,7 @@ def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
 
 
 def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
-    """Returns the selected layers with implicit kernels, in the order of their names.
-
-    Raises:
-        TypeError: The model is none, or select is no selection.
-        ValueError: There are none.
-    """
+    """Returns the selected layers with implicit kernels, in the order of their names."""
     found = [
         Layer(one)
         for one in select_modules(model, select)
@@ -112,9 +99,7 @@ def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
 def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
     """Makes every implicit kernel of the model softmax for the time of the block.
 
-    Args:
-        model: The model.
-        layers: Those that are calibrated, which tell the kinds of kernels that there are.
+    The layers tell which kinds of kernels there are.
     """
     with ExitStack() as stack:
         for module in model.modules():

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ikattn.conversion.calibration.layers import Layer
 from ikattn.conversion.calibration.weights import by_what_is_held_out, descending
+from ikattn.nn.parameter_groups import frozen
 
 _NOTHING = 1e-30  # a square of outputs
 _HALF = (torch.float16, torch.bfloat16)
@@ -32,15 +33,10 @@ class Rates(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The output of a layer in one call, while the model computed softmax.
+    """The output of a layer in one call, while the model computed softmax."""
 
-    Attributes:
-        output: [B, L, E], or what ``rows_of`` makes of it.
-        query_padding: Bool [B, L], queries whose output does not matter, or None.
-    """
-
-    output: Tensor
-    query_padding: Tensor | None
+    output: Tensor  # [B, L, E], or what ``rows_of`` makes of it
+    query_padding: Tensor | None  # bool [B, L], queries whose output does not matter
 
 
 class _Enough(Exception):
@@ -86,7 +82,9 @@ def fit_to_outputs(
     targets = [own for _, own in pairs]
     groups = _groups(layer, rates)
     parameters = [w for group in groups for w in group["params"]]
-    with _alone(layer.module, parameters), in_float32([layer.module]):
+    chosen = {id(w) for w in parameters}
+    others = (w for w in layer.module.parameters() if id(w) not in chosen)
+    with frozen(others), in_float32([layer.module]):
         first = [w.detach().clone() for w in parameters]
 
         def error(number: int) -> Tensor:
@@ -185,20 +183,6 @@ def _held_out(error: Callable[[int], Tensor], count: int) -> float:
     # where all that is held out is padding, of what is fitted to
     squared, size = sums[1] if sums[1, 1] > _NOTHING else sums[0]
     return math.sqrt(float(squared / size))
-
-
-@contextmanager
-def _alone(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Lets no other parameter of the module require grad."""
-    chosen = {id(w) for w in parameters}
-    frozen = [w for w in module.parameters() if w.requires_grad and id(w) not in chosen]
-    for w in frozen:
-        w.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for w in frozen:
-            w.requires_grad_(True)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class CalibrationReport(tuple[CalibratedModule, ...]):
 
         Heads that compute softmax are in brackets.
         """
-        rows = []
+        rows = [("layer", "error of the weights by head", "of the output")]
         for layer in self:
             heads = [f"{error:.2f}" for error in layer.after.tolist()]
             heads = [
@@ -56,8 +56,6 @@ class CalibrationReport(tuple[CalibratedModule, ...]):
             ]
             output = "" if layer.output_after is None else f"{layer.output_after:.2f}"
             rows.append((layer.names[0] or "the model itself", " ".join(heads), output))
-        titles = ("layer", "error of the weights by head", "of the output")
-        widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(3)]
-        lines = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
-        title = "  ".join(x.ljust(w) for x, w in zip(titles, widths, strict=True))
-        return "\n".join(line.rstrip() for line in (title, *lines))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+        return "\n".join(map(str.rstrip, lines))

@@ -52,9 +52,6 @@ def fit_to_weights(
     Of frequencies that are parameters each head keeps the best that it visits, by what is held out;
     of a generator all heads do together. Each step of Adam is on calls of about half a million
     weights. Returns the errors of what is held out, [H], before and after.
-
-    Raises:
-        ValueError: Nothing can be fitted to: no query of the calls sees two keys.
     """
     _check_calls(layer, calls)
     parameters = layer.frequencies

@@ -49,28 +49,23 @@ def attribute(
 
     .. math:: y = \sum_j \langle g_j, x_j \rangle + b.
 
-    g is the gradient of that linear map, so that one backward pass gives every token's part: no
-    vector of a pair of tokens is ever made. It works with any model whose attention can be found,
-    and with encoder-decoders, whose two inputs both have parts. Parts that do not add up to the
-    logit, because the model calls a function that is not linear and has no rule, are an error.
+    g is the gradient of that linear map, so that one backward pass gives every token's part. It
+    works with any model whose attention can be found, and with encoder-decoders, whose two inputs
+    both have parts. Parts that do not add up to the logit are an error.
 
     ``"alti_logit"`` (Ferrando et al., ACL 2023), for models whose blocks add to a residual stream:
     what the attention of each layer writes into the logit directly, token by token, followed back
-    to the input by the rollout of ALTI's maps. It leaves out what feed-forward parts write.
-
-    ``"rollout:MAP"``, for example ``"rollout:encoder"`` or ``"rollout:alti"``: the rollout of a map
-    (:func:`ikattn.rollout`), the rows that the target reads; ``"rollout:value_zeroing"`` of
-    :func:`ikattn.explain.value_zeroing`. Maps without the residual get one half of it. Says
-    nothing of the logit's sign.
+    to the input by the rollout of ALTI's maps. ``"rollout:MAP"``, for example ``"rollout:encoder"``
+    or ``"rollout:value_zeroing"``: the rollout of a map (:func:`ikattn.rollout`), the rows that the
+    target reads. docs/guide/attribution.md compares the methods.
 
     Args:
         model: A model of transformers, or any module, in eval mode. Its parameters'
             ``requires_grad`` is switched off during the call, and it has hooks: nothing else may
-            call it meanwhile (several threads may call this function, which takes them one after
-            the other).
-        inputs: Its arguments by name, or a tensor, its only argument. With a tokenizer: a text,
-            or a conversation, ``[{"role": "user", "content": ...}, ...]``, for the
-            tokenizer's chat template; an assistant's turn at its end is the ``"answer"``.
+            call it meanwhile. Several threads may call this function.
+        inputs: Its arguments by name, or a tensor, its only argument. With a tokenizer: a text, or
+            a conversation, ``[{"role": "user", "content": ...}, ...]``, for the tokenizer's chat
+            template; an assistant's turn at its end is the ``"answer"``.
         target: For logits ``[B, V]``: a class, one for each sequence, or None for the predicted
             one. For a model that predicts the next token: a slice, a span of the tokens it was
             given (of an encoder-decoder: of the decoder's), counted without padding; ``"answer"``,

@@ -46,10 +46,7 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
         opened.enter_context(called_linear(model, linear))
-        readers = stacks
-        if len(stacks) > 1 and not task.is_seq2seq:
-            readers = readers_of(model, stacks, task.inputs, task.output)
-        make = partial(_entering, entered, B, readers, len(stacks) == 1)
+        make = partial(_entering, entered, B, readers_of(task, stacks), len(stacks) == 1)
         for stack in stacks:
             opened.enter_context(replaced(stack, partial(make, stack)))
         values = task.values(linear)

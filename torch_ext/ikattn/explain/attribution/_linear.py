@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ikattn._precision import widened
 from ikattn.explain.attribution._torch import (
     IN_PLACE,
     NOT_ZERO_AT_ZERO,
@@ -83,10 +84,8 @@ class LinearModel(TorchFunctionMode):
     Values stay what they are; the gradient is that of the linear map. Parameters must not require
     gradients. ``constants`` gathers, in each backward pass, what biases and other constants add to
     what is differentiated; ``lost`` gathers what comes from fixed numbers that were added, as if
-    they were biases, although they depend on the tokens: then the map is not that of the model.
-
-    Args:
-        activation: "slope", f(x) = (f(x) / x) x, or "tangent", f(x) = f'(x) x + a constant.
+    they were biases, although they depend on the tokens: then the map is not that of the model. The
+    activation is "slope", f(x) = (f(x) / x) x, or "tangent", f(x) = f'(x) x + a constant.
     """
 
     def __init__(self, activation: Activation = "slope") -> None:
@@ -299,7 +298,7 @@ class LinearModel(TorchFunctionMode):
         axes = list(range(-len(shape), 0))
 
         def inverse() -> Any:
-            return (_wide(x).var(axes, correction=0, keepdim=True) + eps).rsqrt()
+            return (widened(x.detach()).var(axes, correction=0, keepdim=True) + eps).rsqrt()
 
         y = (x - x.mean(axes, keepdim=True)) * self._keep(inverse)
         y = y if weight is None else y * weight
@@ -311,7 +310,7 @@ class LinearModel(TorchFunctionMode):
 
         def inverse() -> Any:
             smallest = torch.finfo(x.dtype).eps if eps is None else eps
-            return (_wide(x).square().mean(axes, keepdim=True) + smallest).rsqrt()
+            return (widened(x.detach()).square().mean(axes, keepdim=True) + smallest).rsqrt()
 
         y: Tensor = x * self._keep(inverse)
         return (y if weight is None else y * weight).to(x.dtype)
@@ -407,11 +406,6 @@ def _sum_of(parts: list[Tensor]) -> float:
     for part in parts:
         by_device.setdefault(part.device, []).append(part)
     return sum(float(torch.stack(own).sum()) for own in by_device.values())
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Returns the values of ``x`` in float32 at least."""
-    return x.detach() if x.dtype == torch.float64 else x.detach().float()
 
 
 def slope_of(x: Tensor, y: Tensor) -> Tensor:

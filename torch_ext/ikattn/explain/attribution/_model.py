@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ikattn.explain.attribution._linear import LinearModel, activations_as_one
 from ikattn.explain.attribution._torch import called_with, first_output, hooked
+from ikattn.nn.parameter_groups import frozen
 from ikattn.recorder.calls.modes import without_compiled_code
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.sums.tensors import first_tensor
@@ -75,17 +76,11 @@ def check_graph(module: nn.Module) -> None:
 
 @dataclass
 class Stack:
-    """Blocks that follow each other.
+    """Blocks that follow each other."""
 
-    Attributes:
-        blocks: The blocks, in the order of the module list they are in.
-        name: The list's name.
-        source: ``[B, S, D]``, what entered the first block; None until it has run.
-    """
-
-    blocks: list[nn.Module]
-    name: str
-    source: Tensor | None = field(default=None, repr=False)
+    blocks: list[nn.Module]  # in the order of the module list they are in
+    name: str  # the list's
+    source: Tensor | None = field(default=None, repr=False)  # [B, S, D], what entered them, if any
 
 
 def stacks_of(model: nn.Module, caller: str) -> list[Stack]:
@@ -226,19 +221,6 @@ def attention_of(model: nn.Module, stack: Stack) -> list[str]:
 
 
 @contextmanager
-def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """Switches the parameters' gradients off."""
-    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-
-
-@contextmanager
 def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
     """Has blocks keep their inputs alone, and run once more in the backward pass."""
     blocks = [block for stack in stacks for block in stack.blocks]
@@ -259,7 +241,7 @@ def checkpointed(stacks: list[Stack], linear: LinearModel) -> Iterator[None]:
 @contextmanager
 def called_linear(model: nn.Module, linear: LinearModel) -> Iterator[None]:
     """Has calls of the model be those of a linear map, within which it is entered."""
-    with frozen_parameters(model), activations_as_one(model, linear), torch.enable_grad():
+    with frozen(model.parameters()), activations_as_one(model, linear), torch.enable_grad():
         yield
 
 

@@ -7,7 +7,7 @@ first block, D model size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.explain.attribution._model import Stack
+from ikattn.explain.attribution._targets import Task
 from ikattn.explain.attribution._torch import detached, hooked
 from ikattn.recorder.sums.tensors import first_tensor
 
 
-def readers_of(
-    model: nn.Module, stacks: Sequence[Stack], inputs: Mapping[str, Any], call: Callable[..., Any]
-) -> list[Stack]:
-    """Returns the stacks that the model's inputs enter otherwise than through another stack.
-
-    ``call`` calls the model with arguments in place of some of these.
-    """
+def readers_of(task: Task, stacks: list[Stack]) -> list[Stack]:
+    """Returns the stacks that the model's inputs enter otherwise than through another stack."""
+    if len(stacks) < 2 or task.is_seq2seq:
+        return stacks
     found: list[Stack] = []
-    whole = {n: x for n, x in inputs.items() if isinstance(x, Tensor) and x.dtype == torch.int64}
+    whole = {
+        n: x for n, x in task.inputs.items() if isinstance(x, Tensor) and x.dtype == torch.int64
+    }
     named = [x for name, x in whole.items() if name.endswith("input_ids")]
     ids = named or list(whole.values())
 
@@ -43,16 +43,16 @@ def readers_of(
             found.append(stack)
 
     with ExitStack() as opened:
-        opened.enter_context(_leaves_of(model, is_asked))
+        opened.enter_context(_leaves_of(task.model, is_asked))
         for stack in stacks:
             enters, made = partial(entering, stack), lambda module, args, output: detached(output)
             opened.enter_context(hooked(stack.blocks, before=enters, after=made))
         leaves = {
             name: x.detach().requires_grad_().clone()
-            for name, x in inputs.items()
+            for name, x in task.inputs.items()
             if isinstance(x, Tensor) and x.is_floating_point()
         }
-        call(**leaves)
+        task.output(**leaves)
     return found
 
 

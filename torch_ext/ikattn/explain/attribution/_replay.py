@@ -68,9 +68,8 @@ class Replay(LinearModel):
     def begin(self, own: Tensor) -> None:
         """Has the next call use what the first one fixed.
 
-        Args:
-            own: bool ``[K, L]``, which token each of the vectors that go through belongs to. With
-                "absdot" the last belongs to none: it takes biases that are still to be shared.
+        ``own``, bool ``[K, L]``, says which token each of the vectors that go through belongs to.
+        With "absdot" the last belongs to none: it takes biases that are still to be shared.
         """
         self._next, self._own, self._event = 0, own.unsqueeze(-1), 0
         self._is_whole, self._count = False, own.size(0)

@@ -49,8 +49,7 @@ _ADVICE = re.compile(
 class _Writings:
     """Yields the direct part of each layer's attention in a logit, and ALTI's map of the layer.
 
-    Args:
-        gradient: ``[B, L, D]``, of the logit in the residual stream after the last block.
+    The gradient ``[B, L, D]`` is that of the logit in the residual stream after the last block.
     """
 
     def __init__(self, gradient: Tensor) -> None:
@@ -171,9 +170,8 @@ def _record(task: Task, map_: str, layers: list[str] | None, **options: Any) -> 
 def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
     """Finds how the target depends on what the last block makes.
 
-    Returns:
-        The stack of that block; the gradient ``[B, L, D]`` with the norm after it fixed; and the
-        values ``[B]``.
+    Returns the stack of that block; the gradient ``[B, L, D]`` with the norm after it fixed; and
+    the values ``[B]``.
     """
     model, linear = task.model, LinearModel()
     stacks = stacks_of(model, "attribute")
@@ -190,10 +188,8 @@ def _hidden_gradients(task: Task) -> tuple[Stack, Tensor, Tensor]:
                 'one: take "decompx"'
             )
         last = made[-1][0]
-        ran, readers = [stack for stack, _ in made], [last]
-        if len(ran) > 1 and not task.is_seq2seq:
-            readers = readers_of(model, ran, task.inputs, task.output)
-        if last not in readers:
+        ran = [stack for stack, _ in made]
+        if last not in readers_of(task, ran):
             raise ValueError(
                 f"attribute: rollouts and ALTI-Logit follow one stack of blocks, and {last.name} "
                 f'reads what {ran[-2].name} made: take "decompx"'

@@ -35,24 +35,15 @@ Choice: TypeAlias = "tuple[list[list[int]], list[list[int]]]"
 
 
 class Task(NamedTuple):
-    """A model, its arguments, and numbers of its output.
+    """A model, its arguments, and numbers of its output."""
 
-    Attributes:
-        model: A model in eval mode.
-        inputs: Its arguments by name.
-        positions, ids: The numbers whose sum is attributed.
-        against: The logit that is taken off, or None.
-        function: A function of the output in their place.
-        plain: The output, where the model had to be asked to know the target; or None.
-    """
-
-    model: nn.Module
+    model: nn.Module  # in eval mode
     inputs: dict[str, Any]
-    positions: list[list[int]]
-    ids: list[list[int]]
-    against: int | None
-    function: Callable[[Any], Tensor] | None
-    plain: Any
+    positions: list[list[int]]  # of the numbers whose sum is attributed
+    ids: list[list[int]]  # of these numbers
+    against: int | None  # the logit that is taken off
+    function: Callable[[Any], Tensor] | None  # of the output, in place of such numbers
+    plain: Any  # the output, where the model had to be asked to know the target; or None
 
     @staticmethod
     def of(

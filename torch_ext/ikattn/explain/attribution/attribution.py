@@ -36,8 +36,7 @@ class Attribution:
     ``print`` shows it as a table.
 
     Attributes:
-        scores: ``[B, S]``, or ``[B, n, S]`` for n targets apart. Padding has 0, unless
-            the target reads it.
+        scores: ``[B, S]``, or ``[B, n, S]`` for n targets apart. Padding that nothing reads has 0.
         value: ``[B]`` or ``[B, n]``, what was attributed: the sum of the targets' logits.
         bias: ``[B]`` or ``[B, n]``: ``value`` less all scores. With "decompx" the part of biases
             and of vectors that the model puts beside the tokens it was given; with "alti_logit"

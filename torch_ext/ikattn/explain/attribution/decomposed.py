@@ -152,11 +152,7 @@ def _of_sequences(
 
 
 def _followed(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    stack: Stack,
-    replay: Replay,
-    sources: int,
+    model: nn.Module, inputs: dict[str, Any], stack: Stack, replay: Replay, sources: int
 ) -> Tensor:
     """Follows the vectors of one sequence's tokens: the maps ``[N, L, S]``.
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn._memory import takes_memory_for
+from ikattn._precision import widened
 from ikattn.explain.attribution._model import Stack, alone, sequences_of, takes, the_stack_of
 from ikattn.explain.attribution._torch import ATTENTION, body_of, first_output, hooked, name_of
 from ikattn.maps.summary import row_shares
@@ -137,8 +138,7 @@ class _Run(NamedTuple):
         return tuple(map(many, self.args)), kwargs
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        output: Tensor = first_output(self.block(*args, **kwargs))
-        return output if output.dtype == torch.float64 else output.float()
+        return widened(first_output(self.block(*args, **kwargs)))
 
 
 def _runs(model: nn.Module, inputs: dict[str, Any], stack: Stack) -> list[_Run]:
@@ -154,11 +154,7 @@ def _runs(model: nn.Module, inputs: dict[str, Any], stack: Stack) -> list[_Run]:
 
 
 class _Zeroed(TorchFunctionMode):
-    """While it is entered, values of one key are zero in each sequence of the first attention.
-
-    Args:
-        keys: ``[K]``, for each sequence.
-    """
+    """While entered, values of ``keys``, one a sequence, are 0 in the first attention."""
 
     def __init__(self, keys: Tensor) -> None:
         super().__init__()

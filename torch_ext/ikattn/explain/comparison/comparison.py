@@ -30,8 +30,8 @@ class MapDistance:
     """How far apart a layer's map is in two models, averaged over rows.
 
     A row is what one token takes from each other one, divided by its sum. Padding, and rows with
-    nothing in them, are no part of the averages; NaN: there was nothing to average. Numbers are
-    float64, ``[H]`` of maps that every head has and scalars of others.
+    nothing in them, are no part of the averages; NaN: there was nothing to average.
+    Numbers are float64, ``[H]`` of maps that every head has and scalars of others.
 
     Attributes:
         total_variation: Half of the sum of absolute differences, 0 to 1: how much of a row would
@@ -100,11 +100,7 @@ class Comparison:
     left_out: tuple[str, ...] = ()
 
     def __getitem__(self, layer: str) -> dict[str, MapDistance]:
-        """Returns the distances of a layer's maps.
-
-        Raises:
-            KeyError: No such layer; the message names those there are.
-        """
+        """Returns the distances of a layer's maps; KeyError names the layers that there are."""
         if layer not in self.distances:
             raise KeyError(f"no layer {layer!r} was compared; there are {', '.join(self.pairs)}")
         return self.distances[layer]

@@ -53,11 +53,8 @@ class MapProbe:
          "ikattn/layer.3/summed/drift": 0.05}         # total variation from the first call's rows
 
     all averaged over tokens that are no padding, and over heads. Layers are numbered in the order
-    they run, as ``enc.0``, ``dec.0`` and ``cross.0`` where there are several kinds.
-
-    The model runs once, in eval mode and without gradients. Everything is put back: what modules
-    hold as attributes, such as their mode, and the generators of random numbers of torch, Python
-    and NumPy. So training gives the same bits with and without it.
+    they run, as ``enc.0``, ``dec.0`` and ``cross.0`` where there are several kinds. The model runs
+    once, in eval mode and without gradients, and training gives the same bits with and without it.
 
     Args:
         inputs: A tensor, or the model's keyword arguments: a small batch, since the maps of the
@@ -101,12 +98,10 @@ class MapProbe:
             )
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Measures the model as it is now.
+        """Measures the model as it is now, which must have whole parameters.
 
-        Raises:
-            NotImplementedError: The model's parameters are sharded, so that one process alone
-                cannot run it.
-            What ``ikattn.record`` raises.
+        Errors are those of ``ikattn.record``, and a NotImplementedError where parameters are
+        sharded.
         """
         _check_whole(model)
         with as_it_was(model), torch.no_grad():

@@ -10,8 +10,4 @@ from ikattn.integrations.pyg.layers import (  # noqa: E402
 )
 from ikattn.integrations.pyg.transformer_conv import ImplicitKernelTransformerConv  # noqa: E402
 
-__all__ = [
-    "ImplicitKernelGATConv",
-    "ImplicitKernelGATv2Conv",
-    "ImplicitKernelTransformerConv",
-]
+__all__ = ["ImplicitKernelGATConv", "ImplicitKernelGATv2Conv", "ImplicitKernelTransformerConv"]

@@ -244,14 +244,10 @@ class _GATForm(GraphAttention):
 class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     r"""GATConv by the implicit kernel, in the form that the paper gives for GAT.
 
-    The weight of an edge j -> i is the similarity of a learned vector a and the concatenation
-    ``x = [z_i || z_j]`` of the mapped nodes, times the magnitude ``exp(|x|_p^2 / (2 sqrt(2C)))``,
-    normalised over the edges into i (``ikattn.ops.gat_edge_attention``). a is ``att_dst`` and
-    ``att_src``, as in GATConv. Constructor and ``forward``, parameters, initial values and
-    checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
-
-    Features of edges add ``(att_edge * lin_edge(e)).sum(-1)`` to the logit of their edge; with
-    "dot", within the LeakyReLU.
+    The weight of an edge is that of :func:`ikattn.ops.gat_edge_attention`, with ``att_dst`` and
+    ``att_src`` as the vector and mapped nodes as its ends. Constructor and ``forward``, parameters,
+    initial values and checkpoints are those of PyG's GATConv; options from ``kernel`` on are new.
+    docs/guide/graphs.md has more.
 
     Args:
         *args: As for GATConv: ``in_channels``, ``out_channels``, ``heads`` and so on.
@@ -267,8 +263,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
     Raises:
         ValueError: An option is wrong.
 
-    Source: K. Song, Y. Jung, D. Kim, I. Moon, "Implicit Kernel Attention", AAAI 2021
-    (arXiv 2006.06147), the section on GAT.
+    Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147), on GAT.
 
     Example:
         >>> import torch
@@ -294,8 +289,7 @@ class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
         Args:
             x: ``[N, channels]``, or of sources and targets; targets may be None.
             edge_index: ``[2, E]``, an EdgeIndex, a SparseTensor or a sparse tensor of torch.
-            edge_attr: ``[E, edge_dim]``.
-            size: Numbers of sources and targets.
+            edge_attr, size: As for GATConv.forward.
             return_attention_weights: True: return ``(edge_index, weights)``, too, with the self
                 loops, weights ``[E, H]`` after dropout; of a SparseTensor one with these values.
 

@@ -55,9 +55,7 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
         """Attends over the edges into every node, as TransformerConv.forward.
 
         Args:
-            x: ``[N, channels]``, or of sources and targets.
-            edge_index: ``[2, E]``, an EdgeIndex, a SparseTensor or a sparse tensor of torch.
-            edge_attr: ``[E, edge_dim]``.
+            x, edge_index, edge_attr: As for ``ImplicitKernelGATConv``.
             return_attention_weights: True or False: return ``(edge_index, weights)``, too, weights
                 ``[E, H]`` after dropout.
 

@@ -14,10 +14,6 @@ from ikattn.integrations.transformers._optimizers import optimizers
 from ikattn.integrations.transformers.attention import register_implicit
 from ikattn.integrations.transformers.conversion import from_pretrained
 
-__all__ = [
-    "decoding_cache",
-    "from_pretrained",
-    "optimizers",
-]
+__all__ = ["decoding_cache", "from_pretrained", "optimizers"]
 
 when_imported("transformers.modeling_utils", register_implicit)

@@ -37,20 +37,11 @@ def decoding_cache(
     cache takes; copies and pickles are apart from it.
 
     "features" is transformers' ``DynamicCache`` (for encoder-decoders an ``EncoderDecoderCache`` of
-    two) that also keeps the features of keys, so that a new token costs about what it costs softmax
-    attention. A token takes 2 M float32 numbers per query head more, and room for as many again.
-    Layers with a sliding window are left as they are. A copied or saved cache, and one that was
-    repeated or selected from, makes its features anew once. ``torch.compile`` takes the attention
-    function's other way.
-
-    "state" is a ``DynamicCache`` with a :class:`ikattn.RecurrentState` in each layer in place of
-    keys and values, so that neither its size nor the time of a token grows with the tokens: it is
-    ``M (2 M + 1) (d_v + 1)`` numbers a query head. With F = 2 M it is the faster one from some
-    2 F^2 tokens on, in float32 from F^2. Beams, padding and prompts in parts are in. Not supported,
-    and refused: encoder-decoders, layers with a sliding window, assisted generation and ``crop`` (a
-    state forgets no token), masks other than causal with padding, calls with dropout,
-    ``output_attentions``, a gradient or ``torch.compile``, and frequencies that change on the way.
-    Paged caches are no caches of this kind.
+    two) that also keeps the features of keys. A copied or saved cache, and one that was repeated or
+    selected from, makes its features anew once. "state" is a ``DynamicCache`` with a
+    :class:`ikattn.RecurrentState` in each layer in place of keys and values, so that neither its
+    size nor the time of a token grows with the tokens. docs/guide/decoding.md compares them, and
+    lists what a state refuses. With F = 2 M it is the faster one from some 2 F^2 tokens on.
 
     Args:
         model: A model after ``ikattn.convert`` or from ``from_pretrained``; something may be around

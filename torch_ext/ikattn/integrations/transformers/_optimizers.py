@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.Optimizer, None]:
     """Makes what ``Trainer(optimizers=)`` takes, so that frequencies have steps of their own.
 
-    Trainer itself would give frequencies the learning rate and weight decay of other weights. Here
-    they have a tenth of ``args.learning_rate`` and no decay, as :func:`ikattn.parameter_groups`
-    says. The class of the optimiser and its options are those of ``args``; Trainer makes its
-    schedule, which scales every group.
+    Frequencies have a tenth of ``args.learning_rate`` and no decay, as
+    :func:`ikattn.parameter_groups` says. The class of the optimiser and its options are those of
+    ``args``; Trainer makes its schedule, which scales every group.
 
     Args:
         model: A model with implicit attention; adapters of PEFT may be around it.

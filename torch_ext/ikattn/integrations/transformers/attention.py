@@ -30,10 +30,11 @@ from ikattn.integrations.transformers.interface import (
 )
 from ikattn.integrations.transformers.kernels import IMPLICIT, SAVED, kernel_of
 from ikattn.integrations.transformers.parallel import check_heads, register_style
+from ikattn.nn.kernels import HeadCall, KernelOptions, Wanted, attend_heads
 from ikattn.nn.masks import Masks, padded
 from ikattn.nn.over_ranks import attention_function, dropout_seed_for, is_over_ranks
-from ikattn.nn.softmax import refuse_context_parallel, softmax_attention
-from ikattn.nn.softmax_heads import Split, by_heads
+from ikattn.nn.softmax import refuse_context_parallel
+from ikattn.nn.softmax_heads import Split
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.ops.packed import implicit_kernel_attention_varlen
 from ikattn.spectral import Mikan
@@ -78,9 +79,8 @@ def _implicit_attention(
 
     Tensors are as ``Given`` has them. ``scaling`` is that of query . key, see ``ikattn.convert``;
     among the options are position_bias, added to the logits, is_causal and output_attentions.
-
-    Returns:
-        The output [B, L, H, d_v], and the weights [B, H, L, S] with output_attentions, else None.
+    Returns the output [B, L, H, d_v], and the weights [B, H, L, S] with output_attentions, else
+    None.
     """
     reasons = {
         f"{name}, which {why}": options.get(name) is not None for name, why in _REFUSED.items()
@@ -290,48 +290,16 @@ def _hybrid_attention(
     """Computes the output [B, H, L, d_v], and weights, where some heads compute softmax."""
     query, key, value = given[:3]
     wants_weights = bool(given.options.get("output_attentions"))
-    groups = query.size(1) // key.size(1)
     mask, causal = visibility.get("attn_mask"), visibility.get("is_causal", False)
     if mask is None and causal and wants_weights:
         shape = (query.size(2), key.size(2))
         mask = torch.ones(1, 1, *shape, dtype=torch.bool, device=query.device).tril()
         causal = False
-
-    def own(heads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        of_keys = heads // groups
-        own_mask = mask if mask is None or mask.size(1) == 1 else mask.index_select(1, heads)
-        return (
-            query.index_select(1, heads),
-            key.index_select(1, of_keys),
-            value.index_select(1, of_keys),
-            own_mask,
-        )
-
-    def softmax(heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        q, k, v, own_mask = own(heads)
-        if own_mask is not None and own_mask.dtype == torch.bool:
-            own_mask = ~own_mask  # here True hides
-        masks = Masks(None, own_mask, causal)
-        return softmax_attention(
-            q, k, v, masks, dropout_p=dropout, need_weights=wants_weights, mask_dtype=q.dtype
-        )
-
-    def implicit(heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        q, k, v, own_mask = own(heads)
-        w1, w2 = (None if w is None else w.index_select(-3, heads) for w in frequencies)
-        assert w1 is not None
-        arguments: dict[str, Any] = {
-            "p": p,
-            "attn_mask": own_mask,
-            "is_causal": causal,
-            "dropout_p": dropout,
-            "dropout_seed": dropout_seed_for(dropout, query.device, None),
-        }
-        output = attention_function()(q, k, v, w1, w2, **arguments)
-        weights = implicit_kernel_weights(q, k, w1, w2, **arguments) if wants_weights else None
-        return output, weights
-
-    return by_heads(split, softmax, implicit, query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = ~mask  # modules of torch hide where it is True
+    kernel = KernelOptions("implicit", p, lambda *_: frequencies, split=split)
+    masks, wanted = Masks(None, mask, causal), Wanted(wants_weights, average=False)
+    return attend_heads(HeadCall(query, key, value, kernel, masks, wanted, dropout, query.dtype))
 
 
 def _visibility(module: nn.Module, kernel: Any, given: Given) -> dict[str, Any]:

@@ -26,11 +26,7 @@ from ikattn.integrations.transformers.kernels import (
     attach_kernel,
     detach_kernel,
 )
-from ikattn.integrations.transformers.parallel import (
-    add_to_plans,
-    remove_from_plans,
-    share_kernels,
-)
+from ikattn.integrations.transformers.parallel import add_to_plans, remove_from_plans, share_kernels
 from ikattn.nn.kinds import KernelSettings, Kind, Sizes
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.spectral.direct import checked_size

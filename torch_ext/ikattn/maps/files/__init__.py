@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
@@ -115,7 +114,7 @@ class MapWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        _choose(self.path, _SINKS)
+        _format_of(self.path)
         self._sink: Sink | None = None
         self._stack = ExitStack()
         self._recording = RecordedMaps(model="", maps=())
@@ -124,15 +123,10 @@ class MapWriter:
         self._sink = self._stack.enter_context(_open_sink(self.path))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         sink, self._sink = self._sink, None
-        if error is not None:
-            self._stack.__exit__(kind, error, traceback)  # takes the file away
+        if raised[0] is not None:
+            self._stack.__exit__(*raised)  # takes the file away
             return
         with self._stack:
             assert sink is not None
@@ -222,13 +216,8 @@ def write_arrays(
 def read_arrays(
     path: str | os.PathLike[str], form: str, last: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The metadata and arrays of a file of format ``form``, its version ``last`` at most.
-
-    Raises:
-        MapFileError: The file is damaged, or holds something else.
-        FileNotFoundError: There is no such file.
-    """
-    read = _choose(Path(path), _READERS)
+    """The metadata and arrays of a file of format ``form``, its version ``last`` at most."""
+    _, read = _format_of(Path(path))
     if not Path(path).is_file():
         raise FileNotFoundError(2, "there is no such file", os.fspath(path))
     text, arrays = read(Path(path))
@@ -240,15 +229,15 @@ def read_arrays(
 
 @contextmanager
 def _open_sink(path: Path) -> Iterator[Sink]:
-    opened = _choose(path, _SINKS)
+    opened, _ = _format_of(path)
     with whole_file(path) as file, ExitStack() as stack:
         yield opened(file, path, stack)
 
 
-def _choose(path: Path, by_suffix: dict[str, Any]) -> Any:
-    if path.suffix.lower() not in by_suffix:
-        raise ValueError(f"a file of maps must end in {', '.join(by_suffix)}, got {path.name!r}")
-    return by_suffix[path.suffix.lower()]
+def _format_of(path: Path) -> tuple[_Writer, _Reader]:
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"a file of maps must end in {', '.join(SUFFIXES)}, got {path.name!r}")
+    return _FORMATS[path.suffix.lower()]
 
 
 def _arrays(maps: Contributions) -> Iterator[tuple[str, Tensor]]:
@@ -355,14 +344,11 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
     return recording
 
 
-_SINKS: dict[str, Callable[[BinaryIO, Path, ExitStack], Sink]] = {
-    ".safetensors": SafetensorsSink,
-    ".npz": NumpySink,
-    ".json": JsonSink,
+_Writer: TypeAlias = Callable[[BinaryIO, Path, ExitStack], Sink]
+_Reader: TypeAlias = "Callable[[Path], tuple[str | bytes | None, dict[str, Tensor]]]"
+_FORMATS: dict[str, tuple[_Writer, _Reader]] = {
+    ".safetensors": (SafetensorsSink, read_safetensors),
+    ".npz": (NumpySink, read_npz),
+    ".json": (JsonSink, read_json),
 }
-_READERS: dict[str, Callable[[Path], tuple[str | bytes | None, dict[str, Tensor]]]] = {
-    ".safetensors": read_safetensors,
-    ".npz": read_npz,
-    ".json": read_json,
-}
-SUFFIXES: Iterable[str] = tuple(_SINKS)
+SUFFIXES = tuple(_FORMATS)

@@ -54,13 +54,7 @@ def write_page(
             "about": describe(recording),
             "precision": f"{arrays.precision()} recording.save keeps them whole.",
             "layers": [
-                {
-                    "name": layer.name,
-                    "label": label,
-                    "kind": layer.kind,
-                    "side": layer.side,
-                    "heads": layer.heads,
-                }
+                {x: getattr(layer, x) for x in ("name", "kind", "side", "heads")} | {"label": label}
                 for layer, label in zip(layers, layer_labels(layers), strict=True)
             ],
             "sequences": shown,

@@ -1,9 +1,9 @@
 """The files of a page made one: markup with its styles and scripts, besides which nothing runs.
 
 page.html is one page of three modes, index.html the command's overview of lines, and summary.html
-that of a corpus. All share base.css, and the first two base.js; scripts by subject are those of
-``_SCRIPTS``. In page.html a comment such as ``<!-- maps comparison -->`` says which modes have what
-follows, until the next such comment.
+that of a corpus. All share head.html and base.css, and the first two base.js; scripts by subject
+are those of ``_SCRIPTS``. In page.html a comment such as ``<!-- maps comparison -->`` says which
+modes have what follows, until the next such comment.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def template(
     )
     own = {"policy": policy, "title": html.escape(title), "style": style, "script": script}
     own["mode"] = mode
-    first, *rest = _MODES.split(_text(markup))
+    first, *rest = _MODES.split(_text("maps/page/head.html") + _text(markup))
     kept = [part for modes, part in zip(rest[::2], rest[1::2], strict=True) if _has(modes, mode)]
     parts = _CONTENTS.split("\n".join((first, *kept)))
     return [_PLACE.sub(lambda place: own[place[1]], part).encode() for part in parts]
