@@ -241,20 +241,6 @@ def test_fake_results_have_the_shapes_types_and_strides_of_real_ones(sample, dty
         assert real.stride() == imagined.stride() or real.numel() == 0
 
 
-@each_call(SAMPLES)
-def test_results_on_the_meta_device_differ_from_real_ones_in_having_no_numbers(sample):
-    arguments = sample.arguments(torch.bfloat16)
-    on_meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in arguments.items()}
-    for function in (operators.implicit_kernel_attention, weights, average_weights):
-        takes_a_value = function is operators.implicit_kernel_attention
-        calls = [x if takes_a_value else of_weights(x) for x in (arguments, on_meta)]
-        real, imagined = (torch.utils._pytree.tree_leaves(function(**call)) for call in calls)
-        for one, other in zip(real, imagined, strict=True):
-            assert other.device.type == "meta"
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            assert one.stride() == other.stride() or one.numel() == 0
-
-
 # --- torch.func -----------------------------------------------------------------------------------
 
 

@@ -1,9 +1,9 @@
 """A row's bits do not depend on its batch: what holds always, and what deterministic("batch") adds.
 
 The seven properties, with the test that has each: batch size and position in the batch
-(``..._alone``), padding neighbours (``..._padding``), chunked prefill and steps (``..._chunk``),
-prefix sharing (``..._prefix``), split keys (``..._threads``), number of ranks (``..._heads``, and
-batches shared out, which is the first).
+(``batch_items_alone`` of tests/fuzz/laws.py), padding neighbours (``..._padding``), chunked prefill
+and steps (``..._chunk``), prefix sharing (``..._prefix``), split keys (``..._threads``), number of
+ranks (``..._heads``, and batches shared out, which is the first).
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import (
-    assert_identical,
-    direction,
-    gradients,
-)
+from agreement import assert_identical, direction, gradients
 from programs import run_checked
 from samples import DTYPES, Arguments, Sample, name_of, of_weights
 from tiers import each_call
@@ -69,28 +65,6 @@ def part_of(arguments: Arguments, items: slice, rows: slice, keys: slice) -> Arg
 
 
 WHOLE = slice(None)
-
-
-def item_alone(sample: Sample, dtype: torch.dtype) -> None:
-    """Every item, in a batch of its own and at another place in one, gives what it gave in all."""
-    arguments = sample.arguments(dtype)
-    incoming = direction(attention(**arguments))
-    expected = results(arguments, incoming)
-    for b in range(sample.B):
-        item = slice(b, b + 1)
-        alone = results(part_of(arguments, item, WHOLE, WHOLE), incoming[item])
-        assert_identical(alone, [x[item] for x in expected])
-    turned = arguments | {name: arguments[name].flip(0) for name in TOKENS}
-    assert_identical(results(turned, incoming.flip(0)), [x.flip(0) for x in expected])
-
-
-@pytest.mark.operators
-@each_call(CALLS, few=(), dtype=DTYPES, is_causal=[False, True])
-def test_an_item_of_a_batch_gives_what_it_gives_alone(sample, dtype, is_causal):
-    sample = replace(sample, is_causal=is_causal)
-    item_alone(sample, dtype)
-    with ikattn.deterministic("batch"):
-        item_alone(sample, dtype)
 
 
 @pytest.mark.usefixtures("batch")

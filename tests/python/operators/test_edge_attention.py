@@ -440,26 +440,6 @@ def test_broken_edges_are_refused(rowptr, col, error, message):
         attention(edges=Edges(torch.tensor(rowptr), torch.tensor(col)), **arguments)
 
 
-def test_random_edges_are_computed_or_refused():
-    arguments = nodes(dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    refused = 0
-    for _ in range(300):
-        count = int(torch.randint(0, 6, (1,), generator=generator))
-        rowptr = torch.randint(0, count + 1, (N_Q + 1,), generator=generator).sort().values
-        rowptr[0], rowptr[-1] = 0, count
-        col = torch.randint(0, N_K, (count,), generator=generator)
-        for index in (rowptr, col):  # in half of the cases one number is another
-            if index.numel() and torch.rand((), generator=generator) < 0.3:
-                place = torch.randint(index.numel(), (1,), generator=generator)
-                index[place] = torch.randint(-(2**40), 2**40, (1,), generator=generator)
-        try:
-            attention(edges=Edges(rowptr, col), **arguments)
-        except (ValueError, IndexError):
-            refused += 1
-    assert 0 < refused < 300
-
-
 def test_edges_say_what_is_wrong_with_an_edge_index():
     source, target = EDGE_INDEX
     with pytest.raises(TypeError, match=r"target must be int64 or int32, got torch\.float32"):

@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import ikattn
-from agreement import (
-    assert_identical,
-    gradients,
-)
+from agreement import assert_identical, gradients
 from processors import INSTRUCTION_SETS, SIXTEEN_BITS, processor_flags
 from programs import run
 from samples import DTYPES, FEW, Sample, of_features, of_weights
