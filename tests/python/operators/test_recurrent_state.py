@@ -72,14 +72,14 @@ def test_memory_does_not_grow() -> None:
 # --- What is done with a state --------------------------------------------------------------------
 
 
-def test_it_moves_to_a_device() -> None:
-    _, key, value, w1, w2 = drawn()
+def test_it_moves_to_a_device_and_is_pickled_under_its_public_name() -> None:
+    query, key, value, w1, w2 = drawn()
     state = ikattn.RecurrentState(w1, w2)
     state.update(key, value)
     assert state.to("meta") is state
-    assert {state.moments.device.type, state.reference.device.type, state.w1.device.type} == {
-        "meta"
-    }
+    assert all(x.is_meta for x in (state.moments, state.reference, state.w1))
+    assert state.attend(query.to("meta")).shape == (2, 4, 40, 6)
+    assert ikattn.RecurrentState.__module__ == "ikattn.ops.recurrent_state"
 
 
 def test_autocast_and_inference_mode_do_not_change_it() -> None:
@@ -220,14 +220,3 @@ def test_states_that_do_not_fit_are_refused() -> None:
     empty = ikattn.RecurrentState(state.w1, state.w2, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"sums in torch\.float32, got torch\.float64"):
         empty.merge(state)
-
-
-def test_on_the_meta_device() -> None:
-    query, key, value, w1, w2 = (x.to("meta") for x in drawn(4))
-    state = ikattn.RecurrentState(w1, w2)
-    state.update(key, value)
-    assert state.attend(query).shape == (2, 4, 4, 6)
-
-
-def test_a_pickle_names_the_module_that_is_public() -> None:
-    assert ikattn.RecurrentState.__module__ == "ikattn.ops.recurrent_state"
