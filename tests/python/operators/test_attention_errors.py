@@ -209,26 +209,6 @@ def on(device: str, call: Arguments) -> Arguments:
 each_device = pytest.mark.parametrize("device", ["cpu", "meta"])
 
 
-@each_device
-@pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: mistake.name)
-def test_attention_names_the_wrong_argument(mistake: Mistake, device: str) -> None:
-    call = correct_call()
-    with pytest.raises(mistake.error, match=mistake.message("implicit_kernel_attention")):
-        ikattn.implicit_kernel_attention(**on(device, call | mistake.change(call)))
-
-
-@each_device
-@pytest.mark.parametrize(
-    "mistake",
-    [mistake for mistake in ALL if not mistake.name.startswith("value")],
-    ids=lambda mistake: mistake.name,
-)
-def test_weights_name_the_wrong_argument(mistake: Mistake, device: str) -> None:
-    call = of_weights(correct_call())
-    with pytest.raises(mistake.error, match=mistake.message("implicit_kernel_weights")):
-        ikattn.implicit_kernel_weights(**on(device, call | mistake.change(call)))
-
-
 @pytest.mark.parametrize("way", ["reference", "vmap", "grad", "jvp", "fake", "recorded"])
 @pytest.mark.parametrize("mistake", SHAPES[:8], ids=lambda mistake: mistake.name)
 def test_errors_are_the_same_where_no_kernel_runs(mistake: Mistake, way: str) -> None:
@@ -239,11 +219,8 @@ def test_errors_are_the_same_where_no_kernel_runs(mistake: Mistake, way: str) ->
 
     def faked() -> Tensor:
         with FakeTensorMode() as mode:
-            fakes = {
-                name: mode.from_tensor(x) if isinstance(x, Tensor) else x
-                for name, x in call.items()
-            }
-            return ikattn.implicit_kernel_attention(**fakes)
+            fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, call)
+            return ikattn.implicit_kernel_attention(**fake)
 
     w1 = call["w1"]
     ways: dict[str, Callable[[], object]] = {
@@ -274,12 +251,22 @@ FEATURE_MISTAKES = mistakes_of_shape("""
 """)
 
 
+OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[[Arguments], Arguments]]] = {
+    "attention": (ikattn.implicit_kernel_attention, lambda call: call),
+    "weights": (ikattn.implicit_kernel_weights, of_weights),
+    "features": (ikattn.ops.spectral_features, of_features),
+}
+MISTAKES = [("attention", x) for x in ALL] + [("features", x) for x in FEATURE_MISTAKES]
+MISTAKES += [("weights", x) for x in ALL if not x.name.startswith("value")]
+
+
 @each_device
-@pytest.mark.parametrize("mistake", FEATURE_MISTAKES, ids=lambda mistake: mistake.name)
-def test_features_name_the_wrong_argument(mistake: Mistake, device: str) -> None:
-    call = of_features(correct_call())
-    with pytest.raises(mistake.error, match=mistake.message("spectral_features")):
-        ikattn.ops.spectral_features(**on(device, call | mistake.change(call)))
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES, ids=lambda x: getattr(x, "name", x))
+def test_operators_name_the_wrong_argument(name: str, mistake: Mistake, device: str) -> None:
+    function, of_operator = OPERATORS[name]
+    call = of_operator(correct_call())
+    with pytest.raises(mistake.error, match=mistake.message(function.__name__)):
+        function(**on(device, call | mistake.change(call)))
 
 
 def assert_named(function: Callable[..., Tensor], call: Arguments, name: str) -> None:
@@ -297,19 +284,15 @@ def assert_named(function: Callable[..., Tensor], call: Arguments, name: str) ->
 
 # In inference mode autograd, which looks first otherwise, is passed by.
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-@pytest.mark.parametrize("operator", ["attention", "weights", "features"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_tensor_on_another_device_or_sparse_is_named(operator: str, inference: bool) -> None:
     call = correct_call() | {"dropout_p": 0.5, "dropout_seed": SEED}
     call |= {"key_bias": torch.zeros(S).double(), "attn_mask": torch.zeros(L, S).double()}
-    function, call = {
-        "attention": (ikattn.implicit_kernel_attention, call),
-        "weights": (ikattn.implicit_kernel_weights, of_weights(call)),
-        "features": (ikattn.ops.spectral_features, of_features(call)),
-    }[operator]
+    function, of_operator = OPERATORS[operator]
+    call = of_operator(call)
     with torch.inference_mode(inference):
-        for name, x in call.items():
-            if isinstance(x, Tensor):
-                assert_named(function, call, name)
+        for name in [n for n, x in call.items() if isinstance(x, Tensor)]:
+            assert_named(function, call, name)
 
 
 def test_what_few_calls_lack_or_have_too_much_of() -> None:
@@ -388,21 +371,17 @@ def test_backward_refuses_a_gradient_unlike_the_output_and_results_of_other_call
             torch.ops.ikattn.implicit_kernel_attention_backward(*given, wanted=WANTED)
 
 
-@pytest.mark.parametrize("operator", ["weights", "features"])
-def test_other_backwards_refuse_a_gradient_unlike_the_result(operator: str) -> None:
-    call = correct_call()
-    if operator == "weights":
-        grad = torch.zeros(B, H, L, S - 1).double()
-        tensors = (call["query"], call["key"], call["w1"], call["w2"])
-        options: Arguments = {"wanted": [True] * 4 + [False] * 2, "average_heads": False}
-        function = torch.ops.ikattn.implicit_kernel_weights_backward
-    else:
-        grad = torch.zeros(B, H, L, 2 * M - 1).double()
-        tensors = (call["query"], call["w1"], call["w2"])
-        options = {"wanted": [True] * 3}
-        function = torch.ops.ikattn.spectral_features_backward
-    with pytest.raises(RuntimeError, match=rf"grad_{operator} must be .*got"):
-        function(grad, *tensors, **options)
+def test_other_backwards_refuse_a_gradient_unlike_the_result() -> None:
+    call, operators = correct_call(), torch.ops.ikattn
+    query, key, w = call["query"], call["key"], (call["w1"], call["w2"])
+    grad, wanted = torch.zeros(B, H, L, S - 1).double(), [True] * 4 + [False] * 2
+    with pytest.raises(RuntimeError, match=r"grad_weights must be .*got"):
+        operators.implicit_kernel_weights_backward(
+            grad, query, key, *w, wanted=wanted, average_heads=False
+        )
+    grad = torch.zeros(B, H, L, 2 * M - 1).double()
+    with pytest.raises(RuntimeError, match=r"grad_features must be .*got"):
+        operators.spectral_features_backward(grad, query, *w, wanted=[True] * 3)
 
 
 @pytest.mark.parametrize(

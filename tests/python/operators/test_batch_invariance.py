@@ -214,9 +214,6 @@ def test_kept_features_give_the_same_in_chunks_steps_and_batches(dtype: torch.dt
     assert_identical([outputs(slice(1, 2), [1060] + [1] * 40, last=40)], [expected[1:2]])
 
 
-# --- The setting ----------------------------------------------------------------------------------
-
-
 def level() -> str:
     return str(torch.ops.ikattn.deterministic())
 
@@ -230,10 +227,6 @@ def test_contexts_give_back_what_was_before() -> None:
         assert "deterministic    batch" in ikattn.info()
     with pytest.raises(KeyError), ikattn.deterministic("batch"):
         raise KeyError
-    assert level() == "run"
-
-
-def test_other_levels_are_refused() -> None:
     with (
         pytest.raises(ValueError, match="level must be 'run' or 'batch', got 'row'"),
         ikattn.deterministic("row"),  # type: ignore[arg-type]
@@ -241,6 +234,7 @@ def test_other_levels_are_refused() -> None:
         pass
     with pytest.raises(RuntimeError, match="level must be run or batch, got "):
         torch.ops.ikattn.set_deterministic("")
+    assert level() == "run"
 
 
 def test_which_kernels_tells_what_it_keeps_a_call_from() -> None:

@@ -180,9 +180,6 @@ def test_bits_depend_neither_on_threads_nor_on_the_batch_nor_on_later_tokens() -
     assert_identical(shorter[0], found[0][0][:, :, :200])
 
 
-# --- Parts ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.operators
 @pytest.mark.parametrize("wanted", range(5))
 def test_gradients_one_by_one_are_those_of_all(wanted: int) -> None:
@@ -201,9 +198,6 @@ def test_gradients_one_by_one_are_those_of_all(wanted: int) -> None:
     assert torch.equal(some[wanted], every[wanted])
     assert_close(composed[wanted], every[wanted], 1e-11)
     assert all(not (some[n].numel() or composed[n].numel()) for n in range(5) if n != wanted)
-
-
-# --- What is not finite ---------------------------------------------------------------------------
 
 
 @pytest.mark.operators
@@ -312,9 +306,6 @@ def test_wrong_arguments_are_refused(number, change, error, message):
         causal_attention_from_moments(*given, reference)
     with pytest.raises(error, match=message):
         causal_attention_from_moments(*(x.to("meta") for x in (*given, reference)))
-
-
-def test_a_wrong_reference_and_eps_are_refused() -> None:
     given, reference = small()
     with pytest.raises((RuntimeError, TypeError), match="reference must be Double of shape"):
         causal_attention_from_moments(*given, reference.float())

@@ -82,19 +82,11 @@ def test_a_graph_without_edges_gives_zeros(queries, keys):
     assert not leaves["query"].grad.any()
 
 
-# Gradients and transforms
-
-
-def differentiable(options: dict[str, Any]) -> tuple[list[str], tuple[Tensor, ...], dict[str, Any]]:
-    arguments = nodes() | options
-    names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-    inputs = tuple(arguments.pop(name).clone().requires_grad_() for name in names)
-    return names, inputs, arguments
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_derivatives_of_every_order_are_those_of_differences(name):
-    names, inputs, others = differentiable(OPTIONS[name])
+    others = nodes() | OPTIONS[name]
+    names = [name for name, value in others.items() if isinstance(value, Tensor)]
+    inputs = tuple(others.pop(name).clone().requires_grad_() for name in names)
 
     def call(*values: Tensor) -> tuple[Tensor, ...]:
         return attention(edges=EDGES, **dict(zip(names, values, strict=True)), **others)
@@ -280,15 +272,6 @@ def test_a_meta_tensor_among_others_is_refused(place, mode):
         torch.ops.ikattn.edge_key_gradients(*call)
 
 
-def test_the_meta_device_gives_shapes():
-    arguments = {name: tensor.to("meta") for name, tensor in nodes().items()}
-    edges = Edges(EDGES.rowptr.to("meta"), EDGES.col.to("meta"))
-    output, weights = attention(edges=edges, **arguments)
-    assert output.shape == (N_Q, H, VALUE_SIZE)
-    assert weights.shape == (E, H)
-    assert output.is_meta
-
-
 @pytest.mark.operators
 @pytest.mark.parametrize("eps", [1e-3, None], ids=["implicit", "exponential"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -327,9 +310,6 @@ def test_pieces_of_a_long_row_add_up(eps, dtype):
         assert error <= max(2 * other, least)
 
 
-# Exported programs
-
-
 def test_an_exported_program_decomposes_to_functions_of_torch():
     class Layer(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -343,9 +323,6 @@ def test_an_exported_program_decomposes_to_functions_of_torch():
     program = torch.export.export(Layer(), given).run_decompositions(ikattn.ops.decompositions())
     assert "ikattn" not in str(program.graph)
     torch.testing.assert_close(program.module()(*given), wanted)
-
-
-# Dropout
 
 
 def test_dropout_drops_edges_and_repeats_with_a_seed():
@@ -371,9 +348,6 @@ def test_dropout_drops_edges_and_repeats_with_a_seed():
     values = arguments["value"][source]
     wanted = torch.zeros_like(output).index_add(0, target, weights.unsqueeze(-1) * values)
     torch.testing.assert_close(output, wanted, rtol=0, atol=1e-4)
-
-
-# Errors
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -39,13 +39,6 @@ def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tens
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-def test_is_causal_which_is_aligned_at_the_top_left_elsewhere_is_no_argument() -> None:
-    features = ikattn.KeyFeatures(torch.randn(2, 8, 4))
-    features.append(torch.randn(1, 2, 5, 8))
-    with pytest.raises(TypeError, match="is_causal"):
-        features.attend(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 6), is_causal=True)
-
-
 @pytest.mark.usefixtures("threads")
 def test_the_same_bits_for_every_number_of_threads() -> None:
     sample = Sample("threads", B=1, H=3, L=9, S=5000, d=16, d_v=70, M=33)
@@ -69,6 +62,10 @@ def test_values_of_any_type_and_strides(value_type: torch.dtype) -> None:
         found = ikattn.ops.attention_from_features(query, key, logits, given)
         assert found.dtype == value_type
         assert_close(found, expected, 2 * torch.finfo(value_type).eps + 1e-6)
+    call, operator = (query, key, logits, value), torch.ops.ikattn.attention_from_features.default
+    composed = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *call)
+    imagined = operator(*(x.to("meta") for x in call))
+    assert found.stride() == composed.stride() == imagined.stride() == (120, 20, 40, 1)
 
 
 def test_logits_are_broadcast() -> None:
@@ -179,16 +176,6 @@ def test_vmap_and_autocast() -> None:
     assert_close(recorded, expected, 1e-6)
 
 
-def test_every_way_lays_its_output_out_alike() -> None:
-    call = of_features(Sample("strides", H=4, G=2, L=3, d_v=6), torch.float32)
-    strides = (72, 6, 24, 1)
-    assert ikattn.ops.attention_from_features(*call).stride() == strides
-    assert ikattn.ops.attention_from_features(*(x.to("meta") for x in call)).stride() == strides
-    operator = torch.ops.ikattn.attention_from_features.default
-    composed = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *call)
-    assert composed.stride() == strides
-
-
 def test_a_compiled_step_is_the_step() -> None:
     w1, w2 = 0.1 * torch.randn(2, 2, 16, 8)
 
@@ -223,18 +210,6 @@ def test_features_and_magnitudes_are_the_operators() -> None:
     assert repr(features) == "KeyFeatures(70 keys, 2 heads of size 8, num_frequencies=4, p=3.0)"
 
 
-def test_keys_of_inference_mode_and_of_none_follow_each_other() -> None:
-    with torch.inference_mode():
-        features, key = kept(3)
-    with torch.no_grad():
-        features.append(key)
-    with torch.inference_mode():
-        features.append(key)
-        features.append(key[:, :, :0])
-    assert len(features) == 9
-    assert not features.features.is_inference()
-
-
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))]
 )
@@ -252,24 +227,20 @@ def test_copies_go_on_from_one_prompt_by_themselves(copied: Any) -> None:
     assert features.nbytes > len(pickle.dumps(features)) > features.features.nbytes  # no room
 
 
-def test_frequencies_of_a_graph_are_copied_without_it() -> None:
-    w1 = 2 * torch.randn(2, 8, 4, requires_grad=True)
-    for other in (copied(ikattn.KeyFeatures(w1)) for copied in (copy.copy, copy.deepcopy)):
-        assert_identical([other.w1], [w1])
-        with pytest.raises(RuntimeError, match="no gradient would reach"):
-            other.append(torch.randn(1, 2, 3, 8))
-
-
-def test_a_batch_is_selected_in_inference_mode() -> None:
+def test_steps_in_inference_mode_and_outside_of_it_follow_each_other() -> None:
     with torch.inference_mode():
         features, key = kept(3)
         features.select(torch.tensor([1, 0, 2]))
+    with torch.no_grad():
         features.append(key)
+    with torch.inference_mode():
+        features.append(key[:, :, :0])
         again = copy.deepcopy(features)
         again.append(key)
     expected = torch.cat([key[[1, 0, 2]], key, key], 2)
     assert_identical([again.features], [ikattn.ops.spectral_features(expected, features.w1)])
     assert len(features) == 6
+    assert not features.features.is_inference()
 
 
 @pytest.mark.parametrize("autocast_append", [False, True])
@@ -317,28 +288,18 @@ def test_a_failure_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> Non
         features.select(torch.tensor([2, 1, 0]))
     monkeypatch.undo()
     assert_identical([features.attend(query, value)], [before])
-    monkeypatch.setattr(Tensor, "new_empty", failing)
-    calls[:] = [None]
-    with pytest.raises(torch.OutOfMemoryError):
-        features.append(key)  # no room
-    monkeypatch.undo()
+    empty = ikattn.KeyFeatures(features.w1)
+    for own in (features, empty):
+        monkeypatch.setattr(Tensor, "new_empty", failing)
+        calls[:] = [None]
+        with pytest.raises(torch.OutOfMemoryError):
+            own.append(key)  # no room
+        monkeypatch.undo()
     assert_identical([features.attend(query, value)], [before])
-
-
-def test_a_first_append_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    features, key = ikattn.KeyFeatures(0.1 * torch.randn(2, 8, 4)), torch.randn(3, 2, 5, 8)
-
-    def failing(*_: Any, **__: Any) -> Tensor:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(Tensor, "new_empty", failing)
-    with pytest.raises(torch.OutOfMemoryError):
-        features.append(key)
-    monkeypatch.undo()
     with pytest.raises(ValueError, match="no key was appended yet"):
-        features.attend(key, key)
-    features.append(key[:1])  # of another batch
-    assert len(features) == 5
+        empty.attend(query, value)
+    empty.append(key[:1])  # of another batch
+    assert len(empty) == 70
 
 
 def test_a_refused_append_changes_nothing() -> None:
@@ -363,6 +324,12 @@ def test_frequencies_in_training_are_refused(name: str) -> None:
         features.append(key)
     with pytest.raises(RuntimeError, match=r"KeyFeatures\.attend: .*torch\.no_grad"):
         features.attend(key[:, :, :1], key)
+    for copied in (copy.copy, copy.deepcopy):  # frequencies of a graph, without it
+        made = {of: 2 * x for of, x in w.items()}
+        other = copied(ikattn.KeyFeatures(**made))
+        assert_identical([other.w1], [made["w1"]])
+        with pytest.raises(RuntimeError, match="no gradient would reach"):
+            other.append(key)
 
 
 def test_what_is_wrong_is_named() -> None:
@@ -396,6 +363,8 @@ def test_what_is_wrong_is_named() -> None:
         ),
         (lambda: features.attend(leaf, value), RuntimeError, r"torch\.no_grad"),
         (lambda: features.crop(6), ValueError, "length must be 0 to 5, got 6"),
+        # which is aligned at the top left elsewhere
+        (lambda: features.attend(query, value, is_causal=True), TypeError, "is_causal"),
     ]
     leaf = query.clone().requires_grad_()
     for call, error, message in wrong:

@@ -13,7 +13,6 @@ from devices import on_test_device
 from samples import Arguments, Sample
 
 attention = on_test_device(ikattn.implicit_kernel_attention)
-weights = on_test_device(ikattn.implicit_kernel_weights)
 reference = ikattn.reference.implicit_kernel_attention
 
 SIZES: dict[str, Any] = {"B": 2, "H": 4, "L": 70, "S": 150, "d": 16, "d_v": 10, "M": 9}

@@ -22,14 +22,10 @@ LONG = (
 )
 
 
-def with_large_mean(arguments: Arguments) -> Arguments:
-    """Values that do not cancel: every rounding of a sum counts."""
-    return arguments | {"value": arguments["value"] + 1}
-
-
 @pytest.mark.parametrize("sample", LONG, ids=name_of)
 def test_long_sums_are_as_accurate_as_the_references(sample: Sample) -> None:
-    arguments = with_large_mean(sample.arguments(torch.float32))
+    arguments = sample.arguments(torch.float32)
+    arguments["value"] += 1  # which do not cancel: every rounding of a sum counts
     output, truth = attention(**arguments), in_float64(reference, arguments)
     assert_output_accurate(output, reference(**arguments), truth)
     assert_call_accurate(attention, reference, arguments)

@@ -83,9 +83,6 @@ def causally(query: Tensor, *keys: Tensor) -> Tensor:
 each_form = pytest.mark.parametrize("attend", [by_moments, causally])
 
 
-# --- Numbers --------------------------------------------------------------------------------------
-
-
 @pytest.mark.operators
 def test_any_strides_are_read_as_they_lie() -> None:
     leaves = [x.nan_to_num(0.0, 0.0, -torch.inf).requires_grad_() for x in drawn(CASES[1])]
@@ -144,9 +141,6 @@ def test_bits_do_not_depend_on_threads() -> None:
     assert_identical(*found)
 
 
-# --- Parts of the keys ----------------------------------------------------------------------------
-
-
 @pytest.mark.operators
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("cut", [0, 30, 64])
@@ -163,9 +157,6 @@ def test_keys_are_added_in_place(case: Case, cut: int) -> None:
     assert moments._version > version
     with pytest.raises(RuntimeError, match="no gradient would reach"):
         OPERATORS.add_key_moments_(moments, reference, *rest[:2], rest[2].requires_grad_())
-
-
-# --- Gradients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.operators
@@ -209,6 +200,30 @@ def test_compositions_in_blocks_are_the_kernels(case: Case) -> None:
 
 
 # --- Transformations and wrong arguments ----------------------------------------------------------
+
+
+def test_wrong_keys_and_moments_are_refused() -> None:
+    query, key, logits, value = drawn(CASES[0])
+    moments, reference = key_moments(key, logits, value)
+    short, attend = moments[:, :, 1:], attention_from_moments
+    of_meta, *meta = (x.to("meta") for x in (key, logits, value))
+    wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: attend(query, moments.float(), reference), TypeError, "for Double .* got Float"),
+        (lambda: attend(query, short, reference), RuntimeError, r"F \(F \+ 1\) / 2 \+ 1 = 37, got"),
+        (lambda: attend(query, moments, reference, eps=0.0), ValueError, "eps must be .* got 0"),
+        (lambda: attend(query, moments, reference.float()), RuntimeError, "reference must"),
+        (lambda: merge_moments(moments, reference, short, reference), RuntimeError, "other_mom"),
+        (lambda: key_moments(key, logits.long(), value), TypeError, "logits must be float64"),
+        (lambda: key_moments(key[..., :3], logits, value), RuntimeError, "even number F"),
+        (lambda: key_moments(key, logits[:, :1], value), RuntimeError, r"\[B, K, S\] = \[2, 4"),
+        (lambda: key_moments(key, logits, value[:, :3]), RuntimeError, "that divide K = 4"),
+        (lambda: key_moments(of_meta[..., :3], *meta), RuntimeError, "even number F"),
+        (lambda: key_moments(of_meta, meta[0][:, :1], meta[1]), RuntimeError, r"= \[2, 4"),
+        (lambda: key_moments(of_meta, meta[0], meta[1][:, :3]), RuntimeError, "that divide K = 4"),
+    ]
+    for call, error, message in wrong:
+        with pytest.raises(error, match=message):
+            call()
 
 
 class _Module(torch.nn.Module):
@@ -288,42 +303,6 @@ def test_a_key_that_is_seen_and_not_finite_reaches_every_query() -> None:
     assert output[0, 0].isnan().all()
     assert output[0, 1:].isfinite().all()
     assert output[1].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"key": (slice(None), slice(None), slice(None), slice(0, 3))}, "even number F"),
-        ({"logits": (slice(None), slice(0, 1))}, r"logits must have shape \[B, K, S\] = \[2, 4"),
-        ({"value": (slice(None), slice(0, 3))}, "value must have shape .* that divide K = 4"),
-    ],
-)
-def test_wrong_keys_are_refused(change: dict[str, tuple[slice, ...]], message: str) -> None:
-    _, key, logits, value = drawn(CASES[0])
-    arguments = {"key": key, "logits": logits, "value": value}
-    for name, index in change.items():
-        arguments[name] = arguments[name][index]
-    with pytest.raises(RuntimeError, match=message):
-        key_moments(*arguments.values())
-    with pytest.raises(RuntimeError, match=message):
-        key_moments(*(x.to("meta") for x in arguments.values()))
-
-
-def test_wrong_moments_are_refused() -> None:
-    query, key, logits, value = drawn(CASES[0])
-    moments, reference = key_moments(key, logits, value)
-    with pytest.raises(TypeError, match="moments must be Double for Double features, got Float"):
-        attention_from_moments(query, moments.float(), reference)
-    with pytest.raises(RuntimeError, match=r"E = F \(F \+ 1\) / 2 \+ 1 = 37, got"):
-        attention_from_moments(query, moments[:, :, 1:], reference)
-    with pytest.raises(ValueError, match="eps must be finite and positive, got 0"):
-        attention_from_moments(query, moments, reference, eps=0.0)
-    with pytest.raises((RuntimeError, TypeError), match="reference must"):
-        attention_from_moments(query, moments, reference.float())
-    with pytest.raises(RuntimeError, match="other_moments must be Double of shape"):
-        merge_moments(moments, reference, moments[:, :, 1:], reference)
-    with pytest.raises(TypeError, match="logits must be float64"):
-        key_moments(key, logits.long(), value)
 
 
 def test_what_cannot_be_added_to_is_refused_before_anything_is_written() -> None:
