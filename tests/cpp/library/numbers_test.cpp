@@ -1,4 +1,4 @@
-// Sine, cosine, exponential and Philox of the CPU kernels, each by itself. The file compiles them
+// Sine, cosine and exponential of the CPU kernels, each by itself. The file compiles them
 // for the baseline instruction set; the fuzzer's calls go through all else, on every set.
 #define IKATTN_ISA baseline_test
 
@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "support/cpu/vector_math.h"
-#include "support/philox.h"
 
 namespace ikattn::baseline_test {
 namespace {
@@ -81,21 +80,6 @@ TYPED_TEST(Precision, ExponentialIsGoodToTheLastBits) {
   EXPECT_EQ(exp_bounded<T>(broadcast(-std::numeric_limits<T>::infinity()))[0], 0);
   EXPECT_EQ(exp_bounded<T>(broadcast(T(-1000)))[0], 0);
   EXPECT_TRUE(std::isnan(exp_bounded<T>(broadcast(std::numeric_limits<T>::quiet_NaN()))[0]));
-}
-
-TEST(Philox, GivesThePublishedNumbers) {
-  // Random123's known answers for philox4x32 with 7 rounds.
-  const PhiloxBlock zero = philox4x32_7({{0, 0, 0, 0}}, 0);
-  EXPECT_EQ(zero.word[0], 0x5f6fb709u);
-  EXPECT_EQ(zero.word[1], 0x0d893f64u);
-  EXPECT_EQ(zero.word[2], 0x4f121f81u);
-  EXPECT_EQ(zero.word[3], 0x4f730a48u);
-  const uint32_t f = 0xffffffffu;
-  const PhiloxBlock ones = philox4x32_7({{f, f, f, f}}, 0xffffffffffffffffull);
-  EXPECT_EQ(ones.word[0], 0x5207ddc2u);
-  EXPECT_EQ(ones.word[1], 0x45165e59u);
-  EXPECT_EQ(ones.word[2], 0x4d8ee751u);
-  EXPECT_EQ(ones.word[3], 0x8c52f662u);
 }
 
 }  // namespace

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import ikattn
-from attention_cases import KERNELS, E, H, L, N, make
-
-each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+from attention_cases import E, H, L, N, each_kernel, make
 
 
 def model_of_three():
@@ -46,20 +44,13 @@ def test_every_attention_module_is_converted_in_place(kernel):
 
 
 @each_kernel
-def test_a_module_converts_itself(kernel):
-    module = make("stock")
-    converted = ikattn.convert(module, kernel)
+def test_a_module_converts_itself_and_computes_what_a_new_one_does(kernel):
+    x, module = torch.randn(L, N, E).double(), make("stock")
+    converted = ikattn.convert(module, kernel, p=3.0, num_frequencies=7, seed=0)
     assert converted is module
     assert isinstance(converted, ikattn.MultiheadAttention)
     assert type(pickle.loads(pickle.dumps(converted))) is ikattn.MultiheadAttention
-
-
-def test_the_converted_module_computes_what_a_new_one_does():
-    x = torch.randn(L, N, E).double()
-    options = {"p": 3.0, "num_frequencies": 7, "seed": 0}
-    for kernel in KERNELS:
-        converted = ikattn.convert(make("stock"), kernel, **options)
-        assert torch.equal(converted(x, x, x)[0], make(kernel)(x, x, x)[0])
+    assert torch.equal(converted(x, x, x)[0], make(kernel)(x, x, x)[0])
 
 
 def test_an_optimiser_made_before_keeps_training_the_weights():
@@ -99,12 +90,9 @@ def test_state_of_the_module_is_kept():
     assert called == ["within", "after", "within"]
 
 
-def test_models_on_the_meta_device_convert():
-    model = ikattn.convert(nn.TransformerEncoderLayer(E, H, 16, device="meta"))
-    assert model.self_attn.spectral.w1.is_meta
-
-
-def test_a_shared_module_stays_shared():
+def test_a_shared_module_stays_shared_and_a_meta_one_on_the_meta_device():
+    layer = ikattn.convert(nn.TransformerEncoderLayer(E, H, 16, device="meta"))
+    assert layer.self_attn.spectral.w1.is_meta
     shared = make("stock")
     model = nn.ModuleDict({"first": shared, "second": shared, "other": make("stock")})
     ikattn.convert(model, select="second")
@@ -216,13 +204,6 @@ def test_revert_takes_modules_that_were_made_as_ours_and_leaves_derived_ones(cap
     assert "not reverted: 1 is a " in caplog.text
 
 
-def test_nothing_to_revert_is_an_error_that_says_what_there_is():
-    with pytest.raises(
-        ValueError, match=r"nothing to revert: 0 is nn\.MultiheadAttention; 1\.inner"
-    ):
-        ikattn.revert(model_of_three())
-
-
 def test_the_report_tells_what_each_module_is():
     model = model_of_three()
     model.append(SomebodysAttention(E, H))
@@ -261,27 +242,26 @@ def test_what_others_changed_is_left_and_reported(caplog):
     assert "SomebodysAttention" in warning
 
 
-def test_nothing_to_convert_is_an_error_that_says_what_there_is():
-    with pytest.raises(ValueError, match="in this model of Linear, Sequential"):
-        ikattn.convert(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"select='2' matches none .*: 0, 1\.inner, 1\.outer"):
-        ikattn.convert(model_of_three(), select="2")
-    with pytest.raises(ValueError, match=r"nothing that can be converted.*SomebodysAttention"):
-        ikattn.convert(SomebodysAttention(E, H))
-
-
-def test_what_is_no_model_or_no_selection_is_named():
+def test_nothing_to_change_and_what_is_no_model_or_selection_are_named():
+    of_three, select = model_of_three(), r"select must be a predicate .*, got "
     for change in (ikattn.convert, ikattn.revert):
         with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
             change(3)
-        for select in (3, [3]):
-            with pytest.raises(TypeError, match=r"select must be a predicate .*, got \[?3"):
-                change(model_of_three(), select=select)
-        with pytest.raises(TypeError, match=r"select must be a predicate .*, got <generator"):
-            change(model_of_three(), select=(name for name in ["0"]))  # which can be read once
+        once = (name for name in ["0"])  # can be read once
+        for wrong, got in ((3, "3"), ([3], r"\[3"), (once, "<generator")):
+            with pytest.raises(TypeError, match=select + got):
+                change(of_three, select=wrong)
+    with pytest.raises(ValueError, match="in this model of Linear, Sequential"):
+        ikattn.convert(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"select='2' matches none .*: 0, 1\.inner, 1\.outer"):
+        ikattn.convert(of_three, select="2")
+    with pytest.raises(ValueError, match=r"nothing that can be converted.*SomebodysAttention"):
+        ikattn.convert(SomebodysAttention(E, H))
+    with pytest.raises(ValueError, match=r"nothing to revert: 0 is nn\.Multi.*; 1\.inner"):
+        ikattn.revert(of_three)
 
 
-def test_a_function_makes_the_source_of_each_module() -> None:
+def test_a_function_or_copies_of_a_module_are_the_sources_of_each_module() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(16, 4), nn.MultiheadAttention(24, 2)])
     asked: list[nn.Module] = []
 
@@ -294,6 +274,9 @@ def test_a_function_makes_the_source_of_each_module() -> None:
     assert model[0].spectral is not model[1].spectral
     x = torch.randn(5, 2, 24)
     assert model[1](x, x, x)[0].shape == x.shape
+    model, x = ikattn.convert(model_of_three(), spectral=Halves()), torch.randn(L, N, E).double()
+    assert model[0](x, x, x)[0].shape == x.shape
+    assert model[0].spectral.w is not model[1]["inner"].spectral.w  # each has a copy
 
 
 def test_decoders_get_cross_attention_that_does_not_look_at_the_queries() -> None:
@@ -373,21 +356,11 @@ class Halves(nn.Module):
         return self.w, None
 
 
-def test_a_spectral_module_is_copied_for_each_layer():
-    model = ikattn.convert(model_of_three(), spectral=Halves())
-    x = torch.randn(L, N, E).double()
-    assert model[0](x, x, x)[0].shape == x.shape
-    assert model[0].spectral.w is not model[1]["inner"].spectral.w
-
-
 def test_the_examples_of_the_documentation_run(source_tree):
     text = (source_tree / "docs" / "guide" / "drop_in.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert examples
     exec(compile("\n".join(examples), "docs/guide/drop_in.md", "exec"), {})
-
-
-# --- Models of several kinds
 
 
 def test_one_call_converts_every_kind_and_revert_undoes_it():

@@ -29,6 +29,9 @@ def test_every_head_has_the_norm_of_its_order():
     for head, p in enumerate(orders):
         expected = torch.linalg.vector_norm(key[:, head], p, dim=-1) ** 2 / (2 * math.sqrt(3))
         torch.testing.assert_close(found[:, head], expected, rtol=1e-6, atol=0)
+    for size in (1e-18, 1e18):  # which neither vanish nor overflow
+        key = torch.full((1, 1, 1, 4), size)
+        torch.testing.assert_close(LearnedOrder(1)(key), torch.full((1, 1, 1), size * size))
 
 
 def test_gradients_at_zeros_are_zero_and_right_elsewhere():
@@ -49,18 +52,7 @@ def test_gradients_at_zeros_are_zero_and_right_elsewhere():
     rest = key.detach()[:, :, 2:].sum() * 0 + at_rest(key.detach()[:, :, 2:]).sum()
     (rest + at_rest(key.detach()[:, :, 1:2, :2]).sum() * math.sqrt(2 / 3)).backward()
     torch.testing.assert_close(magnitude.raw.grad, at_rest.raw.grad)
-
-
-def test_second_derivatives_are_right():
-    magnitude = at_orders([1.7])
-    assert torch.autograd.gradgradcheck(magnitude, (batch(1, 1, 2, 3).requires_grad_(),))
-
-
-def test_large_and_small_keys_neither_overflow_nor_vanish():
-    magnitude = LearnedOrder(1)
-    for size in (1e-18, 1e18):
-        key = torch.full((1, 1, 1, 4), size)
-        torch.testing.assert_close(magnitude(key), torch.full((1, 1, 1), size * size))
+    assert torch.autograd.gradgradcheck(at_orders([1.7]), (batch(1, 1, 2, 3).requires_grad_(),))
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "implicit"])
@@ -120,13 +112,7 @@ def test_stacks_keep_learning_orders_of_their_own():
     assert [name for name, _ in encoder.named_parameters() if name.endswith("magnitude.raw")]
     ikattn.convert(encoder, kernel="dot")
     assert all(layer.self_attn.magnitude is None for layer in encoder.layers)
-
-
-def test_softmax_attention_has_no_order_to_learn():
-    module = ikattn.MultiheadAttention(E, H, kernel="dot", p="learned")
-    assert module.state_dict().keys() == nn.MultiheadAttention(E, H).state_dict().keys()
-
-
-def test_an_order_of_one_is_not_where_learning_can_start():
+    softmax = ikattn.MultiheadAttention(E, H, kernel="dot", p="learned")
+    assert softmax.state_dict().keys() == nn.MultiheadAttention(E, H).state_dict().keys()
     with pytest.raises(ValueError, match=r"above 1, got 1\.0"):
-        LearnedOrder(2, p=1.0)
+        LearnedOrder(2, p=1.0)  # where no learning can start

@@ -13,12 +13,7 @@ import torch
 from torch import nn
 
 import ikattn
-from attention_cases import KERNELS, OPTIONS, E, H, L, N, batch, causal, ignore, make
-
-each_kernel = pytest.mark.parametrize("kernel", KERNELS)
-
-
-# Parameters: initial values, random stream, state
+from attention_cases import KERNELS, OPTIONS, E, H, L, N, batch, each_kernel, ignore, make
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 7}, {"add_bias_kv": True}, {"bias": False}])
@@ -112,19 +107,13 @@ def test_checkpoints_pass_both_ways_and_keep_frequencies(kernel, options):
         assert torch.equal(back.state_dict()[name], tensor)
 
 
-def test_a_checkpoint_with_part_of_the_frequencies_is_an_error():
-    state = make("implicit").state_dict()
-    del state["spectral.w2"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*spectral\.w2"):
-        make("implicit").load_state_dict(state)
-
-
-def test_frequencies_of_another_size_are_an_error():
+def test_frequencies_of_another_number_of_heads_or_size_and_a_part_of_them_are_errors(tmp_path):
+    of_less = make("implicit", num_frequencies=8).state_dict()
     with pytest.raises(RuntimeError, match=r"size mismatch for spectral\.w1"):
-        make("implicit").load_state_dict(make("implicit", num_frequencies=8).state_dict())
-
-
-def test_frequencies_of_another_number_of_heads_are_an_error(tmp_path):
+        make("implicit").load_state_dict(of_less)
+    del of_less["spectral.w2"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*spectral\.w2"):
+        make("implicit", num_frequencies=8).load_state_dict(of_less)
     module, other = (ikattn.MultiheadAttention(E, heads) for heads in (H, H // 2))
     before = other.spectral.w1.clone()
     torch.save(nn.Sequential(module).state_dict(), tmp_path / "state.pt")
@@ -192,21 +181,14 @@ def test_meta_device_materialises(kernel):
     assert module(x, x, x)[0].isfinite().all()
     if kernel == "implicit":
         assert torch.equal(module.spectral.w1, ikattn.MultiheadAttention(E, H, seed=3).spectral.w1)
-
-
-def test_frequencies_without_values_are_missing_from_a_stock_checkpoint():
-    module = ikattn.MultiheadAttention(E, H, device="meta")
-    stock = torch.nn.MultiheadAttention(E, H).state_dict()
-    with pytest.raises(RuntimeError, match=r'Missing key.*"spectral\.w1", "spectral\.w2"'):
-        module.load_state_dict(stock, assign=True)
-    loaded = module.load_state_dict(stock, assign=True, strict=False)
-    assert loaded.missing_keys == ["spectral.w1", "spectral.w2"]
-    module.spectral.to_empty(device="cpu").reset_parameters()
-    x = batch(L, N, E, dtype=torch.float32)
-    assert module(x, x, x)[0].isfinite().all()
-
-
-# Hooks and other people's code
+        module = ikattn.MultiheadAttention(E, H, device="meta")
+        stock = torch.nn.MultiheadAttention(E, H).state_dict()
+        with pytest.raises(RuntimeError, match=r'Missing key.*"spectral\.w1", "spectral\.w2"'):
+            module.load_state_dict(stock, assign=True)
+        loaded = module.load_state_dict(stock, assign=True, strict=False)
+        assert loaded.missing_keys == ["spectral.w1", "spectral.w2"]
+        module.spectral.to_empty(device="cpu").reset_parameters()
+        assert module(x, x, x)[0].isfinite().all()
 
 
 @each_kernel
@@ -296,31 +278,3 @@ def test_bad_options_are_found_whatever_the_kernel(kernel, options):
         ValueError, match=f"^{name} must be .*, got {next(iter(options.values()))!r}"
     ):
         ikattn.MultiheadAttention(E, H, kernel=kernel, **options)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "training"),
-    [
-        ("implicit", True),
-        ("rbf", False),
-        *(
-            pytest.param(*call, marks=pytest.mark.full)
-            for call in (("dot", True), ("implicit", False))
-        ),
-    ],
-)
-def test_torch_compile_takes_the_module_in_one_graph(kernel, training):
-    torch._dynamo.reset()
-    module = make(kernel, batch_first=True, dropout=0.2).train(training)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (5, 7, 9):
-        x = batch(N, length, E).requires_grad_()
-        padding, mask = ignore(N, length), causal(length)
-        # masks of different types would warn, which would break the graph
-        for wanted in ({"need_weights": False}, {}, {"attn_mask": mask}):
-            arguments = {"key_padding_mask": padding, "attn_mask": mask < 0, **wanted}
-            output, _ = compiled(x, x, x, **arguments)
-            if training:
-                output.sum().backward()
-            else:
-                torch.testing.assert_close(output, module(x, x, x, **arguments)[0])

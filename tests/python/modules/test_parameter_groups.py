@@ -102,17 +102,14 @@ def test_kernels_of_transformers_models_are_found(spectral: str) -> None:
     assert found["weights"].count("transformer.wte.weight") == 1  # tied to the head
 
 
-def test_kernels_of_graph_layers_are_found() -> None:
+def test_kernels_of_graph_layers_and_image_models_are_found() -> None:
+    found = names_of(ImplicitAttention(8, num_heads=2))
+    assert found["kernels"] == ["spectral.w1", "spectral.w2"]
     pytest.importorskip("torch_geometric")
     from ikattn.integrations.pyg import ImplicitKernelGATConv
 
     found = names_of(ImplicitKernelGATConv(8, 4, heads=2, p="learned"))
     assert set(found["kernels"]) == {"spectral.w1", "spectral.w2", "magnitude.raw"}
-
-
-def test_kernels_of_image_models_are_found() -> None:
-    found = names_of(ImplicitAttention(8, num_heads=2))
-    assert found["kernels"] == ["spectral.w1", "spectral.w2"]
 
 
 @pytest.mark.parametrize("name", ["lr", "frequency_lr", "weight_decay"])
@@ -130,10 +127,6 @@ def test_what_cannot_be_trained_is_named() -> None:
         ikattn.parameter_groups(nn.Linear(1, 1).requires_grad_(False), lr=1.0)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"):
         ikattn.parameter_groups(list(nn.Linear(1, 1).parameters()), lr=1.0)
-
-
-def test_flattened_parameters_are_refused() -> None:
-    wrapper = type("FullyShardedDataParallel", (nn.Module,), {"__module__": "torch.distributed"})
-    model = nn.Sequential(wrapper())
+    flat = type("FullyShardedDataParallel", (nn.Module,), {"__module__": "torch.distributed"})
     with pytest.raises(ValueError, match="got FullyShardedDataParallel around 0"):
-        ikattn.parameter_groups(model, lr=1.0)
+        ikattn.parameter_groups(nn.Sequential(flat()), lr=1.0)

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import ikattn
-from attention_cases import KERNELS, E, H, L, N, causal, explicit
+from attention_cases import E, H, L, N, causal, each_kernel, explicit
 
-each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 learned_kernels = pytest.mark.parametrize("kernel", ["rbf", "implicit"])
 
 
@@ -107,18 +106,6 @@ def test_nested_tensors_need_no_padding(kernel):
 
 
 @learned_kernels
-def test_nested_queries_may_attend_to_other_nested_keys(kernel):
-    module, (x, padding) = encoder_layer(kernel).self_attn.eval(), sources()
-    pieces = [row[~hidden] for row, hidden in zip(x, padding, strict=True)]
-    queries = [x[0, :2], x[1], x[2, :3]]
-    with torch.no_grad():
-        memory = torch.nested.as_nested_tensor(pieces)
-        output, _ = module(torch.nested.as_nested_tensor(queries), memory, memory)
-        for row, query, piece in zip(output.unbind(), queries, pieces, strict=True):
-            torch.testing.assert_close(row, module(query, piece, piece)[0])
-
-
-@learned_kernels
 def test_nested_tensors_with_masks_or_mixed_with_padded_ones_are_refused(kernel):
     module, (x, padding) = encoder_layer(kernel).self_attn.eval(), sources()
     nested = torch.nested.as_nested_tensor(list(x))
@@ -179,49 +166,6 @@ def test_frequencies_survive_the_initialisation_of_nn_transformer():
             assert 0.98 / 16 < largest(module) <= 1 / 16
 
 
-# A block as other libraries write it
-
-
-class DetectionBlock(nn.Module):
-    """Positions are added to queries and keys only, weights are made and dropped: DETR."""
-
-    def __init__(self):
-        super().__init__()
-        self.self_attn = nn.MultiheadAttention(E, H, dropout=0.0)
-        self.multihead_attn = nn.MultiheadAttention(E, H, dropout=0.0)
-        self.positions = nn.Parameter(torch.randn(L, 1, E))
-
-    def forward(self, x, padding):
-        source = x.transpose(0, 1)
-        q = k = source + self.positions
-        source = (
-            source + self.self_attn(q, k, value=source, attn_mask=None, key_padding_mask=padding)[0]
-        )
-        target = self.multihead_attn(
-            query=torch.zeros_like(source[:2]) + self.positions[:2],
-            key=source + self.positions,
-            value=source,
-            key_padding_mask=padding,
-        )[0]
-        return target.transpose(0, 1)
-
-
-@each_kernel
-def test_a_block_of_another_library_equals_the_formulas_and_reverts(kernel):
-    torch.manual_seed(0)
-    model, (x, padding) = DetectionBlock().double(), sources()
-    stock = copy.deepcopy(model)
-    ikattn.convert(model, kernel, p=3.0, num_frequencies=7)
-    expected = with_explicit_attention(model)(x, padding)
-    for mode in (True, False):
-        torch.testing.assert_close(model.train(mode)(x, padding), expected)
-    if kernel == "dot":
-        torch.testing.assert_close(model(x, padding), stock(x, padding))
-    model(x, padding).square().sum().backward()
-    assert all(w.grad is not None and w.grad.isfinite().all() for w in model.parameters())
-    assert torch.equal(ikattn.revert(model)(x, padding), stock(x, padding))
-
-
 def jagged(pieces):
     return torch.nested.nested_tensor(list(pieces), layout=torch.jagged)
 
@@ -247,14 +191,23 @@ def test_jagged_tensors(kernel, need_weights):
         torch.testing.assert_close(weights[0, : len(pieces[0]), : len(pieces[0])], expected[0][1])
 
 
-def test_jagged_queries_may_attend_to_others_and_have_holes():
-    module, (x, padding) = encoder_layer("implicit").self_attn.eval(), sources()
+@learned_kernels
+@pytest.mark.parametrize("nested", [jagged, torch.nested.as_nested_tensor], ids=["jagged", ""])
+@torch.no_grad()
+def test_nested_queries_may_attend_to_other_nested_keys(nested, kernel):
+    module, (x, padding) = encoder_layer(kernel).self_attn.eval(), sources()
     pieces = [row[~hidden] for row, hidden in zip(x, padding, strict=True)]
     queries = [x[0, :2], x[1], x[2, :3]]
-    memory = jagged(pieces)
-    output, _ = module(jagged(queries), memory, memory, need_weights=False)
+    memory = nested(pieces)
+    output, _ = module(nested(queries), memory, memory, need_weights=False)
     for row, query, piece in zip(output.unbind(), queries, pieces, strict=True):
         torch.testing.assert_close(row, module(query, piece, piece)[0])
+
+
+def test_jagged_tensors_may_have_holes():
+    module, (x, padding) = encoder_layer("implicit").self_attn.eval(), sources()
+    pieces = [row[~hidden] for row, hidden in zip(x, padding, strict=True)]
+    memory = jagged(pieces)
     starts, lengths = torch.tensor([1, 0, 1]), torch.tensor([2, 3, 2])
     holes = torch.nested.narrow(x, 1, starts, lengths, layout=torch.jagged)
     output, _ = module(holes, holes, holes, need_weights=False)

@@ -1,9 +1,9 @@
 """A row's bits do not depend on its batch: what holds always, and what deterministic("batch") adds.
 
 The seven properties, with the test that has each: batch size and position in the batch
-(``..._alone``), padding neighbours (``..._padding``), chunked prefill and steps (``..._chunk``),
-prefix sharing (``..._prefix``), split keys (``..._threads``), number of ranks (``..._heads``, and
-batches shared out, which is the first).
+(``batch_items_alone`` of tests/fuzz/laws.py), padding neighbours (``..._padding``), chunked prefill
+and steps (``..._chunk``), prefix sharing (``..._prefix``), split keys (``..._threads``), number of
+ranks (``..._heads``, and batches shared out, which is the first).
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 
 import ikattn
-from agreement import (
-    assert_identical,
-    direction,
-    gradients,
-)
+from agreement import assert_identical, direction, gradients
 from programs import run_checked
 from samples import DTYPES, Arguments, Sample, name_of, of_weights
 from tiers import each_call
@@ -69,28 +65,6 @@ def part_of(arguments: Arguments, items: slice, rows: slice, keys: slice) -> Arg
 
 
 WHOLE = slice(None)
-
-
-def item_alone(sample: Sample, dtype: torch.dtype) -> None:
-    """Every item, in a batch of its own and at another place in one, gives what it gave in all."""
-    arguments = sample.arguments(dtype)
-    incoming = direction(attention(**arguments))
-    expected = results(arguments, incoming)
-    for b in range(sample.B):
-        item = slice(b, b + 1)
-        alone = results(part_of(arguments, item, WHOLE, WHOLE), incoming[item])
-        assert_identical(alone, [x[item] for x in expected])
-    turned = arguments | {name: arguments[name].flip(0) for name in TOKENS}
-    assert_identical(results(turned, incoming.flip(0)), [x.flip(0) for x in expected])
-
-
-@pytest.mark.operators
-@each_call(CALLS, few=(), dtype=DTYPES, is_causal=[False, True])
-def test_an_item_of_a_batch_gives_what_it_gives_alone(sample, dtype, is_causal):
-    sample = replace(sample, is_causal=is_causal)
-    item_alone(sample, dtype)
-    with ikattn.deterministic("batch"):
-        item_alone(sample, dtype)
 
 
 @pytest.mark.usefixtures("batch")
@@ -240,9 +214,6 @@ def test_kept_features_give_the_same_in_chunks_steps_and_batches(dtype: torch.dt
     assert_identical([outputs(slice(1, 2), [1060] + [1] * 40, last=40)], [expected[1:2]])
 
 
-# --- The setting ----------------------------------------------------------------------------------
-
-
 def level() -> str:
     return str(torch.ops.ikattn.deterministic())
 
@@ -256,10 +227,6 @@ def test_contexts_give_back_what_was_before() -> None:
         assert "deterministic    batch" in ikattn.info()
     with pytest.raises(KeyError), ikattn.deterministic("batch"):
         raise KeyError
-    assert level() == "run"
-
-
-def test_other_levels_are_refused() -> None:
     with (
         pytest.raises(ValueError, match="level must be 'run' or 'batch', got 'row'"),
         ikattn.deterministic("row"),  # type: ignore[arg-type]
@@ -267,6 +234,7 @@ def test_other_levels_are_refused() -> None:
         pass
     with pytest.raises(RuntimeError, match="level must be run or batch, got "):
         torch.ops.ikattn.set_deterministic("")
+    assert level() == "run"
 
 
 def test_which_kernels_tells_what_it_keeps_a_call_from() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +14,8 @@ from torch import Tensor
 import ikattn
 from agreement import assert_close, assert_identical, assert_output_accurate
 from samples import DTYPES, Sample, converted, name_of
-from tiers import each_call
 
 reference = ikattn.reference.implicit_kernel_attention
-
-# Parts of 1024 keys, groups of 8 queries, ragged ends of both.
-KEPT = [
-    Sample("many keys", B=1, L=1, S=1024, d=16, d_v=64, M=16),
-    Sample("a key more", B=1, L=1, S=1025, d=16, d_v=64, M=16),
-    Sample("three parts, nine queries", L=9, S=2100, d=9, d_v=65, M=33, mask="B1LS"),
-    Sample("values of 130", L=3, S=70, d_v=130, M=9, key_bias="1S"),
-    Sample("one feature", L=2, S=65, M=1, d_v=1),
-    Sample("grouped keys, many", H=6, G=2, L=8, S=1100, M=20, frequencies="H", key_bias="GS"),
-    Sample("grouped frequencies", H=6, G=2, L=2, S=90, M=20, frequencies="G", key_bias="HS"),
-]
 
 
 def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -48,22 +37,6 @@ def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tens
 
 
 # --- Numbers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.operators
-@each_call(KEPT)
-def test_the_kernel_is_the_composition(sample: Sample) -> None:
-    call = of_features(sample)
-    found = ikattn.ops.attention_from_features(*call)
-    assert_close(found, ikattn.reference.attention_from_features(*call), 1e-13)
-    assert not found[:, 0, :1].any()
-
-
-def test_is_causal_which_is_aligned_at_the_top_left_elsewhere_is_no_argument() -> None:
-    features = ikattn.KeyFeatures(torch.randn(2, 8, 4))
-    features.append(torch.randn(1, 2, 5, 8))
-    with pytest.raises(TypeError, match="is_causal"):
-        features.attend(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 6), is_causal=True)
 
 
 @pytest.mark.usefixtures("threads")
@@ -89,6 +62,10 @@ def test_values_of_any_type_and_strides(value_type: torch.dtype) -> None:
         found = ikattn.ops.attention_from_features(query, key, logits, given)
         assert found.dtype == value_type
         assert_close(found, expected, 2 * torch.finfo(value_type).eps + 1e-6)
+    call, operator = (query, key, logits, value), torch.ops.ikattn.attention_from_features.default
+    composed = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *call)
+    imagined = operator(*(x.to("meta") for x in call))
+    assert found.stride() == composed.stride() == imagined.stride() == (120, 20, 40, 1)
 
 
 def test_logits_are_broadcast() -> None:
@@ -199,16 +176,6 @@ def test_vmap_and_autocast() -> None:
     assert_close(recorded, expected, 1e-6)
 
 
-def test_every_way_lays_its_output_out_alike() -> None:
-    call = of_features(Sample("strides", H=4, G=2, L=3, d_v=6), torch.float32)
-    strides = (72, 6, 24, 1)
-    assert ikattn.ops.attention_from_features(*call).stride() == strides
-    assert ikattn.ops.attention_from_features(*(x.to("meta") for x in call)).stride() == strides
-    operator = torch.ops.ikattn.attention_from_features.default
-    composed = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *call)
-    assert composed.stride() == strides
-
-
 def test_a_compiled_step_is_the_step() -> None:
     w1, w2 = 0.1 * torch.randn(2, 2, 16, 8)
 
@@ -243,26 +210,13 @@ def test_features_and_magnitudes_are_the_operators() -> None:
     assert repr(features) == "KeyFeatures(70 keys, 2 heads of size 8, num_frequencies=4, p=3.0)"
 
 
-def test_keys_of_inference_mode_and_of_none_follow_each_other() -> None:
-    with torch.inference_mode():
-        features, key = kept(3)
-    with torch.no_grad():
-        features.append(key)
-    with torch.inference_mode():
-        features.append(key)
-        features.append(key[:, :, :0])
-    assert len(features) == 9
-    assert not features.features.is_inference()
-
-
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))]
 )
-@pytest.mark.parametrize("in_inference_mode", [False, True])
-def test_copies_go_on_from_one_prompt_by_themselves(copied: Any, in_inference_mode: bool) -> None:
+def test_copies_go_on_from_one_prompt_by_themselves(copied: Any) -> None:
     features, key = kept(3)
     before = features.features.clone()
-    with torch.inference_mode(in_inference_mode):
+    with torch.inference_mode():
         other = copied(features)
     with torch.no_grad():
         features.append(key)
@@ -273,24 +227,20 @@ def test_copies_go_on_from_one_prompt_by_themselves(copied: Any, in_inference_mo
     assert features.nbytes > len(pickle.dumps(features)) > features.features.nbytes  # no room
 
 
-def test_frequencies_of_a_graph_are_copied_without_it() -> None:
-    w1 = 2 * torch.randn(2, 8, 4, requires_grad=True)
-    for other in (copied(ikattn.KeyFeatures(w1)) for copied in (copy.copy, copy.deepcopy)):
-        assert_identical([other.w1], [w1])
-        with pytest.raises(RuntimeError, match="no gradient would reach"):
-            other.append(torch.randn(1, 2, 3, 8))
-
-
-def test_a_batch_is_selected_in_inference_mode() -> None:
+def test_steps_in_inference_mode_and_outside_of_it_follow_each_other() -> None:
     with torch.inference_mode():
         features, key = kept(3)
         features.select(torch.tensor([1, 0, 2]))
+    with torch.no_grad():
         features.append(key)
+    with torch.inference_mode():
+        features.append(key[:, :, :0])
         again = copy.deepcopy(features)
         again.append(key)
     expected = torch.cat([key[[1, 0, 2]], key, key], 2)
     assert_identical([again.features], [ikattn.ops.spectral_features(expected, features.w1)])
     assert len(features) == 6
+    assert not features.features.is_inference()
 
 
 @pytest.mark.parametrize("autocast_append", [False, True])
@@ -338,28 +288,18 @@ def test_a_failure_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> Non
         features.select(torch.tensor([2, 1, 0]))
     monkeypatch.undo()
     assert_identical([features.attend(query, value)], [before])
-    monkeypatch.setattr(Tensor, "new_empty", failing)
-    calls[:] = [None]
-    with pytest.raises(torch.OutOfMemoryError):
-        features.append(key)  # no room
-    monkeypatch.undo()
+    empty = ikattn.KeyFeatures(features.w1)
+    for own in (features, empty):
+        monkeypatch.setattr(Tensor, "new_empty", failing)
+        calls[:] = [None]
+        with pytest.raises(torch.OutOfMemoryError):
+            own.append(key)  # no room
+        monkeypatch.undo()
     assert_identical([features.attend(query, value)], [before])
-
-
-def test_a_first_append_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    features, key = ikattn.KeyFeatures(0.1 * torch.randn(2, 8, 4)), torch.randn(3, 2, 5, 8)
-
-    def failing(*_: Any, **__: Any) -> Tensor:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(Tensor, "new_empty", failing)
-    with pytest.raises(torch.OutOfMemoryError):
-        features.append(key)
-    monkeypatch.undo()
     with pytest.raises(ValueError, match="no key was appended yet"):
-        features.attend(key, key)
-    features.append(key[:1])  # of another batch
-    assert len(features) == 5
+        empty.attend(query, value)
+    empty.append(key[:1])  # of another batch
+    assert len(empty) == 70
 
 
 def test_a_refused_append_changes_nothing() -> None:
@@ -384,57 +324,64 @@ def test_frequencies_in_training_are_refused(name: str) -> None:
         features.append(key)
     with pytest.raises(RuntimeError, match=r"KeyFeatures\.attend: .*torch\.no_grad"):
         features.attend(key[:, :, :1], key)
+    for copied in (copy.copy, copy.deepcopy):  # frequencies of a graph, without it
+        made = {of: 2 * x for of, x in w.items()}
+        other = copied(ikattn.KeyFeatures(**made))
+        assert_identical([other.w1], [made["w1"]])
+        with pytest.raises(RuntimeError, match="no gradient would reach"):
+            other.append(key)
 
 
 def test_what_is_wrong_is_named() -> None:
-    w = torch.randn(2, 8, 4)
-    with pytest.raises(ValueError, match=r"w1 must have shape \[H, d, M\].*got \[1, 2, 8, 4\]"):
-        ikattn.KeyFeatures(w[None])
-    with pytest.raises(ValueError, match=r"w2 must have the shape of w1, \[2, 8, 4\], got"):
-        ikattn.KeyFeatures(w, w[:, :, :3])
-    for p in (0.5, torch.inf, torch.nan):
-        with pytest.raises(ValueError, match="p must be a finite number >= 1 or None, got"):
-            ikattn.KeyFeatures(w, p=p)
-    with pytest.raises(ValueError, match="no key was appended yet"):
-        ikattn.KeyFeatures(w).attend(torch.randn(3, 2, 1, 8), torch.randn(3, 2, 0, 8))
-    features, _ = kept()
+    w, (features, key), of = torch.randn(2, 8, 4), kept(), ikattn.KeyFeatures
     query, value = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 5, 6)
-    with pytest.raises(ValueError, match=r"\[B, H, L, d\] with B = 3 and d = 8, got \[3, 2, 1"):
-        features.attend(query[..., :7], value)
-    with pytest.raises(ValueError, match=r"with B = 3 and d = 8, got \[2, 2, 1, 8\]"):
-        features.attend(query[:2], value)
-    for name, shapes in {
+    no_key, three_heads = torch.randn(3, 2, 0, 8), torch.randn(3, 3, 1, 8)
+    wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: of(w[None]), ValueError, r"w1 must have shape \[H, d, M\].*got \[1, 2, 8, 4\]"),
+        (lambda: of(w, w[:, :, :3]), ValueError, r"w2 must have the shape of w1, \[2, 8, 4\], got"),
+        (lambda: of(w, w.long()), TypeError, r"w2 must be floating point, got torch\.int"),
+        (lambda: of(w, p="learned"), ValueError, "p must be a finite number >= 1 .* got learned"),
+        (lambda: of(w, p=torch.nan), ValueError, "p must be a finite number >= 1 or None, got nan"),
+        (lambda: of(w, magnitude_scale=torch.nan), ValueError, "magnitude_scale must be finite"),
+        (lambda: of(w).attend(query, no_key), ValueError, "no key was appended yet"),
+        (
+            lambda: of(w).append(key.long()),
+            TypeError,
+            "key must be floating point, got",
+        ),
+        (
+            lambda: features.attend(query[..., :7], value),
+            ValueError,
+            "B = 3 and d = 8, got",
+        ),
+        (lambda: features.attend(query[:2], value), ValueError, r"d = 8, got \[2, 2, 1, 8\]"),
+        (lambda: features.attend(three_heads, value), ValueError, "the heads of w1, 2"),
+        (
+            lambda: features.attend(query, value[:, :, :4]),
+            RuntimeError,
+            r"S = 5, got \[3, 2, 4, 6\]",
+        ),
+        (lambda: features.attend(leaf, value), RuntimeError, r"torch\.no_grad"),
+        (lambda: features.crop(6), ValueError, "length must be 0 to 5, got 6"),
+        # which is aligned at the top left elsewhere
+        (lambda: features.attend(query, value, is_causal=True), TypeError, "is_causal"),
+    ]
+    leaf = query.clone().requires_grad_()
+    for call, error, message in wrong:
+        with pytest.raises(error, match=message):
+            call()
+    sides: dict[str, list[tuple[int, ...]]] = {
         "key_bias": [(4,), (3, 2, 4), (3, 3, 5), (1, 3, 2, 5)],
         "attn_mask": [(4,), (2, 5), (3, 2, 1, 4), (1, 3, 2, 1, 5)],
-    }.items():
+    }
+    for name, shapes in sides.items():
         for shape in shapes:
             with pytest.raises(ValueError, match=f"{name} must broadcast to .*5\\], got"):
                 features.attend(query, value, **{name: torch.zeros(shape)})
-    with pytest.raises(ValueError, match="magnitude_scale must be finite, got nan"):
-        ikattn.KeyFeatures(w, magnitude_scale=torch.nan)
-    with pytest.raises(TypeError, match=r"key must be floating point, got torch\.int64"):
-        ikattn.KeyFeatures(w).append(torch.ones(3, 2, 1, 8, dtype=torch.int64))
-    for name, x in {
-        "query": query.int(),
-        "value": value.int(),
-        "key_bias": torch.ones(5, dtype=torch.bool),
-        "attn_mask": torch.tensor([1, 1, 1, 0, 0]),
-    }.items():
-        call = {"query": query, "value": value} | {name: x}
+    types = {"query": query.int(), "value": value.int(), "key_bias": torch.ones(5) > 0}
+    for name, x in (types | {"attn_mask": torch.ones(5).int()}).items():
         with pytest.raises(TypeError, match=rf"KeyFeatures\.attend: {name} must be .*, got torch"):
-            features.attend(**call)
-    with pytest.raises(TypeError, match=r"KeyFeatures: w2 must be floating point, got torch\.int"):
-        ikattn.KeyFeatures(w, w.long())
-    with pytest.raises(ValueError, match="p must be a finite number >= 1 or None, got learned"):
-        ikattn.KeyFeatures(w, p="learned")
-    with pytest.raises(ValueError, match="query must have the heads of w1, 2"):
-        features.attend(torch.randn(3, 3, 1, 8), value)
-    with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
-        features.attend(query.requires_grad_(), value)
-    with pytest.raises(RuntimeError, match=r"value must have shape .* S = 5, got \[3, 2, 4, 6\]"):
-        features.attend(query.detach(), value[:, :, :4])
-    with pytest.raises(ValueError, match="length must be 0 to 5, got 6"):
-        features.crop(6)
+            features.attend(**{"query": query, "value": value} | {name: x})
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,6 @@ def test_values_far_from_zero_leave_gradients_their_digits(sample: Sample) -> No
     assert_call_accurate(attention, reference, arguments)
 
 
-# --- Causal ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 def test_what_comes_later_does_not_count(dtype: torch.dtype) -> None:
     """Neither later tokens nor how large they are: an output keeps its digits beside them."""
@@ -166,9 +163,6 @@ def test_every_number_of_threads_gives_the_same_bits(sample: Sample) -> None:
         found.append([attention(**arguments), *gradients(attention, arguments).values()])
     for other in found[1:]:
         assert_identical(other, found[0])
-
-
-# --- The setting ----------------------------------------------------------------------------------
 
 
 PROGRAM = """

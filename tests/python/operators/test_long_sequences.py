@@ -6,13 +6,7 @@ import pytest
 import torch
 
 import ikattn
-from agreement import (
-    assert_call_accurate,
-    assert_identical,
-    assert_output_accurate,
-    gradients,
-    in_float64,
-)
+from agreement import assert_call_accurate, assert_output_accurate, gradients, in_float64
 from samples import Arguments, Sample, name_of
 
 attention = ikattn.implicit_kernel_attention
@@ -28,14 +22,10 @@ LONG = (
 )
 
 
-def with_large_mean(arguments: Arguments) -> Arguments:
-    """Values that do not cancel: every rounding of a sum counts."""
-    return arguments | {"value": arguments["value"] + 1}
-
-
 @pytest.mark.parametrize("sample", LONG, ids=name_of)
 def test_long_sums_are_as_accurate_as_the_references(sample: Sample) -> None:
-    arguments = with_large_mean(sample.arguments(torch.float32))
+    arguments = sample.arguments(torch.float32)
+    arguments["value"] += 1  # which do not cancel: every rounding of a sum counts
     output, truth = attention(**arguments), in_float64(reference, arguments)
     assert_output_accurate(output, reference(**arguments), truth)
     assert_call_accurate(attention, reference, arguments)
@@ -88,23 +78,3 @@ def test_hidden_keys_are_as_if_they_were_not_there(begin, end, dtype, frequencie
         left = without(whole, begin, end) | {"key_bias": None}
         output, truth = attention(**whole), in_float64(reference, left)
         assert_output_accurate(output, reference(**left), truth)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("queries", [0, 1, 64, 100])
-def test_keys_after_the_last_query_of_a_causal_call_count_for_nothing(queries, dtype):
-    sample = Sample("unseen", L=queries, S=300, key_bias="1S", is_causal=True)
-    arguments = sample.arguments(dtype)
-    for name in ("key", "value"):
-        arguments[name][:, :, queries:] = torch.nan
-    seen = without(arguments, queries, 300) | {"key_bias": arguments["key_bias"][:, :queries]}
-    names = ["query", "key", "value", "w1", "w2", "key_bias"]
-    found, expected = (gradients(attention, x, names) for x in (arguments, seen))
-    assert_identical([attention(**arguments)], [attention(**seen)])
-    for name in names:
-        if name in ("query", "w1", "w2"):
-            assert_identical([found[name]], [expected[name]])
-            continue
-        axis = 1 if name == "key_bias" else 2
-        assert_identical([found[name].narrow(axis, 0, queries)], [expected[name]])
-        assert not found[name].narrow(axis, queries, 300 - queries).any()

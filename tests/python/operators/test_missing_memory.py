@@ -33,23 +33,27 @@ def append_keys() -> None:
         ikattn.KeyFeatures(torch.ones(1, 4, 2)).append(of_length(1, 1, LONG, 4))
 
 
+QUERY, ONE, W1 = of_length(1, 1, LONG, 4), torch.ones(1, 1, 1, 4), torch.ones(1, 4, 2)
+OF_MODULE = "MultiheadAttention: no memory for projections"
+ALLOCATED = r".*: .*tried to allocate \d+ bytes"
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "attention": (
-        lambda: ikattn.implicit_kernel_attention(
-            of_length(1, 1, LONG, 4), *(torch.ones(1, 1, 1, 4),) * 2, torch.ones(1, 4, 2)
-        ),
-        "implicit_kernel_attention: no memory for the out",
+        lambda: ikattn.implicit_kernel_attention(QUERY, ONE, ONE, W1),
+        "implicit_kernel_attention: no memory for the out" + ALLOCATED,
     ),
-    "dot": (lambda: attend_by_module("dot"), "MultiheadAttention: no memory for projections"),
-    "rbf": (lambda: attend_by_module("rbf"), "MultiheadAttention: no memory for projections"),
-    "implicit": (
-        lambda: attend_by_module("implicit"),
-        "MultiheadAttention: no memory for projections",
+    "weights": (
+        lambda: ikattn.implicit_kernel_weights(QUERY, ONE, W1),
+        "weights: no memory for the weights" + ALLOCATED,
     ),
+    "features": (
+        lambda: ikattn.ops.spectral_features(QUERY, W1),
+        "features: no memory for the features" + ALLOCATED,
+    ),
+    "dot": (lambda: attend_by_module("dot"), OF_MODULE),
+    "rbf": (lambda: attend_by_module("rbf"), OF_MODULE),
+    "implicit": (lambda: attend_by_module("implicit"), OF_MODULE),
     "similarity_and_magnitude": (
-        lambda: ikattn.ops.similarity_and_magnitude(
-            of_length(1, 1, LONG, 4), torch.ones(1, 1, 7, 4)
-        ),
+        lambda: ikattn.ops.similarity_and_magnitude(QUERY, torch.ones(1, 1, 7, 4)),
         "similarity_and_magnitude: no memory for similarity",
     ),
     "contributions": (
@@ -59,9 +63,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "contributions: no memory for",
     ),
     "streamed contributions": (
-        lambda: ikattn.streamed_contributions(
-            of_length(1, 1, LONG, 4), *(torch.ones(1, 1, 7, 4),) * 2, torch.ones(4, 4)
-        ),
+        lambda: ikattn.streamed_contributions(QUERY, ONE, ONE, torch.ones(4, 4)),
         "contributions?: no memory for|contribution_maps: no memory for",
     ),
     "keys": (append_keys, "KeyFeatures.append: no memory for|spectral_features: no memory for"),

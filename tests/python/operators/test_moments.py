@@ -1,8 +1,9 @@
-"""Moments of keys, attention from them, and their gradients."""
+"""Moments of keys, attention from them, their gradients and what torch does to them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,12 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close, assert_identical
-from ikattn.ops import attention_from_moments, key_moments, merge_moments
+from ikattn.ops import (
+    attention_from_moments,
+    causal_attention_from_moments,
+    key_moments,
+    merge_moments,
+)
 
 OPERATORS = torch.ops.ikattn
 
@@ -65,7 +71,16 @@ def by_moments(query: Tensor, key: Tensor, logits: Tensor, value: Tensor) -> Ten
     return attention_from_moments(query, *key_moments(key, logits, value))[0]
 
 
-# --- Numbers --------------------------------------------------------------------------------------
+def causally(query: Tensor, *keys: Tensor) -> Tensor:
+    """Makes moments of the first keys, and goes on from them in two calls."""
+    sizes = [keys[0].size(2) - query.size(2), 2, query.size(2) - 2]
+    before, first, rest = zip(*(x.split(sizes, 2) for x in keys), strict=True)
+    queries = query.split(sizes[1:], 2)
+    output, _, *state = causal_attention_from_moments(queries[0], *first, *key_moments(*before))
+    return torch.cat([output, causal_attention_from_moments(queries[1], *rest, *state)[0]], 2)
+
+
+each_form = pytest.mark.parametrize("attend", [by_moments, causally])
 
 
 @pytest.mark.operators
@@ -126,9 +141,6 @@ def test_bits_do_not_depend_on_threads() -> None:
     assert_identical(*found)
 
 
-# --- Parts of the keys ----------------------------------------------------------------------------
-
-
 @pytest.mark.operators
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("cut", [0, 30, 64])
@@ -147,9 +159,6 @@ def test_keys_are_added_in_place(case: Case, cut: int) -> None:
         OPERATORS.add_key_moments_(moments, reference, *rest[:2], rest[2].requires_grad_())
 
 
-# --- Gradients ------------------------------------------------------------------------------------
-
-
 @pytest.mark.operators
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,)])
 def test_gradients_one_by_one_are_those_of_all(wanted: tuple[int]) -> None:
@@ -161,24 +170,6 @@ def test_gradients_one_by_one_are_those_of_all(wanted: tuple[int]) -> None:
     some = OPERATORS.key_moments_backward(grad, key, logits, value, reference, flags)
     assert torch.equal(some[wanted[0]], every[wanted[0]])
     assert all(some[i].numel() == 0 for i in range(3) if i not in wanted)
-
-
-def test_gradcheck_twice() -> None:
-    query, key, logits, value = drawn(Case("check", B=1, H=2, K=2, G=1, L=2, S=3, M=2, hidden=0))
-    leaves = [x.requires_grad_() for x in (key, logits, value)]
-    reference = logits.detach().amax(-1)
-
-    def moments(key: Tensor, logits: Tensor, value: Tensor) -> Tensor:
-        # relative to a constant: what the perturbed call subtracts, it adds again
-        own, own_reference = key_moments(key, logits, value)
-        return own * (own_reference - reference).exp()[..., None, None]
-
-    assert torch.autograd.gradcheck(moments, leaves)
-    held = key_moments(key, logits, value)[0].detach().requires_grad_()
-    call = lambda q, m: attention_from_moments(q, m, reference)[0]  # noqa: E731
-    assert torch.autograd.gradcheck(call, [query.requires_grad_(), held])
-    assert torch.autograd.gradgradcheck(call, [query, held])
-    assert torch.autograd.gradgradcheck(moments, leaves)
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
@@ -211,6 +202,74 @@ def test_compositions_in_blocks_are_the_kernels(case: Case) -> None:
 # --- Transformations and wrong arguments ----------------------------------------------------------
 
 
+def test_wrong_keys_and_moments_are_refused() -> None:
+    query, key, logits, value = drawn(CASES[0])
+    moments, reference = key_moments(key, logits, value)
+    short, attend = moments[:, :, 1:], attention_from_moments
+    of_meta, *meta = (x.to("meta") for x in (key, logits, value))
+    wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: attend(query, moments.float(), reference), TypeError, "for Double .* got Float"),
+        (lambda: attend(query, short, reference), RuntimeError, r"F \(F \+ 1\) / 2 \+ 1 = 37, got"),
+        (lambda: attend(query, moments, reference, eps=0.0), ValueError, "eps must be .* got 0"),
+        (lambda: attend(query, moments, reference.float()), RuntimeError, "reference must"),
+        (lambda: merge_moments(moments, reference, short, reference), RuntimeError, "other_mom"),
+        (lambda: key_moments(key, logits.long(), value), TypeError, "logits must be float64"),
+        (lambda: key_moments(key[..., :3], logits, value), RuntimeError, "even number F"),
+        (lambda: key_moments(key, logits[:, :1], value), RuntimeError, r"\[B, K, S\] = \[2, 4"),
+        (lambda: key_moments(key, logits, value[:, :3]), RuntimeError, "that divide K = 4"),
+        (lambda: key_moments(of_meta[..., :3], *meta), RuntimeError, "even number F"),
+        (lambda: key_moments(of_meta, meta[0][:, :1], meta[1]), RuntimeError, r"= \[2, 4"),
+        (lambda: key_moments(of_meta, meta[0], meta[1][:, :3]), RuntimeError, "that divide K = 4"),
+    ]
+    for call, error, message in wrong:
+        with pytest.raises(error, match=message):
+            call()
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.forward = attend
+
+
+@each_form
+def test_gradients_of_both_orders_are_those_of_small_differences(attend):
+    case = Case("check", B=1, H=2, K=2, G=1, L=4, S=6, M=2, d_v=2, hidden=0)
+    leaves = [x.requires_grad_() for x in drawn(case)]
+    assert torch.autograd.gradcheck(attend, leaves)
+    assert torch.autograd.gradgradcheck(attend, leaves)
+
+
+@each_form
+def test_vmap_functional_gradients_and_export_go_through_compositions(attend):
+    arguments = drawn(Case("vmap", B=3, hidden=0))
+    expected = attend(*arguments)
+    stacked = torch.func.vmap(lambda *x: attend(*(y.unsqueeze(0) for y in x)).squeeze(0))
+    assert_close(stacked(*arguments), expected, 1e-12)
+    gradient = torch.func.grad(lambda v: attend(*arguments[:3], v).sum())(arguments[3])
+    value = arguments[3].clone().requires_grad_()
+    (right,) = torch.autograd.grad(attend(*arguments[:3], value).sum(), value)
+    assert_close(gradient, right, 1e-12)
+    program = torch.export.export(_Module(attend), arguments)
+    program = program.run_decompositions(ikattn.ops.decompositions())
+    assert "ikattn" not in str(program.graph)
+    assert_close(program.module()(*arguments), expected, 1e-11)
+
+
+@each_form
+def test_autocast_lowers_no_feature_sum_or_product_of_compositions(attend):
+    query, key, logits, value = (x.nan_to_num().float() for x in drawn(CASES[0]))
+    moments, reference = key_moments(key, logits, value)
+    arguments = torch.randn_like(moments), key, logits, value, reference, [True] * 3
+    expected = OPERATORS.key_moments_backward(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(query.bfloat16(), key.bfloat16(), logits, value).dtype == torch.float32
+        assert key_moments(key.bfloat16(), logits, value)[0].dtype == torch.float32
+        assert_identical(OPERATORS.key_moments_backward(*arguments), expected)
+        with pytest.raises(RuntimeError, match=r"torch\.vmap do not work under autocast"):
+            torch.vmap(lambda q: attend(q, key, logits, value))(query[None])
+
+
 def test_opcheck() -> None:
     query, key, logits, value = drawn(Case("opcheck", K=2, G=1, S=20), torch.float32)
     key = key.nan_to_num(0.0)
@@ -237,24 +296,6 @@ def test_opcheck() -> None:
     )
 
 
-def test_vmap_and_functional_gradients_go_through_the_reference() -> None:
-    arguments = drawn(Case("vmap", B=3, hidden=0))
-    stacked = torch.func.vmap(lambda *x: by_moments(*(y.unsqueeze(0) for y in x)).squeeze(0))
-    assert_close(stacked(*arguments), by_moments(*arguments), 1e-12)
-    gradient = torch.func.grad(lambda v: by_moments(*arguments[:3], v).sum())(arguments[3])
-    value = arguments[3].requires_grad_()
-    (expected,) = torch.autograd.grad(by_moments(*arguments[:3], value).sum(), value)
-    assert_close(gradient, expected, 1e-12)
-
-
-def test_autocast_keeps_features_and_sums_in_float32() -> None:
-    query, key, logits, value = drawn(CASES[0], torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        moments, reference = key_moments(key.bfloat16(), logits, value)
-        output, _ = attention_from_moments(query.bfloat16(), moments, reference)
-    assert moments.dtype == output.dtype == torch.float32
-
-
 def test_a_key_that_is_seen_and_not_finite_reaches_every_query() -> None:
     query, key, logits, value = drawn(Case("poison", hidden=0))
     logits[0, 0, 3] = math.nan
@@ -262,68 +303,6 @@ def test_a_key_that_is_seen_and_not_finite_reaches_every_query() -> None:
     assert output[0, 0].isnan().all()
     assert output[0, 1:].isfinite().all()
     assert output[1].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"key": (slice(None), slice(None), slice(None), slice(0, 3))}, "even number F"),
-        ({"logits": (slice(None), slice(0, 1))}, r"logits must have shape \[B, K, S\] = \[2, 4"),
-        ({"value": (slice(None), slice(0, 3))}, "value must have shape .* that divide K = 4"),
-    ],
-)
-def test_wrong_keys_are_refused(change: dict[str, tuple[slice, ...]], message: str) -> None:
-    _, key, logits, value = drawn(CASES[0])
-    arguments = {"key": key, "logits": logits, "value": value}
-    for name, index in change.items():
-        arguments[name] = arguments[name][index]
-    with pytest.raises(RuntimeError, match=message):
-        key_moments(*arguments.values())
-    with pytest.raises(RuntimeError, match=message):
-        key_moments(*(x.to("meta") for x in arguments.values()))
-
-
-def test_wrong_moments_are_refused() -> None:
-    query, key, logits, value = drawn(CASES[0])
-    moments, reference = key_moments(key, logits, value)
-    with pytest.raises(TypeError, match="moments must be Double for Double features, got Float"):
-        attention_from_moments(query, moments.float(), reference)
-    with pytest.raises(RuntimeError, match=r"E = F \(F \+ 1\) / 2 \+ 1 = 37, got"):
-        attention_from_moments(query, moments[:, :, 1:], reference)
-    with pytest.raises(ValueError, match="eps must be finite and positive, got 0"):
-        attention_from_moments(query, moments, reference, eps=0.0)
-    with pytest.raises((RuntimeError, TypeError), match="reference must"):
-        attention_from_moments(query, moments, reference.float())
-    with pytest.raises(RuntimeError, match="other_moments must be Double of shape"):
-        merge_moments(moments, reference, moments[:, :, 1:], reference)
-    with pytest.raises(TypeError, match="logits must be float64"):
-        key_moments(key, logits.long(), value)
-
-
-class _ByMoments(torch.nn.Module):
-    def forward(self, query: Tensor, key: Tensor, logits: Tensor, value: Tensor) -> Tensor:
-        return attention_from_moments(query, *key_moments(key, logits, value))[0]
-
-
-def test_exported_they_are_compositions() -> None:
-    arguments = tuple(x.nan_to_num() for x in drawn(CASES[0]))
-    program = torch.export.export(_ByMoments(), arguments)
-    program = program.run_decompositions(ikattn.ops.decompositions())
-    assert "ikattn" not in str(program.graph)
-    assert_close(program.module()(*arguments), _ByMoments()(*arguments), 1e-11)
-
-
-def test_autocast_lowers_no_product_of_the_compositions() -> None:
-    _query, key, logits, value = (x.nan_to_num().float() for x in drawn(CASES[0]))
-    moments, reference = key_moments(key, logits, value)
-    grad = torch.randn_like(moments)
-    expected = OPERATORS.key_moments_backward(grad, key, logits, value, reference, [True] * 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = OPERATORS.key_moments_backward(grad, key, logits, value, reference, [True] * 3)
-        with pytest.raises(RuntimeError, match=r"torch\.vmap do not work under autocast"):
-            torch.vmap(lambda x: key_moments(x, logits, value)[0])(key[None])
-    for one, other in zip(found, expected, strict=True):
-        assert_identical(one, other)
 
 
 def test_what_cannot_be_added_to_is_refused_before_anything_is_written() -> None:

@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import ikattn
-from agreement import (
-    assert_identical,
-    gradients,
-)
+from agreement import assert_identical, gradients
 from processors import INSTRUCTION_SETS, SIXTEEN_BITS, processor_flags
 from programs import run
 from samples import DTYPES, FEW, Sample, of_features, of_weights
@@ -113,9 +110,6 @@ def test_a_forked_worker_computes_after_its_parent_did() -> None:
     assert_identical(list(loader), expected)
 
 
-# --- Instruction sets -----------------------------------------------------------------------------
-
-
 def in_process(variable: str, name: str, *command: str) -> subprocess.CompletedProcess[str]:
     """A command of Python in a process told what instructions to use (skips without them)."""
     wanted = {**{name: flags for name, (_, flags) in INSTRUCTION_SETS.items()}, **SIXTEEN_BITS}
@@ -128,18 +122,14 @@ def in_process(variable: str, name: str, *command: str) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize("capability", INSTRUCTION_SETS)
-def test_a_process_uses_the_instruction_set_it_is_told_to(capability: str) -> None:
-    program = "import torch, ikattn; print(torch.ops.ikattn.instruction_set())"
-    told = in_process("ATEN_CPU_CAPABILITY", capability, "-c", program)
-    assert told.stdout.strip() == INSTRUCTION_SETS[capability][0]
-
-
-@pytest.mark.parametrize("name", SIXTEEN_BITS)
-def test_a_process_uses_the_sixteen_bit_instructions_it_is_told_to(name: str) -> None:
-    program = "import torch, ikattn; print(torch.ops.ikattn.sixteen_bit_instructions())"
-    told = in_process("IKATTN_SIXTEEN_BITS", name, "-c", program)
-    assert told.stdout.strip() == name
+@pytest.mark.parametrize(
+    ("variable", "name", "operator", "answer"),
+    [("ATEN_CPU_CAPABILITY", x, "instruction_set", y[0]) for x, y in INSTRUCTION_SETS.items()]
+    + [("IKATTN_SIXTEEN_BITS", x, "sixteen_bit_instructions", x) for x in SIXTEEN_BITS],
+)
+def test_a_process_uses_the_instructions_it_is_told_to(variable, name, operator, answer):
+    program = f"import torch, ikattn; print(torch.ops.ikattn.{operator}())"
+    assert in_process(variable, name, "-c", program).stdout.strip() == answer
 
 
 @pytest.mark.parametrize(

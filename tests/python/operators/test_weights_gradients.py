@@ -46,13 +46,6 @@ def test_what_comes_in_for_a_dropped_weight_counts_for_nothing(dtype, rubbish):
     assert_same(gradients(arguments, incoming.masked_fill(dropped, rubbish)), expected)
 
 
-def test_entropy_of_dropped_weights_has_a_gradient() -> None:
-    arguments = call(dropout_p=0.5, dropout_seed=torch.tensor([7, 0]))
-    arguments["query"].requires_grad_()
-    torch.special.entr(weights(**arguments)).sum().backward()
-    assert arguments["query"].grad.isfinite().all()
-
-
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=str)
 @pytest.mark.parametrize("hidden_by", ["mask", "float mask", "causal", "key_bias"])
 def test_what_comes_in_for_a_hidden_weight_counts_for_nothing(hidden_by, rubbish):

@@ -49,12 +49,6 @@ def test_a_processor_without_vector_units_is_named() -> None:
 
 
 @pytest.mark.skipif(HAS_CUDA_KERNELS, reason="this library has CUDA kernels")
-def test_a_library_without_cuda_kernels_says_so() -> None:
-    reason = reason_of(*inputs(), device="cuda")
-    assert "built without CUDA kernels" in reason
-
-
-@pytest.mark.skipif(HAS_CUDA_KERNELS, reason="this library has CUDA kernels")
 def test_calls_on_a_gpu_without_kernels_are_refused() -> None:
     """Every operator with a kernel of its own for the CPU; called as by a tensor on a GPU."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -150,19 +144,6 @@ def test_info_says_whether_a_gpu_has_kernels(monkeypatch: pytest.MonkeyPatch) ->
     assert gpu() == f"Old, compute capability 7.5; {expected}"
 
 
-def test_memory_that_is_not_there_is_named() -> None:
-    q = torch.ones(1, 1, 1, 4).expand(1, 1, 1 << 45, 4)
-    k, w1 = torch.ones(1, 1, 1, 4), torch.ones(1, 4, 2)
-    for call, what in (
-        (lambda: ikattn.implicit_kernel_attention(q, k, k, w1), "attention: no memory for the out"),
-        (lambda: ikattn.implicit_kernel_weights(q, k, w1), "weights: no memory for the weights"),
-        (lambda: ikattn.ops.spectral_features(q, w1), "features: no memory for the features"),
-    ):
-        named = rf"{what}.*: .*tried to allocate \d+ bytes"
-        with pytest.raises(torch.OutOfMemoryError, match=named):
-            call()
-
-
 def long_call(length: int, **types: torch.dtype) -> tuple[torch.Tensor, ...]:
     # rows that are the same memory: nothing is read
     x = torch.zeros(1, 1, 1, 16, **types).expand(1, 2, length, 16)
@@ -172,10 +153,13 @@ def long_call(length: int, **types: torch.dtype) -> tuple[torch.Tensor, ...]:
 def test_which_kernels_says_what_the_cpu_takes() -> None:
     lines = dict(line.split("  ", maxsplit=1) for line in ikattn.info().splitlines())
     unit = lines["instruction set"].split()[0]
+    assert lines["ikattn"].strip() == ikattn.__version__
+    assert torch.__version__ in lines["torch"]
 
     def said(*tensors: torch.Tensor, **options: object) -> list[str]:
         choices = ikattn.which_kernels(*tensors, **options)  # type: ignore[arg-type]
         assert {choice.unit for choice in choices} == {unit}
+        assert {choice.proven for choice in choices} == {"the CPU"}
         if unit != "baseline" and tensors[0].size(2) == 20000:  # nothing else is worth a reason
             reasons = {
                 "dropout_p": "linear time takes no dropout",
@@ -201,15 +185,14 @@ def test_which_kernels_says_what_the_cpu_takes() -> None:
 
 
 def test_a_choice_of_kernels_prints_as_a_sentence() -> None:
-    choice = KernelChoice("quadratic", "hopper", None)
-    assert str(choice) == "quadratic time on Hopper's tensor cores"
-    choice = KernelChoice("quadratic", "hopper", None, "int8")
-    assert str(choice) == "quadratic time on Hopper's tensor cores, scores in int8"
-    choice = KernelChoice("quadratic", "hopper_short", None)
-    assert str(choice).endswith("Hopper's tensor cores, in one kernel")
-    choice = KernelChoice("linear", "tensor_cores", "it is late")
-    assert str(choice) == "linear time on tensor cores: it is late"
-    assert str(KernelChoice("none", "none", "no GPU")) == "no kernels: no GPU"
+    for choice, sentence in (
+        (("quadratic", "hopper", None), "quadratic time on Hopper's tensor cores"),
+        (("quadratic", "hopper", None, "int8"), "... on Hopper's tensor cores, scores in int8"),
+        (("quadratic", "hopper_short", None), "... on Hopper's tensor cores, in one kernel"),
+        (("linear", "tensor_cores", "it is late"), "linear time on tensor cores: it is late"),
+        (("none", "none", "no GPU"), "no kernels: no GPU"),
+    ):
+        assert str(KernelChoice(*choice)) == sentence.replace("...", "quadratic time")
 
 
 def test_which_kernels_says_why_there_are_none() -> None:
@@ -219,8 +202,7 @@ def test_which_kernels_says_why_there_are_none() -> None:
     if not HAS_CUDA_KERNELS:
         reason = ikattn.which_kernels(*inputs(), device="cuda").backward.reason
         assert str(reason).startswith("this library was built without CUDA kernels")
-    with pytest.raises((RuntimeError, ValueError), match=r"which_kernels: .*key"):
-        ikattn.which_kernels(inputs()[0], inputs()[1][..., :3], inputs()[2], inputs()[3])
+        assert reason_of(*inputs(), device="cuda") == reason
 
 
 @needs_kernels_and_gpu
@@ -296,13 +278,3 @@ def test_an_unknown_family_is_an_error_that_lists_the_names(monkeypatch):
     with pytest.raises(RuntimeError, match='names "shrot"') as caught:
         ikattn.info()
     assert all(name in str(caught.value) for name in (*UNPROVEN, "hopper", "unproven"))
-
-
-def test_kernels_of_the_cpu_are_proven() -> None:
-    assert ikattn.which_kernels(*inputs()).forward.proven == "the CPU"
-
-
-def test_info_names_versions_and_kernels() -> None:
-    lines = dict(line.split(maxsplit=1) for line in ikattn.info().splitlines())
-    assert lines["ikattn"] == ikattn.__version__
-    assert torch.__version__ in lines["torch"]

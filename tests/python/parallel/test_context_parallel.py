@@ -200,6 +200,11 @@ def test_a_rank_that_dies_is_named(algorithm: str, tmp_path: Path) -> None:
         assert float(text.split()[0]) < 20
 
 
+def test_it_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"expected torch\.distributed to be initialised"):
+        context_parallel(ikattn.MultiheadAttention(8, 2))
+
+
 def test_what_cannot_be_shared_out(alone: None) -> None:
     tensors, _ = programs.tensors_of()
     del tensors["grad_output"]
@@ -261,19 +266,12 @@ def test_models_that_cannot_be_shared_out(alone: None) -> None:
     assert weights is not None
     with context_parallel(module), pytest.raises(NotImplementedError, match="attn_mask"):
         module(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
+    refused = pytest.raises(RuntimeError, match="is in context_parallel, where no rank has")
+    with context_parallel(module), ikattn.record(module), refused:
+        module(x, x, x, need_weights=False)
     nested = torch.nested.nested_tensor(list(x), layout=torch.jagged)
     with context_parallel(module), pytest.raises(RuntimeError, match="must not be nested under"):
         module(nested, nested, nested, need_weights=False)
-
-
-def test_recording_is_refused(alone: None) -> None:
-    module, x = ikattn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 4, 8)
-    with (
-        context_parallel(module),
-        ikattn.record(module),
-        pytest.raises(RuntimeError, match="is in context_parallel, where no rank has"),
-    ):
-        module(x, x, x, need_weights=False)
 
 
 def test_a_context_ends_whatever_happens_within(alone: None) -> None:
@@ -331,8 +329,3 @@ def test_models_of_transformers_that_cannot_be_shared_out(alone: None) -> None:
             model(ids, use_cache=False)
     with pytest.raises(ValueError, match="the attention implementation 'sdpa', not"):
         context_parallel(model)
-
-
-def test_without_a_process_group() -> None:
-    with pytest.raises(RuntimeError, match=r"expected torch\.distributed to be initialised"):
-        context_parallel(ikattn.MultiheadAttention(8, 2))

@@ -17,8 +17,8 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 import head_programs
 import ikattn
-from agreement import assert_close
-from head_programs import MODULES, RANKS, E, H, L, M, N, Results
+from agreement import assert_all_close, assert_close
+from head_programs import MODULES, RANKS, E, H, L, M, N
 from ikattn.parallel import HeadParallel, tensor_parallel_plan
 from processes import run_processes
 
@@ -32,6 +32,10 @@ def test_a_plan_names_what_this_package_knows() -> None:
     assert list(plan) == ["layers.1.self_attn"]
     assert isinstance(plan["layers.1.self_attn"], HeadParallel)
     assert list(tensor_parallel_plan(ikattn.MultiheadAttention(E, H))) == [""]
+    with pytest.raises(ValueError, match=r"expected a model with ikattn\.MultiheadAttention"):
+        tensor_parallel_plan(nn.MultiheadAttention(E, H))
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
+        tensor_parallel_plan({})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +49,12 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return run_processes(head_programs.run, folder, 4)
 
 
-def assert_same(found: Results, expected: Results, tolerance: float = TOLERANCE) -> None:
-    assert found.keys() == expected.keys()
-    scale = 1e-3 * max(x.abs().max().item() for x in expected.values())
-    for name in expected:
-        assert_close(found[name], expected[name], tolerance, name, scale)
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MODULES)
 def test_ranks_compute_what_one_process_does(name, ranks, results):
     expected = head_programs.evaluate(head_programs.make_module(name), per_head=ranks == 4)
     for of_rank in results:
-        assert_same(of_rank[f"{name}, {ranks}"], expected)
+        assert_all_close(of_rank[f"{name}, {ranks}"], expected)
 
 
 @pytest.mark.parametrize("way", ["encoder", "with fsdp"])
@@ -65,14 +62,14 @@ def test_an_encoder_trains_to_what_one_process_gets(way, results):
     expected = head_programs.train(head_programs.make_encoder())
     assert expected["gradient of layers.0.self_attn.spectral.w1"].any()
     for of_rank in results:
-        assert_same(of_rank[way], expected, 1e-9)  # AdamW divides by small numbers
+        assert_all_close(of_rank[way], expected, 1e-9)  # AdamW divides by small numbers
 
 
 def test_the_first_ranks_parameters_and_noise_count(results: list[dict[str, Any]]) -> None:
     for source, expected in results[0]["seeds"].items():
         for of_rank in results:
             found = of_rank["seeds"][source]
-            assert_same(found["after"], expected["before"], 0.0)
+            assert_all_close(found["after"], expected["before"], 0.0)
             assert torch.equal(found["output"], expected["output"])
         assert any(
             not torch.equal(results[1]["seeds"][source]["before"][name], expected["before"][name])
@@ -102,13 +99,13 @@ def test_parameters_on_meta_are_drawn_as_by_one_process(results: list[dict[str, 
         torch.manual_seed(5)
         module.reset_parameters()
         for of_rank in results:
-            assert_same(of_rank["reset"][name], head_programs.whole_state(module), 0.0)
+            assert_all_close(of_rank["reset"][name], head_programs.whole_state(module), 0.0)
         assert found
     module = head_programs.make_module("direct")
     torch.manual_seed(5)
     module.reset_parameters()
     for of_rank in results:
-        assert_same(of_rank["reset with fsdp"], head_programs.whole_state(module), 0.0)
+        assert_all_close(of_rank["reset with fsdp"], head_programs.whole_state(module), 0.0)
 
 
 def test_one_sum_is_sent_each_way(results: list[dict[str, Any]]) -> None:
@@ -135,7 +132,7 @@ def test_a_compiled_call_is_the_same(results: list[dict[str, Any]]) -> None:
 def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(results, folder):
     expected = dict(head_programs.make_encoder().named_parameters())
     for of_rank in results:
-        assert_same(of_rank["checkpoint"], expected, 0.0)
+        assert_all_close(of_rank["checkpoint"], expected, 0.0)
     whole = folder / "whole.pt"
     dcp_to_torch_save(folder / "checkpoint", whole)
     plain = head_programs.make_encoder()
@@ -143,7 +140,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(results, folder):
         for w in plain.parameters():
             w.zero_()
     plain.load_state_dict(torch.load(whole))
-    assert_same(dict(plain.named_parameters()), expected, 0.0)
+    assert_all_close(dict(plain.named_parameters()), expected, 0.0)
 
 
 ERRORS = {
@@ -166,13 +163,6 @@ def test_what_cannot_be_is_refused_on_every_rank(what: str, results: list[dict[s
     assert results[0]["errors"].keys() == ERRORS.keys()
     for of_rank in results:
         assert of_rank["errors"][what].startswith(ERRORS[what])
-
-
-def test_a_plan_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a model with ikattn\.MultiheadAttention"):
-        tensor_parallel_plan(nn.MultiheadAttention(E, H))
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
-        tensor_parallel_plan({})  # type: ignore[arg-type]
 
 
 def test_separate_weights_of_a_checkpoint_load_as_a_packed_one() -> None:

@@ -76,19 +76,6 @@ def test_what_is_no_correlation_matrix_is_refused(correlation, message):
         gaussian_copula_log_density(torch.zeros(2), correlation)
 
 
-def test_a_scale_of_the_prior_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="gaussian_kl: prior_scale must be positive, got 0"):
-        gaussian_kl(torch.zeros(2), torch.zeros(2), prior_scale=0)
-
-
-def test_the_matrix_that_is_not_positive_definite_is_named():
-    good, bad = torch.eye(2), torch.ones(2, 2)
-    with pytest.raises(ValueError, match=r"of matrix \[1, 2\]"):
-        gaussian_copula_log_density(
-            torch.zeros(2), torch.stack([good, good, good, good, good, bad]).view(2, 3, 2, 2)
-        )
-
-
 @each_generator
 def test_densities_of_frequencies_are_symmetric(kind):
     source = kind(2, 3, 40_000, dtype=torch.float64, seed=1).train()
@@ -150,6 +137,11 @@ def test_shapes_and_types_are_named():
         correlation_factor(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"scores must have shape .* H = 3, got \[5, 2\]"):
         gaussian_copula_log_density(torch.zeros(5, 2), torch.eye(3))
+    with pytest.raises(ValueError, match="gaussian_kl: prior_scale must be positive, got 0"):
+        gaussian_kl(torch.zeros(2), torch.zeros(2), prior_scale=0)
+    matrices = torch.stack([torch.eye(2)] * 5 + [torch.ones(2, 2)]).view(2, 3, 2, 2)
+    with pytest.raises(ValueError, match=r"of matrix \[1, 2\]"):
+        gaussian_copula_log_density(torch.zeros(2), matrices)
     for name in ("correlation", "factor"):
         with pytest.raises(TypeError, match=r"floating point, got torch\.int64"):
             gaussian_copula_log_density(torch.zeros(2), **{name: torch.eye(2, dtype=torch.long)})

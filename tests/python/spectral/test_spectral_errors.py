@@ -123,15 +123,10 @@ def test_a_function_that_makes_no_source_is_an_error(returned):
 def test_what_is_no_seed_is_an_error(seed):
     with pytest.raises(ValueError, match=f"seed must be an integer of 64 bits or None, got {seed}"):
         ikattn.MultiheadAttention(E, H, seed=seed)
-
-
-def test_numpys_integers_are_seeds():
-    np = pytest.importorskip("numpy")
-    for spectral in ("direct", "ikan"):
-        first = ikattn.MultiheadAttention(E, H, spectral=spectral, seed=np.int64(3))
-        again = ikattn.MultiheadAttention(E, H, spectral=spectral, seed=3)
-        sources = first.spectral.parameters(), again.spectral.parameters()
-        assert all(torch.equal(*pair) for pair in zip(*sources, strict=True))
+    np = pytest.importorskip("numpy")  # whose integers are seeds
+    for name in ("direct", "ikan"):
+        made = (ikattn.MultiheadAttention(E, H, spectral=name, seed=s) for s in (np.int64(3), 3))
+        assert all(map(torch.equal, *(module.spectral.parameters() for module in made)))
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def test_a_function_makes_the_source_with_options_of_its_own():
     expected = Direct(H, E // H, M, stationary=True, initial="unit angle", seed=1)
     assert torch.equal(module.spectral.w1, expected.w1)
     assert ikattn.MultiheadAttention(E, H, spectral=lambda _: "ikan").spectral.regularizes
-
-
-def test_stationary_is_no_option_of_a_module():
     with pytest.raises(ValueError, match=r"stationary=True is for 'direct', .* got it with a Ikan"):
         ikattn.MultiheadAttention(E, H, spectral=Ikan(H, E // H, M), stationary=True)
 
@@ -101,12 +98,13 @@ def test_state_holds_parameters_alone_and_stock_checkpoints_load(name):
 
 
 @pytest.mark.parametrize("name", ["ikan", "mikan"])
-def test_meta_device_materialises(name):
-    module = ikattn.MultiheadAttention(
-        E, H, spectral=name, num_frequencies=M, device="meta", seed=3
-    )
+def test_a_module_on_the_meta_device_runs_and_materialises(name):
+    options = {"spectral": name, "num_frequencies": M, "seed": 3}
+    module, x = ikattn.MultiheadAttention(E, H, **options, device="meta"), torch.empty(L, N, E)
+    for training in (False, True):
+        assert module.train(training)(*[x.to("meta")] * 3)[0].shape == x.shape
     module.to_empty(device="cpu").reset_parameters()
-    same = ikattn.MultiheadAttention(E, H, spectral=name, num_frequencies=M, seed=3)
+    same = ikattn.MultiheadAttention(E, H, **options)
     assert torch.equal(module.spectral.points, same.spectral.points)
     for a, b in zip(module.spectral.parameters(), same.spectral.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -126,16 +124,8 @@ def test_a_checkpoint_loads_into_a_module_made_on_meta(name, assign):
     assert torch.equal(module.double().spectral.points, source.double().spectral.points)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ["ikan", "mikan"])
-def test_meta_device_runs(name, training):
-    module = ikattn.MultiheadAttention(E, H, spectral=name, num_frequencies=M, device="meta")
-    x = torch.empty(L, N, E, device="meta")
-    assert module.train(training)(x, x, x)[0].shape == x.shape
-
-
 @each(("name",), [("ikan",), ("mikan",)], {"training": [False, True]})
-def test_torch_compile_takes_generators_in_one_graph(name, training):
+def test_torch_compile_and_export_take_generators(name, training):
     torch._dynamo.reset()
     module = make("implicit", spectral=name, num_frequencies=M, batch_first=True, p="learned")
     module.train(training)
@@ -149,14 +139,9 @@ def test_torch_compile_takes_generators_in_one_graph(name, training):
         torch.testing.assert_close(found, ikattn.regularization_loss(module).detach())
         if not training:  # otherwise the draws differ
             torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("name", ["ikan", "mikan"])
-def test_export(name):
-    module = make("implicit", spectral=name, num_frequencies=M, batch_first=True).eval()
-    x = batch(N, L, E)
-    program = torch.export.export(module, (x, x, x))
-    torch.testing.assert_close(program.module()(x, x, x)[0], module(x, x, x)[0])
+    if not training:
+        program = torch.export.export(module, (x, x, x)).module()
+        torch.testing.assert_close(program(x, x, x)[0], module(x, x, x)[0])
 
 
 def test_autocast_does_not_round_frequencies():

@@ -26,6 +26,8 @@ def test_padding_never_enters_the_pooling(value):
         torch.testing.assert_close(got, wanted)
     alone = source(q[:1, :, :3], k[:1, :, :3], None, None)
     torch.testing.assert_close(expected[0][:1], alone[0])
+    everything = torch.ones(N, L, dtype=torch.bool)
+    assert all(x.isfinite().all() for x in source(q, k, everything, everything))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -115,12 +117,6 @@ def test_nested_input_is_averaged_as_far_as_it_goes(key_lengths):
         output, _ = module(q, k, k, need_weights=False)
         for query, key, got in zip(queries, keys, output.unbind(), strict=True):
             torch.testing.assert_close(got, module(query, key, key)[0])
-
-
-def test_a_sequence_of_padding_alone_gives_finite_frequencies():
-    source = generator(Mikan)
-    everything = torch.ones(N, L, dtype=torch.bool)
-    assert all(x.isfinite().all() for x in source(tokens(), tokens(), everything, everything))
 
 
 def test_padding_is_left_out_when_a_checkpoint_computes_again():

@@ -31,6 +31,7 @@ FLOAT64_OUTPUT = 3e-14
 FLOAT64_GRADIENT = 2e-13
 
 Function = Callable[..., Tensor]
+Tensors = dict[str, Tensor]
 
 
 def arithmetic_type(dtype: torch.dtype) -> torch.dtype:
@@ -59,6 +60,14 @@ def assert_close(
 ) -> None:
     found = error(got, truth, scale)
     assert found <= tolerance, f"{what}: error {found:.2e}, allowed {tolerance:.2e}"
+
+
+def assert_all_close(found: Tensors, expected: Tensors, tolerance: float = 1e-12) -> None:
+    """Holds named results to others, small ones relative to a thousandth of the largest."""
+    assert found.keys() == expected.keys()
+    scale = 1e-3 * max(x.abs().max().item() for x in expected.values())
+    for name in expected:
+        assert_close(found[name], expected[name], tolerance, name, scale)
 
 
 def assert_output_accurate(got: Tensor, reference: Tensor, truth: Tensor) -> None:
