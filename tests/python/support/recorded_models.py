@@ -47,9 +47,12 @@ def encoder(norm_first: bool = False, batch_first: bool = True, **options: Any) 
 
 
 def recorded(model: Any, inputs: Any, maps: Any = "all", **options: Any) -> Recording:
-    """A call of a model, with named inputs or one, that is recorded."""
+    """A call of a model, with named inputs, several or one, that is recorded."""
     with torch.no_grad(), record(model, maps, **options) as recording:
-        model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        if isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     return recording
 
 
