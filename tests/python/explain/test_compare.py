@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from math import inf, log2, nan, sqrt
 from pathlib import Path
@@ -17,6 +16,7 @@ import ikattn
 from chromium import Tab
 from ikattn.explain import compare
 from ikattn.explain.comparison._distances import row_sums
+from pages import contents_of, open_page
 from recorded_models import encoder
 from tiny_transformers import build_tiny
 
@@ -343,7 +343,7 @@ def test_the_page_holds_both_models_rows_and_asks_for_nothing(page: Path) -> Non
     text = page.read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|@import|url\(|<link|<img|src=", text)
-    contents = json.loads(re.findall(r'id="contents">(.*?)</script>', text)[0])
+    contents = contents_of(page)
     assert contents["models"] == ["</script>", "{{b}}"]
     assert [one["labels"] for one in contents["sequences"]] == [[["<b>one", "two"]], [["alone"]]]
     assert contents["table"][0]["rank_correlation"] is None
@@ -355,8 +355,7 @@ def text_of(tab: Tab, selector: str) -> str:
 
 
 def test_a_reader_sees_both_maps_and_their_difference(tab: Tab, page: Path) -> None:
-    tab.open(page.as_uri())
-    assert [url for url in tab.requests if not url.startswith("file:")] == []
+    open_page(tab, page)
     assert text_of(tab, "h1") == "</script> beside {{b}}"
     tab.evaluate("document.querySelector('#difference canvas').focus()")
     tab.press("ArrowUp")

@@ -378,8 +378,7 @@ def test_a_map_that_a_run_does_not_have_is_not_reduced() -> None:
     sizes = {"hidden_size": 16, "ffn_dim": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = transformers.OPTConfig(vocab_size=30, word_embed_proj_dim=16, **sizes)
     model = transformers.OPTModel(config).train()  # where dropout hides the sum
-    with torch.no_grad(), record(model, "all", reduce="columns") as recording:
-        model(torch.tensor([[4, 5, 6, 7]]))
+    recording = recorded(model, torch.tensor([[4, 5, 6, 7]]), reduce="columns")
     reduced = recording[recording.names[0]].reduced
     assert "summed" in reduced
     assert "alti" not in reduced
