@@ -120,10 +120,7 @@ def test_a_translation(translator: Path, capsys: pytest.CaptureFixture[str]) -> 
         (("--out", "scores.txt"), r"--out must end in .html or .json"),
         (("--method", "decomp"), r"method must be"),
         (("--method", "rollout:some"), "MAP of rollout:MAP must be one of per_head, summed"),
-        (
-            ("--method", "rollout:with_norm"),
-            "mixing_ratio, alti, projection; take another map",
-        ),
+        (("--method", "rollout:with_norm"), "mixing_ratio, alti, projection; take another map"),
         (("--against", "good bad"), r"--against must be one token"),
         (("--target", ""), r"target must have a token"),
         (("--out", "/no/such/folder/a.json"), r"/no/such/folder"),

@@ -184,8 +184,7 @@ def test_captum_takes_the_methods_for_its_own_and_shows_scores(classifier: Any) 
     assert not method.has_convergence_delta()
     found = method.attribute(IDS, 1, MASK)
     gradients = attr.LayerIntegratedGradients(
-        lambda ids, mask: classifier(ids, attention_mask=mask).logits,
-        classifier.bert.embeddings,
+        lambda ids, mask: classifier(ids, attention_mask=mask).logits, classifier.bert.embeddings
     )
     of_captum = gradients.attribute(IDS, target=1, additional_forward_args=MASK).sum(-1)
     assert of_captum.shape == found.shape

@@ -10,15 +10,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close, assert_identical, error
-from contribution_samples import (
-    BLOCK,
-    PADDED,
-    Sample,
-    differentiable,
-    maps_of,
-    named,
-    replaced,
-)
+from contribution_samples import BLOCK, PADDED, Sample, differentiable, maps_of, named, replaced
 
 
 @pytest.mark.parametrize(
