@@ -82,9 +82,7 @@ def test_translation_learns_a_dictionary(captions, monkeypatch):
 
 
 @pytest.mark.full
-def test_models_that_were_kept_are_measured_without_training(
-    tmp_path: Path, captions: Path
-) -> None:
+def test_models_that_were_kept_are_measured_without_training(tmp_path, captions):
     options = ["--data", captions, "--quick", "--attention", "mikan", "--models", "kept"]
     for file in ("a.csv", "b.csv"):
         ran("translation", *options, "--csv", file, cwd=tmp_path)

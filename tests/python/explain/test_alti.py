@@ -75,9 +75,7 @@ NORMS = {
 @pytest.mark.parametrize("norm", [None, *NORMS])
 @pytest.mark.parametrize("output_norm", [None, "rms norm"])
 @pytest.mark.parametrize("distance", ["l1", "l2"])
-def test_alti_is_its_definition(
-    norm: str | None, output_norm: str | None, distance: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alti_is_its_definition(norm, output_norm, distance, monkeypatch):
     norms = {"norm": norm and NORMS[norm], "output_norm": output_norm and NORMS[output_norm]}
     given = arguments(**norms)
     expected = definition(given, 1 if distance == "l1" else 2)

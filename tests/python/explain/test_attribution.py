@@ -427,9 +427,7 @@ def test_the_model_is_left_as_it_was() -> None:
         (lambda: nn.Linear(5, 5).eval(), {}, r"must have attention|must give logits"),
     ],
 )
-def test_what_cannot_be_attributed_is_told(
-    build: Callable[[], Any], options: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_attributed_is_told(build, options, message):
     model = build()
     inputs: Any = PROMPT
     if build is seq2seq:

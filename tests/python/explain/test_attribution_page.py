@@ -310,9 +310,7 @@ def test_colours_tell_the_sign_and_the_size(tab: Tab, tmp_path: Path) -> None:
     assert len({*light[:3], *dark[:2]}) == 5  # and no colour is the same in both
 
 
-def test_a_token_tells_its_number_when_it_is_pointed_at_or_has_the_focus(
-    tab: Tab, tmp_path: Path
-) -> None:
+def test_a_token_tells_its_number_when_it_is_pointed_at_or_has_the_focus(tab, tmp_path):
     opened(tab, attribution(), tmp_path)
     assert tab.evaluate("document.querySelector('#tip').hidden")
     tab.move(*centre(tab, "#texts .token", 1))

@@ -35,9 +35,7 @@ def classifier() -> Any:
     [(2, [2, 2]), (torch.tensor(2), [2, 2]), ([0, 2], [0, 2]), (torch.tensor([1, 0]), [1, 0])],
     ids=str,
 )
-def test_classes_are_chosen_as_captum_has_it(
-    classifier: Any, target: Any, classes: list[int]
-) -> None:
+def test_classes_are_chosen_as_captum_has_it(classifier, target, classes):
     found = DecompX(classifier).attribute(IDS, target, MASK)
     assert_close(found, scores(classifier, INPUTS, classes), TOLERANCE)
     assert not found[MASK == 0].any()

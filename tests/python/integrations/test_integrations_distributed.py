@@ -58,18 +58,14 @@ def assert_same(found: Parameters, expected: Parameters, tolerance: float = TOLE
 
 
 @each_way
-def test_gradients_are_those_of_one_process(
-    way: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+def test_gradients_are_those_of_one_process(way, results, alone):
     assert any(alone["gradients"][f"layers.{i}.self_attn.spectral.w1"].any() for i in range(2))
     for of_rank in results:
         assert_same(of_rank[way]["gradients"], alone["gradients"])
 
 
 @each_way
-def test_training_ends_where_one_process_ends(
-    way: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+def test_training_ends_where_one_process_ends(way, results, alone):
     start = dict(make_model().named_parameters())
     assert all((w != start[name]).any() for name, w in alone["parameters"].items())
     for of_rank in results:
@@ -77,9 +73,7 @@ def test_training_ends_where_one_process_ends(
 
 
 @each_part
-def test_each_process_holds_its_share_of_the_frequencies(
-    part: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+def test_each_process_holds_its_share_of_the_frequencies(part, results, alone):
     shares = [of_rank[f"fsdp, {part}"]["share of w1"][""] for of_rank in results]
     whole = alone["parameters"]["layers.0.self_attn.spectral.w1"]
     assert all(share.numel() < whole.numel() for share in shares)
@@ -87,9 +81,7 @@ def test_each_process_holds_its_share_of_the_frequencies(
 
 
 @each_part
-def test_a_whole_state_dict_goes_to_a_plain_model_and_to_a_sharded_one(
-    part: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+def test_a_whole_state_dict_goes_to_a_plain_model_and_to_a_sharded_one(part, results, alone):
     for of_rank in results:
         found = of_rank[f"fsdp, {part}"]
         plain = make_model(seed=1)
@@ -100,9 +92,7 @@ def test_a_whole_state_dict_goes_to_a_plain_model_and_to_a_sharded_one(
 
 @each_part
 @pytest.mark.usefixtures("results")
-def test_a_checkpoint_of_shards_loads_in_one_process(
-    part: str, folder: Path, alone: dict[str, Parameters]
-) -> None:
+def test_a_checkpoint_of_shards_loads_in_one_process(part, folder, alone):
     plain: nn.Module = make_model(seed=1)
     state = plain.state_dict()
     with warnings.catch_warnings():
@@ -112,9 +102,7 @@ def test_a_checkpoint_of_shards_loads_in_one_process(
     assert_same(dict(plain.named_parameters()), alone["parameters"])
 
 
-def test_sharded_parameters_compute_in_bfloat16(
-    results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+def test_sharded_parameters_compute_in_bfloat16(results, alone):
     for of_rank in results:
         found = of_rank["fsdp, bfloat16"]
         assert_same(found["parameters"], alone["parameters"], 0.05)

@@ -112,26 +112,6 @@ def test_a_module_of_several_places_is_recorded_once() -> None:
     assert recording.names == ["one", "three"]
 
 
-def test_maps_stream_to_a_callback_and_are_not_kept() -> None:
-    model = encoder()
-    seen: list[tuple[int, Layer, Contributions]] = []
-    with torch.no_grad(), record(model, on_layer=lambda *args: seen.append(args)) as recording:
-        model(torch.randn(1, 3, 16))
-        assert len(seen) == 2
-        model(torch.randn(2, 4, 16))
-    assert [(number, layer.name) for number, layer, _ in seen] == [
-        (0, "layers.0.self_attn"),
-        (0, "layers.1.self_attn"),
-        (1, "layers.0.self_attn"),
-        (1, "layers.1.self_attn"),
-    ]
-    assert seen[2][2].summed.shape == (2, 4, 4)
-    assert recording.batches == []
-    assert recording.names == ["layers.0.self_attn", "layers.1.self_attn"]
-    with pytest.raises(LookupError, match="on_layer"):
-        recording["layers.0.self_attn"]
-
-
 @torch.no_grad()
 def test_what_replaces_sdpa_while_a_model_is_recorded_is_told_and_put_back() -> None:
     before, model = F.scaled_dot_product_attention, nn.Sequential(Block()).eval()
@@ -592,13 +572,21 @@ def test_batches_are_there_where_somebody_looks_and_in_copies(waits: bool) -> No
 
 def test_on_layer_gets_layers_once_they_have_been_looked_at(waits: bool) -> None:
     model, x, seen = Changing().eval(), torch.randn(B, L, D), []
-    with record(model, maps=MADE, on_layer=lambda n, layer, maps: seen.append((n, layer.name))):
+
+    def note(number: int, layer: Layer, maps: Contributions) -> None:
+        assert maps.summed.shape == (B, L, L)
+        seen.append((number, layer.name))
+
+    with record(model, maps=MADE, on_layer=note) as recording:
         model(x)
         assert seen == [(0, "blocks.0.self_attn"), (0, "blocks.1.self_attn")]
         model.more = 0.1
         with pytest.raises(RuntimeError, match=r"blocks\.1\.self_attn does not add up"):
             model(x)
     assert seen[2:] == [(1, "blocks.0.self_attn")]
+    assert recording.batches == []
+    with pytest.raises(LookupError, match="on_layer"):
+        recording["blocks.0.self_attn"]
 
 
 def test_a_sum_that_dropout_hides_in_training_is_no_error(waits: bool) -> None:

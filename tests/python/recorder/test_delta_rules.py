@@ -165,9 +165,7 @@ class Noted:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
-def test_maps_of_delta_rules_are_those_of_explicit_vectors(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_of_delta_rules_are_those_of_explicit_vectors(kind, monkeypatch):
     model, call = tiny(kind), text(70 if kind in ("qwen3_next", "kimi_linear") else 9, padded=3)
     expected_output = model(**call)[0]
     noted = Noted(model, monkeypatch)
