@@ -24,9 +24,9 @@ from ikattn.cli import analyze as analyzing
 from ikattn.cli import results
 from ikattn.cli.index import overview
 from ikattn.maps import load_maps
-from ikattn.recorder import record
+from recorded_models import recorded
 from recordings import recording_of
-from saved_models import SIZES, save_model
+from saved_models import BART, SIZES, save_model
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
 LINES = (
@@ -36,9 +36,6 @@ LINES = (
     "it was too tired",
     "water",
 )
-BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 2}
-BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "max_position_embeddings": 32}
-BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 LAYER = "encoder.layer.1.attention.self"
 
 
@@ -69,9 +66,7 @@ def entries_in(folder: Path) -> list[dict[str, Any]]:
 def recorded_alone(folder: Path, text: str, maps: tuple[str, ...]) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
-    with torch.no_grad(), record(model, maps) as recording:
-        model(**tokenizer(text, return_tensors="pt"))
-    return recording
+    return recorded(model, {**tokenizer(text, return_tensors="pt")}, maps)
 
 
 def test_a_model_with_implicit_attention_is_analyzed_with_its_frequencies(tmp_path, bert, text):
@@ -81,8 +76,7 @@ def test_a_model_with_implicit_attention_is_analyzed_with_its_frequencies(tmp_pa
     assert analyze("--model", folder, "--file", text, "--format", "npz", "--out", out) == 0
     first = load_maps(out / "line-000001.npz")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    with torch.no_grad(), record(model, ("summed",)) as recording:
-        model(**tokenizer(LINES[0], return_tensors="pt"))
+    recording = recorded(model, {**tokenizer(LINES[0], return_tensors="pt")}, "summed")
     mine, theirs = first[LAYER].summed, recording[LAYER].summed
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
@@ -108,12 +102,8 @@ def test_every_line_gets_its_maps_without_padding(tmp_path: Path, bert: Path, te
         for name in ("weights", "summed"):
             mine, theirs = getattr(found[LAYER], name), getattr(alone[LAYER], name)
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(
-            found[LAYER].mixing_ratio["encoder"],
-            alone[LAYER].mixing_ratio["encoder"],
-            rtol=1e-4,
-            atol=1e-6,
-        )
+        mine, theirs = (x[LAYER].mixing_ratio["encoder"] for x in (found, alone))
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_all_formats_and_an_index_of_pages(tmp_path: Path, bert: Path) -> None:
@@ -188,9 +178,8 @@ def test_what_is_not_finite_has_no_number_in_the_index(wrong: float) -> None:
 def test_long_line_is_cut_with_a_notice(tmp_path, bert, capsys):
     (tmp_path / "text").write_bytes("\ufeffwater\r\n".encode() + b"the " * 30 + b"\nwater")
     out = tmp_path / "out"
-    assert (
-        analyze("--model", bert, "--file", tmp_path / "text", "--out", out, "--format", "npz") == 0
-    )
+    call = ("--model", bert, "--file", tmp_path / "text", "--out", out, "--format", "npz")
+    assert analyze(*call) == 0
     assert "line 2: 32 tokens, cut to 16" in capsys.readouterr().err
     entries = entries_in(out)
     assert [entry["truncated"] for entry in entries] == [False, True, False]
@@ -221,14 +210,9 @@ def test_target_text_is_read_by_the_decoder(tmp_path: Path, bart: Path) -> None:
     found = load_maps(out / "line-000001.npz")
     assert found.batches[0].tokens == [["[CLS]", "the", "animal", "was", "tired", "[SEP]"]]
     assert found.batches[0].target_tokens == [["[SEP]", "[CLS]", "ein", "Tier"]]
-    shapes = {
-        (layer.kind, layer.side): found[name].summed.shape for name, layer in found.layers.items()
-    }
-    assert shapes == {
-        ("self", "encoder"): (1, 6, 6),
-        ("self", "decoder"): (1, 4, 4),
-        ("cross", "decoder"): (1, 4, 6),
-    }
+    shapes = {(x.kind, x.side): found[name].summed.shape for name, x in found.layers.items()}
+    decoder = {("self", "decoder"): (1, 4, 4), ("cross", "decoder"): (1, 4, 6)}
+    assert shapes == decoder | {("self", "encoder"): (1, 6, 6)}
     cross = next(name for name, layer in found.layers.items() if layer.kind == "cross")
     assert found[cross].with_residual is None  # which no cross-attention has
     assert found[cross].with_norm is not None
@@ -469,11 +453,9 @@ def test_map_that_the_model_has_not_is_said(tmp_path, capsys):
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
     gpt2 = save_model(tmp_path / "gpt2", "GPT2", **sizes)
     arguments = ("--text", "water", "--maps", "with_norm", "--format", "npz")
-    assert analyze("--model", gpt2, *arguments, "--out", tmp_path / "o") == 1
-    assert (
-        "has the map 'with_norm': its block normalises before the attention"
-        in capsys.readouterr().err
-    )
+    capsys.readouterr()
+    said = refused(capsys, "--model", gpt2, *arguments, "--out", tmp_path / "o")
+    assert "has the map 'with_norm': its block normalises before the attention" in said
 
 
 def test_maps_that_some_layers_lack_are_named_once(tmp_path, bart, capsys):

@@ -8,9 +8,9 @@ import torch
 from families import ALONE, POST, PRE
 from ikattn import cli
 from ikattn.maps import load_maps
-from ikattn.recorder import record
+from recorded_models import recorded
 from tiers import share
-from tiny_texts import tiny_tokenizer
+from tiny_texts import save_tiny
 from tiny_transformers import build_tiny
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
@@ -21,8 +21,7 @@ TEXT, TARGET = torch.arange(5, 11)[None], torch.arange(7, 10)[None]  # w1 to w6,
 @pytest.mark.parametrize("kind", share([*PRE, *POST, *ALONE], 0))
 def test_each_layer_gives_the_maps_that_record_finds(kind, tmp_path, capsys):
     model = build_tiny(kind)
-    model.save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model", model)
     options = ["--text", "w1 w2 w3 w4 w5 w6", "--format", "npz", "--out", str(tmp_path / "out")]
     inputs = {"input_ids": TEXT}
     if model.config.is_encoder_decoder:
@@ -39,8 +38,7 @@ def test_each_layer_gives_the_maps_that_record_finds(kind, tmp_path, capsys):
         return
     assert status == 0
     found = load_maps(tmp_path / "out" / "line-000001.npz")
-    with torch.no_grad(), record(model, None) as expected:
-        model(**inputs)
+    expected = recorded(model, inputs, None)
     assert found.names == expected.names
     for name in found:
         mine, theirs = found[name], expected[name]

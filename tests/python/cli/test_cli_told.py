@@ -16,21 +16,15 @@ import pytest
 
 from ikattn import cli
 from ikattn.cli import command
-from tiny_texts import tiny_model, tiny_tokenizer
+from tiny_texts import save_tiny, tiny_model
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
 tokenizers = pytest.importorskip("tokenizers", reason="pip install 'ikattn[analyze]'")
 
 
-def save(folder: Path, model: Any, tokenizer: Any = None) -> Path:
-    model.save_pretrained(folder)
-    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("decoder"), tiny_model("GPT2LMHeadModel"))
+    return save_tiny(tmp_path_factory.mktemp("decoder"), tiny_model("GPT2LMHeadModel"))
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 1) -> str:
@@ -130,7 +124,7 @@ def test_letters_that_a_stream_lacks_are_escaped(tmp_path, monkeypatch):
     made = tokenizers.Tokenizer(words)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "removed")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?")
-    model = save(tmp_path / "model", tiny_model("GPT2LMHeadModel"), tokenizer)
+    model = save_tiny(tmp_path / "model", tiny_model("GPT2LMHeadModel"), tokenizer)
     out = io.BytesIO()
     with io.TextIOWrapper(out, encoding="latin-1") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -208,7 +202,7 @@ def test_a_model_that_needs_an_image_beside_the_text_is_told(tmp_path, capsys):
         text_config={**text, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2},
         vision_config=image,
     )
-    model = save(tmp_path / "clip", transformers.CLIPModel(config))
+    model = save_tiny(tmp_path / "clip", transformers.CLIPModel(config))
     said = told(capsys, *analysis(model, tmp_path / "out"))
     assert "(clip), called with 4 token ids and nothing else: " in said
 
@@ -218,7 +212,7 @@ def test_a_tokenizer_needs_no_special_tokens(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
-    model = save(tmp_path / "model", tiny_model("GPT2LMHeadModel"), tokenizer)
+    model = save_tiny(tmp_path / "model", tiny_model("GPT2LMHeadModel"), tokenizer)
     texts = ("--text", "w1 w2 w3", "--text", "w5", "--text", "")
     assert cli.main([*map(str, analysis(model, tmp_path / "out", *texts))]) == 0
     entries = (tmp_path / "out" / "lines.jsonl").read_text().splitlines()
@@ -226,7 +220,7 @@ def test_a_tokenizer_needs_no_special_tokens(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_told(tmp_path, capsys):
-    model = save(tmp_path / "model", tiny_model("GPT2LMHeadModel", vocab_size=20))
+    model = save_tiny(tmp_path / "model", tiny_model("GPT2LMHeadModel", vocab_size=20))
     message = "'w30' the number 34, and the model has a table of 20 tokens"
     assert message in told(capsys, *analysis(model, tmp_path / "out", "--text", "w1 w30 w3"))
     assert message in told(capsys, "attribute", "--model", model, "--prompt", "w1 w30")
@@ -244,7 +238,7 @@ def test_a_model_without_a_tokenizer_is_told(tmp_path, capsys):
 def test_weights_that_are_missing_are_named_once(tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
-    masked = save(tmp_path / "masked", tiny_model("BertForMaskedLM"))
+    masked = save_tiny(tmp_path / "masked", tiny_model("BertForMaskedLM"))
     cli.main([*map(str, analysis(masked, tmp_path / "whole"))])
     assert "no weights" not in capsys.readouterr().err  # but a pooler's, which maps do not read
     weights = load_file(masked / "model.safetensors")

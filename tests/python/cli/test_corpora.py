@@ -14,7 +14,7 @@ from ikattn import cli
 from ikattn.cli import analyze as analyzing
 from ikattn.explain import CorpusSums
 from ikattn.maps import load_maps
-from saved_models import SIZES, save_model
+from saved_models import BART, SIZES, save_model
 
 pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
 
@@ -73,10 +73,7 @@ def test_lines_of_a_table_are_those_of_a_text(tmp_path, bert, alone):
 
 
 def test_a_table_holds_the_decoders_text_and_line_breaks(tmp_path: Path) -> None:
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 2}
-    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
-    sizes |= {"decoder_ffn_dim": 32, "max_position_embeddings": 32}
-    bart = save_model(tmp_path / "bart", "Bart", **sizes)
+    bart = save_model(tmp_path / "bart", "Bart", **BART)
     rows = [{"de": "ein\nTier", "en": "the animal"}, {"de": "Tier", "en": "animal"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("--file", tmp_path / "pairs.jsonl", "--column", "en", "--target-column", "de")

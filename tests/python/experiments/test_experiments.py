@@ -8,34 +8,29 @@ from types import ModuleType
 
 import pytest
 
-from experiment_programs import run
+from experiment_programs import load, ran, run
 from programs import import_program
 
-OPTIONS = {
-    "initial_width.py": ["--heads", "1", "--head-dims", "8"],
-    "evaluation_noise.py": [],
-    "rounded_features.py": [],
-}
+OPTIONS = {"initial_width": ["--heads", "1", "--head-dims", "8"]}
+OPTIONS |= {"evaluation_noise": [], "rounded_features": []}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_comparisons_run(source_tree: Path, tmp_path: Path, name: str) -> None:
     options = OPTIONS[name]
-    if name == "rounded_features.py":
+    if name == "rounded_features":
         folder = source_tree.parent / "shared/data/regression"
         if not folder.is_dir():
             pytest.skip(f"there is no {folder}")
         options = ["--regression", str(folder)]
-    result = run(source_tree, name, "--quick", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "nan" not in result.stdout
+    assert "nan" not in ran(name, "--quick", *options, cwd=tmp_path)
 
 
 @pytest.fixture
-def everything(source_tree: Path, tmp_path: Path) -> ModuleType:
+def everything(tmp_path: Path) -> ModuleType:
     """The program that runs all experiments; ``tmp_path / "data"`` holds what it looks for."""
-    program = import_program(source_tree / "experiments/everything.py")
+    program = load("everything")
     markers = [marker for marker in program.MARKERS.values() if marker is not None]
     for number, marker in enumerate((*markers, "alignment.talp")):
         (tmp_path / f"data/{number}").mkdir(parents=True)
@@ -43,9 +38,7 @@ def everything(source_tree: Path, tmp_path: Path) -> ModuleType:
     return program
 
 
-def test_everything_is_called_with_options_that_there_are(
-    source_tree: Path, tmp_path: Path, everything: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_called_with_options_that_there_are(tmp_path, everything, monkeypatch):
     """Options are parsed alone; each program's own --quick runs in a test of its own."""
     pytest.importorskip("torch_geometric", reason="pip install 'ikattn[pyg]'")
     (tmp_path / "out").mkdir()
@@ -85,8 +78,8 @@ def test_everything_follows_links_and_survives_a_bad_log(tmp_path, everything, c
     assert "a.log.partial" in capsys.readouterr().out
 
 
-def test_everything_names_the_data_that_are_missing(source_tree: Path, tmp_path: Path) -> None:
-    result = run(source_tree, "everything.py", "--data", tmp_path, "--out", "out", cwd=tmp_path)
+def test_everything_names_the_data_that_are_missing(tmp_path: Path) -> None:
+    result = run("everything", "--data", tmp_path, "--out", "out", cwd=tmp_path)
     assert result.returncode == 2
     assert f"{tmp_path} holds no train.lc.norm.tok.de" in result.stderr
     assert not (tmp_path / "out").exists()

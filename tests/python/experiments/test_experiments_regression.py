@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from experiment_programs import rows_of, run
-from programs import import_program
+from experiment_programs import load, ran, refusal, rows_of
+
+regression = load("regression")
 
 
 @pytest.fixture
-def regression(source_tree: Path) -> ModuleType:
-    return import_program(source_tree / "experiments/regression.py")
-
-
-@pytest.fixture
-def tables(tmp_path: Path, regression: ModuleType) -> Path:
+def tables(tmp_path: Path) -> Path:
     """A folder of data as regression.py wants it."""
     table = np.random.RandomState(0).uniform(-1, 1, (40, 3))
     for name, data_set in regression.DATA_SETS.items():
@@ -33,24 +28,20 @@ def tables(tmp_path: Path, regression: ModuleType) -> Path:
 
 
 @pytest.mark.full
-def test_regression_runs_every_attention_and_order(source_tree, tmp_path, tables):
+def test_regression_runs_every_attention_and_order(tmp_path: Path, tables: Path) -> None:
     options = ["--data", tables, "--datasets", "airline", "housing", "--epochs", 2]
     options += ["--repeats", 1, "--p", 1.5, "none", "learned", "--csv", "a.csv", "--plot", "a.png"]
-    result = run(source_tree, "regression.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    told = ran("regression", *options, cwd=tmp_path)
     runs = rows_of(tmp_path / "a.csv")
     assert len(runs) == 2 * (1 + 4 * 3)
     assert all(0 < float(run["best_rmse"]) <= float(run["last_rmse"]) for run in runs)
-    assert "selected on the test set" in result.stdout
+    assert "selected on the test set" in told
 
 
-def test_regression_names_the_file_that_is_missing_and_its_origin(source_tree, tmp_path):
-    result = run(source_tree, "regression.py", "--data", "nowhere", cwd=tmp_path)
-    assert result.returncode == 1
-    assert f"{Path('nowhere/airline_passengers/train.csv')} is missing" in result.stderr
-    assert "part of github.com/MushroomHunting" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_regression_names_the_file_that_is_missing_and_its_origin(tmp_path: Path) -> None:
+    told = refusal("regression", "--data", "nowhere", cwd=tmp_path)
+    assert f"{Path('nowhere/airline_passengers/train.csv')} is missing" in told
+    assert "part of github.com/MushroomHunting" in told
 
 
 @pytest.mark.parametrize(
@@ -69,13 +60,7 @@ def test_regression_names_the_file_that_is_missing_and_its_origin(source_tree, t
         (["--cost", "--plot", "a.png"], "--cost has no plot"),
     ],
 )
-def test_regression_rejects_options_before_it_computes(
-    regression: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
-) -> None:
+def test_regression_rejects_options_before_it_computes(options, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["regression.py", "--data", ".", *options])
     with pytest.raises(SystemExit):
         regression.parse_options()
@@ -83,12 +68,8 @@ def test_regression_rejects_options_before_it_computes(
 
 
 def test_a_run_that_has_ended_is_kept_when_the_next_is_interrupted(
-    regression: ModuleType,
-    tables: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tables, tmp_path, monkeypatch, capsys
+):
     ended: list[int] = []
 
     def train_epoch(*_: object) -> None:
@@ -107,7 +88,7 @@ def test_a_run_that_has_ended_is_kept_when_the_next_is_interrupted(
     assert [row["repeat"] for row in rows_of(tmp_path / "a.csv")] == ["0", "1"]
 
 
-def test_a_run_that_diverges_leaves_the_others(regression, tables, tmp_path, monkeypatch, capsys):
+def test_a_run_that_diverges_leaves_the_others(tables, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("regression_protocol.LEARNING_RATE", 1e30)
     options = ["--data", tables, "--datasets", "airline", "--attention", "direct", "softmax"]
     options += ["--repeats", 2, "--epochs", 9, "--csv", tmp_path / "a.csv"]
@@ -127,14 +108,14 @@ def test_a_run_that_diverges_leaves_the_others(regression, tables, tmp_path, mon
         ("1,2\n", "expected at least 10 rows in all, got 2"),
     ],
 )
-def test_a_table_of_too_little_or_too_much_is_named(regression, tables, text, message):
+def test_a_table_of_too_little_or_too_much_is_named(tables, text, message):
     for file in regression.DATA_SETS["airline"].files:
         (tables / file).write_text(text)
     with pytest.raises(ValueError, match=message):
         regression.load(tables, "airline")
 
 
-def test_a_table_of_what_is_no_number_is_named(regression: ModuleType, tables: Path) -> None:
+def test_a_table_of_what_is_no_number_is_named(tables: Path) -> None:
     path = tables / "airline_passengers/train.csv"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], "0.5,nan", *lines[2:]]))
@@ -145,7 +126,7 @@ def test_a_table_of_what_is_no_number_is_named(regression: ModuleType, tables: P
         regression.load(tables, "housing")
 
 
-def test_tables_are_scaled(regression: ModuleType, tables: Path) -> None:
+def test_tables_are_scaled(tables: Path) -> None:
     x, y = regression.load(tables, "housing")
     assert x.shape == (40, 2)
     for column in (*x.T, *y.T):
@@ -153,7 +134,7 @@ def test_tables_are_scaled(regression: ModuleType, tables: Path) -> None:
         assert column.max() == 1
 
 
-def test_concrete_is_inputs_and_a_value_in_two_files(regression: ModuleType, tables: Path) -> None:
+def test_concrete_is_inputs_and_a_value_in_two_files(tables: Path) -> None:
     table = np.random.RandomState(1).uniform(0, 500, (30, 9))  # 8 inputs and the strength
     np.savetxt(tables / "concrete" / "train.csv", table[:20], delimiter=",")
     np.savetxt(tables / "concrete" / "test.csv", table[20:], delimiter=",")
@@ -167,7 +148,7 @@ def test_concrete_is_inputs_and_a_value_in_two_files(regression: ModuleType, tab
         regression.load(tables, "concrete")
 
 
-def test_regression_tests_on_a_tenth_that_differs_between_repeats(regression: ModuleType) -> None:
+def test_regression_tests_on_a_tenth_that_differs_between_repeats() -> None:
     splits = regression.draw_splits(144, seed=1000)
     (train, test), (_, other) = next(splits), next(splits)
     assert (len(train), len(test)) == (129, 15)
@@ -176,7 +157,7 @@ def test_regression_tests_on_a_tenth_that_differs_between_repeats(regression: Mo
 
 
 @pytest.mark.parametrize("p", ["2", "3", "none"])
-def test_the_eager_formulation_is_the_same_attention(regression: ModuleType, p: str) -> None:
+def test_the_eager_formulation_is_the_same_attention(p: str) -> None:
     torch.manual_seed(0)
     eager = regression.Regressor(1, regression.Setting("co2", "eager", p))
     fused = regression.Regressor(1, regression.Setting("co2", "direct", p))
@@ -186,13 +167,11 @@ def test_the_eager_formulation_is_the_same_attention(regression: ModuleType, p: 
 
 
 @pytest.mark.full
-def test_cost_is_measured_in_processes_of_their_own(source_tree, tmp_path, tables):
+def test_cost_is_measured_in_processes_of_their_own(tmp_path: Path, tables: Path) -> None:
     options = ["--data", tables, "--datasets", "parkinsons", "--cost", "--csv", "a.csv"]
-    result = run(source_tree, "regression.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    rows = result.stdout.splitlines()[1:]
+    rows = ran("regression", *options, cwd=tmp_path).splitlines()[1:]
     assert [row.split()[1].rstrip(",") for row in rows] == ["direct", "mikan", "eager"]
-    assert all(row.endswith("MiB") for row in rows), result.stdout
+    assert all(row.endswith("MiB") for row in rows), rows
     costs = rows_of(tmp_path / "a.csv")
     assert [cost["attention"] for cost in costs] == ["direct", "mikan", "eager"]
     assert all(float(cost["seconds_per_epoch"]) > 0 for cost in costs)

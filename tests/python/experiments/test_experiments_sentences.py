@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from experiment_programs import rows_of, run
-from programs import import_program
+from experiment_programs import load, ran, rows_of, write_labelled
+
+sentences = load("sentences")
 
 
 @pytest.fixture
-def sentences(source_tree: Path) -> ModuleType:
-    return import_program(source_tree / "experiments/sentences.py")
-
-
-@pytest.fixture
-def texts(tmp_path: Path, sentences: ModuleType) -> Path:
+def texts(tmp_path: Path) -> Path:
     """A folder of data as sentences.py wants it."""
     folder = tmp_path / "texts"
     folder.mkdir()
     words = ["a", "good", "bad", "film", "caf\xe9"]
+    lines = [f"{' '.join(words[: 1 + i % 5])} ." for i in range(50)]
     for files in sentences.DATA_SETS.values():
-        for file in files:
-            lines = [f"{i % 2} {' '.join(words[: 1 + i % 5])} ." for i in range(50)]
-            (folder / file).write_text("\n".join(lines) + "\n", encoding="latin-1")
+        write_labelled(folder, files, lines)
     return folder
 
 
 @pytest.mark.full
-def test_sentences_run_every_attention(source_tree: Path, tmp_path: Path, texts: Path) -> None:
+def test_sentences_run_every_attention(tmp_path: Path, texts: Path) -> None:
     options = ["--data", texts, "--quick", "--p", "2", "learned", "--csv", "a.csv"]
-    result = run(source_tree, "sentences.py", *options, "--plot", "a.png", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    ran("sentences", *options, "--plot", "a.png", cwd=tmp_path)
     runs = rows_of(tmp_path / "a.csv")
     assert len(runs) == 4 * (1 + 4 * 2)
     assert all(0 <= float(run["test_accuracy"]) <= 1 for run in runs)
 
 
 @pytest.mark.parametrize("label", ["\xb2", "5000000"])
-def test_what_cannot_be_a_class_is_named(sentences: ModuleType, texts: Path, label: str) -> None:
+def test_what_cannot_be_a_class_is_named(texts: Path, label: str) -> None:
     path = texts / "subj.all"
     path.write_text(f"1 a film\n{label} a film\n", encoding="latin-1")
     with pytest.raises(ValueError, match=f"subj.all, line 2: .* below 1000, got '{label}'"):
@@ -50,7 +42,7 @@ def test_what_cannot_be_a_class_is_named(sentences: ModuleType, texts: Path, lab
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_training_validation_and_test_sets_are_disjoint(sentences: ModuleType, parts: int) -> None:
+def test_training_validation_and_test_sets_are_disjoint(parts: int) -> None:
     files = [[sentences.Sentence(0, [f"{part}.{i}"]) for i in range(100)] for part in range(parts)]
     for seed in range(2):
         splits = sentences.split(files, seed)
@@ -61,7 +53,7 @@ def test_training_validation_and_test_sets_are_disjoint(sentences: ModuleType, p
         assert splits.test == files[-1]
 
 
-def test_padding_does_not_change_what_a_sentence_is(sentences: ModuleType) -> None:
+def test_padding_does_not_change_what_a_sentence_is() -> None:
     torch.manual_seed(0)
     model = sentences.Classifier(20, 3, "mikan", "2").eval()
     words = torch.tensor([[3, 5, 7]])

@@ -6,23 +6,19 @@ import math
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from experiment_programs import ATTENTIONS, rows_of, run
+from experiment_programs import ATTENTIONS, load, ran, refusal, rows_of, run
 from ikattn.explain import Alignments
-from programs import import_program
 
 NOUNS = {"hund": "dog", "kind": "child", "mann": "man", "ball": "ball", "haus": "house"}
 GERMAN_TO_ENGLISH = {"ein": "a", "sieht": "sees", **NOUNS}
 
 
-@pytest.fixture
-def translation(source_tree: Path) -> ModuleType:
-    return import_program(source_tree / "experiments/translation.py")
+translation = load("translation")
 
 
 def write_pairs(path: Path, ending: str, count: int, seed: int) -> list[list[str]]:
@@ -40,7 +36,7 @@ def write_pairs(path: Path, ending: str, count: int, seed: int) -> list[list[str
 
 
 @pytest.fixture
-def captions(tmp_path: Path, translation: ModuleType) -> Path:
+def captions(tmp_path: Path) -> Path:
     """A folder of data as translation.py wants it."""
     folder = tmp_path / "captions"
     folder.mkdir()
@@ -61,12 +57,10 @@ def aligned(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_translation_runs_every_attention(source_tree, tmp_path, captions, aligned):
+def test_translation_runs_every_attention(tmp_path: Path, captions: Path, aligned: Path) -> None:
     options = ["--data", captions, "--quick", "--p", "none", "--csv", "a.csv"]
     options += ["--plot", "a.png", "--align", aligned, "--align-csv", "b.csv"]
-    result = run(source_tree, "translation.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    told = ran("translation", *options, cwd=tmp_path)
     runs = rows_of(tmp_path / "a.csv")
     assert [row["attention"] for row in runs] == ATTENTIONS
     assert all(float(row["validation_perplexity"]) > 1 for row in runs)
@@ -74,12 +68,12 @@ def test_translation_runs_every_attention(source_tree, tmp_path, captions, align
     alignments = rows_of(tmp_path / "b.csv")
     assert len(alignments) == 4 * len(runs)  # weights and norms, AWI and AWO
     assert all(0 <= float(row["error_rate"]) <= 1 for row in alignments)
-    assert "10 aligned pairs: of their words the training set has 100 % (source)" in result.stdout
-    assert "linking along the diagonal has the error rate 0.0 %" in result.stdout
+    assert "10 aligned pairs: of their words the training set has 100 % (source)" in told
+    assert "linking along the diagonal has the error rate 0.0 %" in told
 
 
 @pytest.mark.full
-def test_translation_learns_a_dictionary(translation, captions, monkeypatch):
+def test_translation_learns_a_dictionary(captions, monkeypatch):
     monkeypatch.setattr("parallel_text.BATCH_TOKENS", 100)
     corpus = translation.read_corpus(captions, "test_2016_flickr")
     fitted = translation.fit(corpus, "direct", "2", seed=0, epochs=10)
@@ -88,29 +82,26 @@ def test_translation_learns_a_dictionary(translation, captions, monkeypatch):
 
 
 @pytest.mark.full
-def test_models_that_were_kept_are_measured_without_training(source_tree, tmp_path, captions):
+def test_models_that_were_kept_are_measured_without_training(tmp_path, captions):
     options = ["--data", captions, "--quick", "--attention", "mikan", "--models", "kept"]
     for file in ("a.csv", "b.csv"):
-        result = run(source_tree, "translation.py", *options, "--csv", file, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
+        ran("translation", *options, "--csv", file, cwd=tmp_path)
     assert rows_of(tmp_path / "a.csv") == rows_of(tmp_path / "b.csv")  # its seconds too
     longer = [*options[:2], "--epochs", 2, *options[3:]]
-    result = run(source_tree, "translation.py", *longer, cwd=tmp_path)
-    assert result.returncode == 1
-    assert "mikan.2.0.pt was trained with other epochs" in result.stderr
-    assert "Traceback" not in result.stderr
+    told = refusal("translation", *longer, cwd=tmp_path)
+    assert "mikan.2.0.pt was trained with other epochs" in told
 
 
-def test_translation_says_what_to_install(source_tree: Path, tmp_path: Path) -> None:
+def test_translation_says_what_to_install(tmp_path: Path) -> None:
     broken = "raise ModuleNotFoundError(name='sacrebleu')"
     (tmp_path / "sacrebleu.py").write_text(broken)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    result = run(source_tree, "translation.py", "--help", cwd=tmp_path, PYTHONPATH=path)
+    result = run("translation", "--help", cwd=tmp_path, PYTHONPATH=path)
     assert result.returncode == 1
     assert "needs sacrebleu: pip install 'ikattn[experiments]'" in result.stderr
 
 
-def test_sentences_without_a_translation_are_an_error(translation, captions):
+def test_sentences_without_a_translation_are_an_error(captions: Path) -> None:
     path = captions / "val.lc.norm.tok.en"
     path.write_text(path.read_text() + "a dog\n")
     with pytest.raises(ValueError, match="must have as many lines, got 12 and 13"):
@@ -125,7 +116,7 @@ def test_sentences_without_a_translation_are_an_error(translation, captions):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_no_decoder_sees_the_words_it_predicts(translation, attention, training, monkeypatch):
+def test_no_decoder_sees_the_words_it_predicts(attention, training, monkeypatch):
     monkeypatch.setattr(translation, "DROPOUT", 0.0)
     torch.manual_seed(0)
     model = translation.Translator(20, attention, "2").train(training)
@@ -140,7 +131,7 @@ def test_no_decoder_sees_the_words_it_predicts(translation, attention, training,
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_padding_does_not_change_a_translation(translation: ModuleType, attention: str) -> None:
+def test_padding_does_not_change_a_translation(attention: str) -> None:
     torch.manual_seed(0)
     model = translation.Translator(20, attention, "2").eval()
     source, target = torch.tensor([[4, 5, 6, 2]]), torch.tensor([[1, 7, 8]])
@@ -148,7 +139,7 @@ def test_padding_does_not_change_a_translation(translation: ModuleType, attentio
     torch.testing.assert_close(model(source, target), model(longer, target))
 
 
-def test_the_layer_that_aligns_is_chosen_on_the_other_pairs(translation: ModuleType) -> None:
+def test_the_layer_that_aligns_is_chosen_on_the_other_pairs() -> None:
     right, wrong = {(0, 0)}, {(1, 0)}
     gold = Alignments([right] * 4, [right] * 4)
     layers = {1: [right, wrong] * 2, 2: [wrong, right] * 2}
@@ -173,9 +164,7 @@ class Diagonal(torch.nn.Module):
         return self.decoder.multihead_attn(q, k, k)[0]
 
 
-def test_alignment_reads_the_row_that_predicts_a_word_or_takes_it_in(
-    translation: ModuleType, captions: Path, aligned: Path
-) -> None:
+def test_alignment_reads_the_row_that_predicts_a_word_or_takes_it_in(captions, aligned):
     corpus = translation.read_corpus(captions, "test_2016_flickr")
     pairs = translation.read_aligned_pairs(aligned).pairs
     found = translation.align(Diagonal(), corpus.tokenizer, pairs)
@@ -186,7 +175,7 @@ def test_alignment_reads_the_row_that_predicts_a_word_or_takes_it_in(
         assert found[kind, "AWI", 1] == [{(word + 1, word) for word in words[:-1]}] * len(pairs)
 
 
-def test_batches_hold_every_pair_once_and_no_more_than_their_budget(translation, monkeypatch):
+def test_batches_hold_every_pair_once_and_no_more_than_their_budget(monkeypatch):
     monkeypatch.setattr("parallel_text.BATCH_TOKENS", 1000)
     lengths = np.random.RandomState(0).randint(2, 60, 500)
     pairs = [translation.Numbers([9] * n, [9] * (n // 2 + 1)) for n in lengths]

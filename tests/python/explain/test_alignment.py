@@ -123,12 +123,6 @@ def test_error_rate_errors(arguments: Any, message: str) -> None:
         alignment_scores(*arguments)
 
 
-def test_words_of_subwords() -> None:
-    assert words_of_subwords(["▁a", "b", "▁", "c", "</s>"]) == [0, 0, 1, 1, None]
-    assert words_of_subwords(["a", "b", "Ġc"], begin="Ġ") == [0, 0, 1]
-    assert words_of_subwords(["<s>", "x", "▁y", "<pad>"]) == [None, 0, 1, None]
-
-
 def one_hot_rows(columns: list[int], S: int) -> Tensor:
     """Rows that draw from one column each, with a little from all."""
     map = torch.full((1, len(columns), S), 0.01)

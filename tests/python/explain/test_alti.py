@@ -14,6 +14,7 @@ from ikattn.explain import alti_plus
 from ikattn.maps import NormStats, alti
 from ikattn.maps import mixing as _alti
 from ikattn.recorder import record
+from recorded_models import recorded
 
 B, H, G, L, S, D_V, D = 2, 4, 2, 5, 6, 3, 12
 
@@ -74,9 +75,7 @@ NORMS = {
 @pytest.mark.parametrize("norm", [None, *NORMS])
 @pytest.mark.parametrize("output_norm", [None, "rms norm"])
 @pytest.mark.parametrize("distance", ["l1", "l2"])
-def test_alti_is_its_definition(
-    norm: str | None, output_norm: str | None, distance: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alti_is_its_definition(norm, output_norm, distance, monkeypatch):
     norms = {"norm": norm and NORMS[norm], "output_norm": output_norm and NORMS[output_norm]}
     given = arguments(**norms)
     expected = definition(given, 1 if distance == "l1" else 2)
@@ -112,16 +111,13 @@ def test_rows_of_any_size(size: int, distance: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.usefixtures("threads")
 def test_bits_do_not_depend_on_threads() -> None:
     given = {name: x.float() if isinstance(x, Tensor) else x for name, x in arguments().items()}
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = alti(**given)
-        torch.set_num_threads(3)
-        assert torch.equal(alti(**given), expected)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)
+    expected = alti(**given)
+    torch.set_num_threads(3)
+    assert torch.equal(alti(**given), expected)
 
 
 def test_half_precision_and_padding() -> None:
@@ -175,8 +171,7 @@ def test_recorded_blocks(norm_first: bool) -> None:
         nn.init.normal_(parameter, std=0.4)
     x = normal(B, L, D)
     with torch.no_grad():
-        with record(layer, maps=("alti", "weights")) as recording:
-            layer(x)
+        recording = recorded(layer, x, ("alti", "weights"))
         attended = layer.norm1(x) if norm_first else x
         made = x + layer.self_attn(attended, attended, attended, need_weights=False)[0]
     maps = recording["self_attn"]
@@ -269,12 +264,10 @@ def test_alti_plus_follows_source_and_target_through_the_decoder(norm_first: boo
 
 def test_alti_plus_needs_an_encoder_and_a_decoder() -> None:
     model, x = encoder_decoder(), normal(2, 5, 16)
-    with torch.no_grad(), record(model.encoder, maps=("alti",)) as recording:
-        model.encoder(x)
+    recording = recorded(model.encoder, x, "alti")
     with pytest.raises(ValueError, match=r"self-attention of an encoder, .* got layers\.0"):
         alti_plus(recording)
-    with torch.no_grad(), record(model, maps=("summed",)) as recording:
-        model(x, x)
+    recording = recorded(model, (x, x), "summed")
     with pytest.raises(ValueError, match=r"encoder\.layers\.0\.self_attn has no map 'alti'"):
         alti_plus(recording)
 

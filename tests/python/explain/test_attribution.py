@@ -19,7 +19,7 @@ from ikattn.explain import Attribution
 from ikattn.explain.attribution import _decompx
 from ikattn.explain.attribution._linear import LinearModel
 from ikattn.nn.parameter_groups import frozen
-from recorded_models import encoder
+from recorded_models import encoder, recorded
 from tiny_texts import tiny_model
 from tiny_transformers import build_tiny, tiny_inputs
 
@@ -334,8 +334,7 @@ def test_alti_logit_is_what_attention_writes(kind: str) -> None:
 def test_rollout_reads_the_rows_of_the_target() -> None:
     model = classifier()
     found = ikattn.attribute(model, PROMPT, method="rollout:encoder")
-    with torch.no_grad(), ikattn.record(model, maps=("encoder",)) as recording:
-        model(PROMPT)
+    recording = recorded(model, PROMPT, "encoder")
     torch.testing.assert_close(found.scores, ikattn.rollout(recording)[:, 0])  # [CLS]
     assert bool(found.bias.isnan().all())
 
@@ -427,9 +426,7 @@ def test_the_model_is_left_as_it_was() -> None:
         (lambda: nn.Linear(5, 5).eval(), {}, r"must have attention|must give logits"),
     ],
 )
-def test_what_cannot_be_attributed_is_told(
-    build: Callable[[], Any], options: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_attributed_is_told(build, options, message):
     model = build()
     inputs: Any = PROMPT
     if build is seq2seq:

@@ -12,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ikattn
 from ikattn.explain import block_maps, decomposed_norms, value_zeroing
-from tiny_texts import tiny_model
+from tiny_texts import tiny_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-tokenizers = pytest.importorskip("tokenizers")
 
 TEXT: dict[str, Any] = {
     "hidden_size": 16,
@@ -48,13 +47,6 @@ def check_sum(found: Any) -> None:
 
 
 def test_tokens_keep_their_names_where_a_model_pads_them() -> None:
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"?": 0} | {f"t{i}": i for i in range(1, 40)}, "?")
-    )
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="?", pad_token="?", eos_token="?"
-    )
     both = ("layers", "attention_heads", "ffn_dim")
     sizes = {f"{side}_{n}": 2 for side in ("encoder", "decoder") for n in both}
     config = transformers.LEDConfig(
@@ -62,8 +54,8 @@ def test_tokens_keep_their_names_where_a_model_pads_them() -> None:
         max_encoder_position_embeddings=40, decoder_start_token_id=3,
     )  # fmt: skip
     model = varied(transformers.LEDForConditionalGeneration(config))
-    found = ikattn.attribute(model, "t1 t2 t3", "t4 t5", tokenizer=tokenizer)
-    assert found.tokens == [["t1", "t2", "t3"]]
+    found = ikattn.attribute(model, "w1 w2 w3", "w4 w5", tokenizer=tiny_tokenizer())
+    assert found.tokens == [["w1", "w2", "w3"]]
     assert found.scores.shape == (1, 3)
     check_sum(found)
 

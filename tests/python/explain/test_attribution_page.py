@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import errno
 import html
-import json
 import math
 import re
 import struct
@@ -22,8 +20,8 @@ from chromium import Tab
 from ikattn.explain import Attribution
 from ikattn.maps.tokens import readable_tokens
 from ikattn.maps.words import text_span, texts_of
+from pages import HOSTILE, assert_markup_does_nothing, contents_of, open_page
 
-HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 TOKENS = ["<pad>", "<pad>", "The", "Ġdog", "Ġis", "\n", "Ġtired"]
 TARGETS = ["Ġso", "Ġvery", "Ġtired"]
 
@@ -45,13 +43,6 @@ def translation() -> Attribution:
     found.prefix_scores = torch.tensor([[0.25, 0.75]])
     found.tokens, found.prefix_tokens = [["▁kleines", "▁Tier", "<pad>"]], [["<pad>", "▁small"]]
     return found
-
-
-def contents_of(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.S)
-    assert found is not None
-    return dict(json.loads(found[1]))
 
 
 def scores_of(text: dict[str, Any]) -> Tensor:
@@ -165,7 +156,7 @@ def test_the_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
     assert text.count("{{") == 4  # of the title, which stands twice
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "scores.html"
     none = torch.zeros(0)
     with pytest.raises(ValueError, match=r"with B of 1 or more, got \[0, 3\]"):
@@ -189,13 +180,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     found.bias = torch.zeros(1)
     with pytest.raises(ValueError, match=r"bias must be of \[1, 3\] targets .* got \[1\]"):
         found.to_html(page)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match=r"cannot write .*scores\.html: No space left"):
-        attribution().to_html(page)
     assert not list(tmp_path.iterdir())
 
 
@@ -221,11 +205,7 @@ def test_a_notebook_has_a_large_result_with_its_targets_summed(tmp_path: Path) -
 
 def opened(tab: Tab, found: Attribution, folder: Path, title: str | None = None) -> None:
     found.to_html(folder / "scores.html", title=title)
-    tab.complaints.clear()
-    tab.requests.clear()
-    tab.open((folder / "scores.html").as_uri())
-    assert tab.complaints == []
-    assert [url for url in tab.requests if not url.startswith("file:")] == []
+    open_page(tab, folder / "scores.html")
 
 
 def all_of(tab: Tab, selector: str, what: str) -> list[Any]:
@@ -330,9 +310,7 @@ def test_colours_tell_the_sign_and_the_size(tab: Tab, tmp_path: Path) -> None:
     assert len({*light[:3], *dark[:2]}) == 5  # and no colour is the same in both
 
 
-def test_a_token_tells_its_number_when_it_is_pointed_at_or_has_the_focus(
-    tab: Tab, tmp_path: Path
-) -> None:
+def test_a_token_tells_its_number_when_it_is_pointed_at_or_has_the_focus(tab, tmp_path):
     opened(tab, attribution(), tmp_path)
     assert tab.evaluate("document.querySelector('#tip').hidden")
     tab.move(*centre(tab, "#texts .token", 1))
@@ -383,10 +361,7 @@ def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
     assert tab.evaluate("document.title") == HOSTILE
     assert all_of(tab, "#texts .token", "textContent") == tokens
     assert tab.evaluate("document.querySelectorAll('img, bdi b').length") == 0
-    # The page's own policy stops markup that gets in all the same.
-    tab.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r}); 1")
-    tab.evaluate("new Promise(done => setTimeout(done, 200))")
-    assert tab.evaluate("document.title") == HOSTILE
+    assert_markup_does_nothing(tab)
 
 
 def test_long_texts_stay_quick(tab: Tab, tmp_path: Path) -> None:

@@ -112,9 +112,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(decoder: Any) -> None
         ("w1", ["w3"], r"a list as target must hold token ids, got \['w3'\]"),
     ],
 )
-def test_what_is_no_text_and_no_conversation_is_named(
-    decoder: Any, tokenizer: Any, inputs: Any, target: Any, message: str
-) -> None:
+def test_what_is_no_text_and_no_conversation_is_named(decoder, tokenizer, inputs, target, message):
     with pytest.raises(ValueError, match=message):
         ikattn.attribute(decoder, inputs, target, tokenizer=tokenizer)
 
@@ -159,9 +157,7 @@ def of_tokens(*tokens: str) -> Attribution:
         (("x", "Ġ=", "Ġ1", "\n", "y"), ["x", "=", "1", "\n", "y"], [1, 2, 4, 8, 16]),
     ],
 )  # fmt: skip
-def test_words_are_told_by_the_marks_of_tokens(
-    tokens: tuple[str, ...], words: list[str], sums: list[float]
-) -> None:
+def test_words_are_told_by_the_marks_of_tokens(tokens, words, sums):
     found = of_tokens(*tokens).by_words()
     assert found.tokens == [words]
     assert found.scores.tolist() == [sums]

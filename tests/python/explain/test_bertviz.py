@@ -121,9 +121,7 @@ def of_a_cache() -> Recording:
         (of_a_cache(), "weights", {}, r"got 1 and 4: .*recording.joined\(\)"),
     ],
 )
-def test_what_a_view_cannot_show_is_refused(
-    recording: Recording, map_: str, options: dict[str, Any], message: str
-) -> None:
+def test_what_a_view_cannot_show_is_refused(recording, map_, options, message):
     with pytest.raises(ValueError, match=message):
         to_bertviz(recording, map_, **options)
 

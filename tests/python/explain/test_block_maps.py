@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ikattn.explain import block_maps, decomposed_norms
-from ikattn.maps import NormStats
+from recorded_models import through_norm
 from tiny_transformers import build_tiny, tiny_inputs
 
 
@@ -22,12 +22,6 @@ def encoder(*, norm_first: bool) -> nn.TransformerEncoder:
         for parameter in model.parameters():  # biases are not zero
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     return model
-
-
-def through(y: Tensor, norm: nn.Module, total: Tensor) -> Tensor:
-    stats = NormStats.of(norm, total)
-    y = y - y.mean(-1, keepdim=True) if stats.centered else y
-    return y * stats.weight / stats.scale[..., None, None]
 
 
 def attended(layer: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +47,7 @@ def test_maps_are_the_norms_of_the_vectors_of_every_pair(norm_first: bool, sourc
         for n, layer in enumerate(model.layers):
             y, total = attended(layer, x)
             norm = layer.norm2 if norm_first else layer.norm1
-            z = through(y, norm, total)
+            z = through_norm(y, norm, total)
             hidden = layer.linear1(norm(total))
             slope = F.gelu(hidden) / hidden
             f = (z @ layer.linear1.weight.mT * slope[:, :, None]) @ layer.linear2.weight.mT
@@ -61,7 +55,7 @@ def test_maps_are_the_norms_of_the_vectors_of_every_pair(norm_first: bool, sourc
             made = y + f
             if not norm_first:
                 total = norm(total) + layer.linear2(F.gelu(hidden))
-                made = through(z + f, layer.norm2, total)
+                made = through_norm(z + f, layer.norm2, total)
             torch.testing.assert_close(whole[n], made.norm(dim=-1))
             x = layer(x)
 

@@ -35,9 +35,7 @@ def classifier() -> Any:
     [(2, [2, 2]), (torch.tensor(2), [2, 2]), ([0, 2], [0, 2]), (torch.tensor([1, 0]), [1, 0])],
     ids=str,
 )
-def test_classes_are_chosen_as_captum_has_it(
-    classifier: Any, target: Any, classes: list[int]
-) -> None:
+def test_classes_are_chosen_as_captum_has_it(classifier, target, classes):
     found = DecompX(classifier).attribute(IDS, target, MASK)
     assert_close(found, scores(classifier, INPUTS, classes), TOLERANCE)
     assert not found[MASK == 0].any()
@@ -184,8 +182,7 @@ def test_captum_takes_the_methods_for_its_own_and_shows_scores(classifier: Any) 
     assert not method.has_convergence_delta()
     found = method.attribute(IDS, 1, MASK)
     gradients = attr.LayerIntegratedGradients(
-        lambda ids, mask: classifier(ids, attention_mask=mask).logits,
-        classifier.bert.embeddings,
+        lambda ids, mask: classifier(ids, attention_mask=mask).logits, classifier.bert.embeddings
     )
     of_captum = gradients.attribute(IDS, target=1, additional_forward_args=MASK).sum(-1)
     assert of_captum.shape == found.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from math import inf, log2, nan, sqrt
 from pathlib import Path
@@ -17,28 +16,11 @@ import ikattn
 from chromium import Tab
 from ikattn.explain import compare
 from ikattn.explain.comparison._distances import row_sums
-from recorded_models import encoder
+from pages import contents_of, open_page
+from recorded_models import Looks, encoder
 from tiny_transformers import build_tiny
 
 HALF = -(0.25 * log2(0.25) + 0.75 * log2(0.75))  # the entropy of (1/4, 3/4)
-
-
-class Looks(nn.Module):
-    """Attention whose values are its input; a token of the same kind gets ``times`` the weight."""
-
-    def __init__(self, times: float, name: str = "attention") -> None:
-        super().__init__()
-        attention = nn.MultiheadAttention(2, 1, bias=False, batch_first=True)
-        query = torch.eye(2) * sqrt(2) * torch.tensor(times).log()
-        with torch.no_grad():
-            attention.in_proj_weight.copy_(torch.cat([query, torch.eye(2), torch.eye(2)]))
-            attention.out_proj.weight.copy_(torch.eye(2))
-        self.add_module(name, attention)
-        self.double().eval()
-
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        (attention,) = self.children()
-        return attention(x, x, x, key_padding_mask=padding)[0]
 
 
 # Two tokens that are unlike, and one alone.
@@ -343,7 +325,7 @@ def test_the_page_holds_both_models_rows_and_asks_for_nothing(page: Path) -> Non
     text = page.read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|@import|url\(|<link|<img|src=", text)
-    contents = json.loads(re.findall(r'id="contents">(.*?)</script>', text)[0])
+    contents = contents_of(page)
     assert contents["models"] == ["</script>", "{{b}}"]
     assert [one["labels"] for one in contents["sequences"]] == [[["<b>one", "two"]], [["alone"]]]
     assert contents["table"][0]["rank_correlation"] is None
@@ -355,8 +337,7 @@ def text_of(tab: Tab, selector: str) -> str:
 
 
 def test_a_reader_sees_both_maps_and_their_difference(tab: Tab, page: Path) -> None:
-    tab.open(page.as_uri())
-    assert [url for url in tab.requests if not url.startswith("file:")] == []
+    open_page(tab, page)
     assert text_of(tab, "h1") == "</script> beside {{b}}"
     tab.evaluate("document.querySelector('#difference canvas').focus()")
     tab.press("ArrowUp")

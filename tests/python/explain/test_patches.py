@@ -69,9 +69,7 @@ IMAGE |= {"image_size": 16, "patch_size": 4}
     ("family", "registers", "specials"),
     [("ViT", 0, 1), ("CLIP", 0, 1), ("Siglip", 0, 0), ("Dinov2WithRegisters", 3, 4)],
 )
-def test_the_grid_of_a_model_names_the_patch_that_changed(
-    family: str, registers: int, specials: int
-) -> None:
+def test_the_grid_of_a_model_names_the_patch_that_changed(family, registers, specials):
     transformers = pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
     torch.manual_seed(0)
     own = IMAGE | ({"num_register_tokens": registers} if registers else {"intermediate_size": 32})
@@ -165,9 +163,7 @@ def test_pictures_of_any_kind_in_any_format(tmp_path: Path, suffix: str) -> None
         (torch.zeros(2, 2), "cat.png", "a.png", r"must be a PIL image, .* got str"),
     ],
 )
-def test_pictures_that_do_not_fit_are_refused(
-    tmp_path: Path, patches: Tensor, picture: Any, name: str, message: str
-) -> None:
+def test_pictures_that_do_not_fit_are_refused(tmp_path, patches, picture, name, message):
     pytest.importorskip("matplotlib", reason="pip install 'ikattn[viz]'")
     with pytest.raises(ValueError, match=message):
         plot_patches(patches, picture, tmp_path / name)

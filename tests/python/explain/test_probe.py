@@ -13,30 +13,14 @@ from torch import Tensor, nn
 
 import ikattn
 from ikattn.explain import MapProbe
-from recorded_models import encoder
+from recorded_models import Looks, encoder
 from tiny_transformers import build_tiny, tiny_inputs
 
 TOKENS = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
 
 
-class Looks(nn.Module):
-    """Attention of equal weights, whose values are its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(2, 1, bias=False, batch_first=True)
-        with torch.no_grad():
-            zero = torch.zeros(2, 2)
-            self.attention.in_proj_weight.copy_(torch.cat([zero, torch.eye(2), torch.eye(2)]))
-            self.attention.out_proj.weight.copy_(torch.eye(2))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
-
-
 def test_numbers_are_those_computed_by_hand() -> None:
-    model, probe = Looks(), MapProbe(TOKENS)
+    model, probe = Looks(1), MapProbe(TOKENS)
     rows = {"entropy": 1.0, "drift": 0.0}
     expected = {f"ikattn/layer.0/weights/{name}": value for name, value in rows.items()}
     expected |= {f"ikattn/layer.0/summed/{name}": value for name, value in rows.items()}
@@ -104,14 +88,14 @@ def test_everything_is_put_back() -> None:
 
 
 def test_everything_is_put_back_after_an_error() -> None:
-    model = Looks().train()
+    model = Looks(1).train()
     with pytest.raises(AssertionError, match="embedding dimension of 2, but got 3"):
         MapProbe(torch.randn(1, 2, 3))(model)
     assert model.training
 
 
 def test_another_method_makes_the_maps() -> None:
-    model = Looks()
+    model = Looks(1)
     model.forward = None  # type: ignore[assignment]
     probe = MapProbe(TOKENS, forward=lambda model, x: model.attention(x, x, x))
     assert probe(model)["ikattn/layer.0/weights/entropy"] == pytest.approx(1)
@@ -123,7 +107,7 @@ def test_inputs_follow_the_dtype_of_the_model() -> None:
 
 
 def test_a_model_of_which_a_process_has_a_share_is_refused() -> None:
-    model = Looks()
+    model = Looks(1)
     model.attention.in_proj_weight.ds_id = 3  # as DeepSpeed marks them
     with pytest.raises(NotImplementedError, match="sharded over processes"):
         MapProbe(TOKENS)(model)

@@ -6,21 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-import ikattn
 from ikattn.explain import sinks
-from ikattn.maps import Batch, Layer, Recording
+from ikattn.maps import Recording
 from ikattn.maps.contribution_maps import Contributions
+from recorded_models import recorded
+from recordings import recording_of
 
 TOKENS = ["[CLS]", "it", "was", "."]
 
 
-def recording_of(weights: Tensor, norms: Tensor, padding: Tensor | None = None) -> Recording:
+def recording(weights: Tensor, norms: Tensor, padding: Tensor | None = None) -> Recording:
     """One layer "a" of one call."""
-    layer = Layer("a", "self", "encoder", weights.size(1), "post", "bert")
-    maps = Contributions(
-        weights=weights, value_norms=norms, query_padding=padding, key_padding=padding
-    )
-    return Recording("Model", ("ledger",), {"a": layer}, [Batch({"a": maps})])
+    maps = {"weights": weights, "value_norms": norms}
+    paddings = {"query_padding": padding, "key_padding": padding}
+    return recording_of({"a": Contributions(**maps, **paddings)}, heads=weights.size(1))
 
 
 def example() -> tuple[Tensor, Tensor]:
@@ -35,7 +34,7 @@ def example() -> tuple[Tensor, Tensor]:
 
 
 def test_numbers_are_those_of_explicit_sums() -> None:
-    found = sinks(recording_of(*example()), [TOKENS] * 2).table()
+    found = sinks(recording(*example()), [TOKENS] * 2).table()
     by_place = {(sink.head, sink.token): sink for sink in found}
     assert set(by_place) == {(None, "[CLS]"), (None, "."), (1, "[CLS]"), (0, ".")}
     cls = by_place[1, "[CLS]"]
@@ -52,17 +51,15 @@ def test_numbers_are_those_of_explicit_sums() -> None:
 
 def test_parts_of_a_corpus_add_and_padding_does_not_count() -> None:
     weights, norms = example()
-    alone = [sinks(recording_of(weights[b : b + 1], norms[b : b + 1]), TOKENS) for b in range(2)]
+    alone = [sinks(recording(weights[b : b + 1], norms[b : b + 1]), TOKENS) for b in range(2)]
     longer = torch.nn.functional.pad(weights, (0, 2, 0, 2), value=torch.nan)
     padding = torch.tensor([[False] * 4 + [True] * 2] * 2)
-    whole = sinks(
-        recording_of(longer, torch.nn.functional.pad(norms, (0, 2)), padding), [TOKENS] * 2
-    )
+    whole = sinks(recording(longer, torch.nn.functional.pad(norms, (0, 2)), padding), [TOKENS] * 2)
     for one, other in zip((alone[0] + alone[1]).table(), whole.table(), strict=True):
         assert one[:3] == other[:3]
         assert one[3:] == pytest.approx(other[3:])
     assert str(whole).splitlines()[1].split()[:2] == ["a", "[CLS]"]
-    assert not sinks(recording_of(weights, norms * 0 + 1), [TOKENS] * 2).table()
+    assert not sinks(recording(weights, norms * 0 + 1), [TOKENS] * 2).table()
 
 
 def test_a_sink_that_a_model_learns_is_a_column() -> None:
@@ -73,11 +70,10 @@ def test_a_sink_that_a_model_learns_is_a_column() -> None:
     torch.manual_seed(0)
     model = transformers.GptOssModel(config).eval()
     model.layers[0].self_attn.sinks.data.fill_(5.0)
-    with torch.no_grad(), ikattn.record(model, maps=("weights", "value_norms")) as recording:
-        model(torch.arange(5, 11)[None])
-    rest = 1 - recording[0].weights[0].sum(-1).mean(-1)  # [H]
+    made = recorded(model, torch.arange(5, 11)[None], ("weights", "value_norms"))
+    rest = 1 - made[0].weights[0].sum(-1).mean(-1)  # [H]
     assert rest.min() > 0.5
-    found = [sink for sink in sinks(recording).table() if sink.token == "(sink)"]
+    found = [sink for sink in sinks(made).table() if sink.token == "(sink)"]
     assert [sink.head for sink in found] == [None, 0, 1, 2, 3]
     assert [sink.weight for sink in found[1:]] == pytest.approx(rest.tolist())
     assert [sink.suppressed for sink in found[1:]] == pytest.approx(rest.tolist())
@@ -86,9 +82,9 @@ def test_a_sink_that_a_model_learns_is_a_column() -> None:
 
 def test_what_is_missing_is_named() -> None:
     weights, norms = example()
-    recording = recording_of(weights, norms)
-    recording.batches[0].layers["a"] = Contributions(weights=weights)
+    lacking = recording(weights, norms)
+    lacking.batches[0].layers["a"] = Contributions(weights=weights)
     with pytest.raises(ValueError, match=r"layer 'a' must have weights .* and value norms"):
-        sinks(recording, [TOKENS] * 2)
+        sinks(lacking, [TOKENS] * 2)
     with pytest.raises(ValueError, match="must hold layers with queries and keys, got none"):
         sinks(Recording("Model", ("weights",)))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ikattn
 from agreement import assert_close
 from ikattn.integrations.transformers import from_pretrained
+from recorded_models import recorded
 from transformers_models import BERT, FAMILIES, build, convert, inputs_of
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
 
@@ -74,8 +75,7 @@ def test_maps_are_of_each_head_s_own_kernel(family: str) -> None:
         for kernel in kernels(model):
             heads = torch.arange(kernel.num_heads) % 2 == 0
             kernel.keep_softmax(None if kept is None else heads | kept)
-        with torch.no_grad(), ikattn.record(model, maps="weights", check="all") as recording:
-            model(**inputs)
+        recording = recorded(model, inputs, "weights", check="all")
         first = next(iter(recording.batches[0].values()))  # the layers after it see other input
         weights[kept] = first.weights
     assert_close(weights[False][:, ::2], weights[True][:, ::2], TOLERANCE)
@@ -247,11 +247,9 @@ def test_cross_attention_of_equal_lengths_has_the_decoder_s_queries() -> None:
     own, across = (
         next(x.before for x in report if f"decoder.block.0.layer.{n}" in x.names[0]) for n in (0, 1)
     )
-    with ikattn.record(model, maps="weights") as implicit, torch.no_grad():
-        model(**inputs)
+    implicit = recorded(model, inputs, "weights")
     model.set_attn_implementation("sdpa")
-    with ikattn.record(model, maps="weights") as softmax, torch.no_grad():
-        model(**inputs)
+    softmax = recorded(model, inputs, "weights")
     name = next(x.names[0] for x in report if "decoder.block.0.layer.0" in x.names[0])
     found, expected = (x.batches[0][name].weights[2].double() for x in (implicit, softmax))
     error = (found - expected).square().sum((1, 2)) / expected.square().sum((1, 2))

@@ -57,9 +57,7 @@ def results(model: Any, **inputs: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("side", SHOWN)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bart", "whisper"])
-def test_results_are_those_of_the_mask_of_pairs(
-    family: str, side: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_those_of_the_mask_of_pairs(family, side, calls, monkeypatch):
     model = convert(build(family))
     inputs = {"input_ids": TOKENS, "attention_mask": SHOWN[side]}
     if family in ("bart", "whisper"):
@@ -77,9 +75,7 @@ def test_results_are_those_of_the_mask_of_pairs(
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "features", "static"])
-def test_generation_is_that_of_the_mask_of_pairs(
-    cache: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_is_that_of_the_mask_of_pairs(cache, calls, monkeypatch):
     model = convert(build("llama", head="ForCausalLM"))
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 
@@ -120,22 +116,6 @@ def mask_of(**changes: Any) -> Tensor:
     return make(**sizes | changes)  # type: ignore[no-any-return]
 
 
-def test_the_padding_of_a_mask_is_known_by_how_it_was_made() -> None:
-    mask = mask_of()
-    row = _masks.padding_of_causal(mask, 6)
-    assert row is not None
-    assert row.stride(2) == 0
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()
-    assert torch.equal(row & causal, mask)
-    first = _masks.padding_of_causal(mask[..., :4], 4)
-    assert first is not None
-    assert torch.equal(first & causal[:, :4], mask[..., :4])
-    longer = mask_of(kv_length=8)  # keys that are still to come
-    row = _masks.padding_of_causal(longer, 8)
-    assert row is not None
-    assert torch.equal(row & torch.ones(6, 8, dtype=torch.bool).tril(), longer)
-
-
 def test_nothing_else_is_taken_for_it() -> None:
     functions = transformers.masking_utils
     others = {
@@ -160,9 +140,7 @@ def test_nothing_else_is_taken_for_it() -> None:
         assert _masks.padding_of_causal(mask_of(), 6) is None
 
 
-def test_windows_packed_rows_and_masks_of_users_stay_as_they_are(
-    calls: list[dict[str, Any]],
-) -> None:
+def test_windows_packed_rows_and_masks_of_users_stay_as_they_are(calls):
     with torch.no_grad():
         model = convert(build("mistral"))
         model(TOKENS, attention_mask=SHOWN["left"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,24 +34,7 @@ def decoding(family: str) -> tuple[Any, dict[str, Tensor], str, Tensor]:
     return model, inputs, target, torch.tensor([[1, 4, 3, 5, 9], [1, 7, 9, 6, 8]])
 
 
-# --- Any cache
-
-
-@generators
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate_takes_the_tokens_of_the_full_forward(family: str, cache: str) -> None:
-    model = convert(build(family, head=GENERATORS[family]))
-    prompt = torch.tensor([[5, 6, 7, 8], [0, 0, 13, 14]])  # padded on the left
-    inputs = {"input_ids": prompt, "attention_mask": (prompt != 0).long()}
-    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": 1}
-    options |= {"cache_implementation": cache, "disable_compile": True}
-    found = model.generate(**inputs, **options)
-    again = model.generate(**inputs, **options | {"use_cache": False, "cache_implementation": None})
-    assert found.size(1) >= 5
-    assert torch.equal(found, again)
-
-
-# --- Features kept
+# --- Any cache, and features kept
 
 
 @pytest.fixture
@@ -95,19 +77,23 @@ def test_a_cache_changes_no_number(family: str, kind: str, calls: list[tuple[str
 
 
 @generators
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generate_takes_the_same_tokens_with_features_kept(
-    family: str, beams: int, calls: list[tuple[str, int]]
-) -> None:
+@pytest.mark.parametrize(
+    ("cache", "beams"), [("dynamic", 1), ("static", 1), ("features", 1), ("features", 3)]
+)
+def test_generate_takes_the_tokens_of_the_full_forward(family, cache, beams, calls):
     model = convert(build(family, head=GENERATORS[family]))
     prompt = torch.tensor([[5, 6, 7, 8], [0, 0, 13, 14]])  # padded on the left
     inputs = {"input_ids": prompt, "attention_mask": (prompt != 0).long()}
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    expected = model.generate(**inputs, **options)
+    inputs |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    expected = model.generate(**inputs, use_cache=beams > 1)
+    options: dict[str, Any] = {"cache_implementation": cache, "disable_compile": True}
+    if cache == "features":
+        options = {"past_key_values": decoding_cache(model, "features")}
     calls.clear()
-    found = model.generate(**inputs, **options, past_key_values=decoding_cache(model, "features"))
+    found = model.generate(**inputs, **options)
+    assert found.size(1) >= 5
     assert torch.equal(found, expected)
-    if family != "mistral":
+    if family != "mistral" and cache == "features":
         assert ("kept", 1) in calls
         assert ("operator", 1) not in calls
 
@@ -150,9 +136,7 @@ def test_a_cache_of_features_is_cropped_selected_repeated_and_reset() -> None:
 
 
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "save"])
-def test_a_cache_of_features_of_a_prompt_is_used_again(
-    way: str, tmp_path: Path, calls: list[tuple[str, int]]
-) -> None:
+def test_a_cache_of_features_of_a_prompt_is_used_again(way, tmp_path, calls):
     model = convert(build("llama", head="ForCausalLM"))
     tokens = torch.randint(3, 30, (1, 9))
     with torch.no_grad():
@@ -250,9 +234,7 @@ def test_batch_items_are_selected_as_from_any_cache(indices: Any) -> None:
     assert_close(found[0], found[1], TOLERANCE)
 
 
-def test_what_a_cache_of_features_is_not_for_takes_the_operator(
-    calls: list[tuple[str, int]],
-) -> None:
+def test_what_a_cache_of_features_is_not_for_takes_the_operator(calls):
     model = convert(build("gpt2", head="LMHeadModel"))
     attention = model.transformer.h[0].attn
     implicit = sys.modules["ikattn.integrations.transformers.attention"]

@@ -30,9 +30,7 @@ def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("is_bf16", [False, True])
-def test_a_trainer_logs_drift_and_trains_to_the_same_bits(
-    source_tree: Path, tmp_path: Path, is_bf16: bool
-) -> None:
+def test_a_trainer_logs_drift_and_trains_to_the_same_bits(source_tree, tmp_path, is_bf16):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -64,9 +62,7 @@ def test_a_trainer_logs_drift_and_trains_to_the_same_bits(
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's, of workers and folders
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lightning_logs_drift_and_trains_to_the_same_bits(
-    source_tree: Path, tmp_path: Path, precision: Any
-) -> None:
+def test_lightning_logs_drift_and_trains_to_the_same_bits(source_tree, tmp_path, precision):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     loggers = pytest.importorskip("lightning.pytorch.loggers")
 

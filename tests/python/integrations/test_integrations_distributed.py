@@ -22,13 +22,12 @@ from distributed_programs import (
     make_model,
     train,
 )
+from processes import run_processes
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 TOLERANCE = 1e-11  # all of it in float64
-each_way = pytest.mark.parametrize("way", ["ddp", *(f"fsdp, {part}" for part in PARTS)])
-each_part = pytest.mark.parametrize("part", PARTS)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     """Results of each rank."""
-    torch.multiprocessing.spawn(distributed_programs.run, args=(str(folder),), nprocs=PROCESSES)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(PROCESSES)]
+    return run_processes(distributed_programs.run, folder, PROCESSES)
 
 
 @pytest.fixture(scope="module")
@@ -57,53 +55,29 @@ def assert_same(found: Parameters, expected: Parameters, tolerance: float = TOLE
         assert_close(found[name], expected[name], tolerance, name, scale)
 
 
-@each_way
-def test_gradients_are_those_of_one_process(
-    way: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+@pytest.mark.parametrize("way", ["ddp", *(f"fsdp, {part}" for part in PARTS)])
+def test_gradients_and_what_is_learned_are_those_of_one_process(way, results, alone):
+    start = dict(make_model().named_parameters())
+    assert all((w != start[name]).any() for name, w in alone["parameters"].items())
     assert any(alone["gradients"][f"layers.{i}.self_attn.spectral.w1"].any() for i in range(2))
     for of_rank in results:
         assert_same(of_rank[way]["gradients"], alone["gradients"])
-
-
-@each_way
-def test_training_ends_where_one_process_ends(
-    way: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
-    start = dict(make_model().named_parameters())
-    assert all((w != start[name]).any() for name, w in alone["parameters"].items())
-    for of_rank in results:
         assert_same(of_rank[way]["parameters"], alone["parameters"])
 
 
-@each_part
-def test_each_process_holds_its_share_of_the_frequencies(
-    part: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_shares_and_checkpoints_of_them_make_up_the_whole(part, results, alone, folder):
     shares = [of_rank[f"fsdp, {part}"]["share of w1"][""] for of_rank in results]
     whole = alone["parameters"]["layers.0.self_attn.spectral.w1"]
     assert all(share.numel() < whole.numel() for share in shares)
     assert_close(torch.cat(shares), whole, TOLERANCE)
-
-
-@each_part
-def test_a_whole_state_dict_goes_to_a_plain_model_and_to_a_sharded_one(
-    part: str, results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+    plain: nn.Module = make_model(seed=1)
     for of_rank in results:
         found = of_rank[f"fsdp, {part}"]
-        plain = make_model(seed=1)
         plain.load_state_dict(found["state"])
         assert_same(dict(plain.named_parameters()), alone["parameters"])
         assert_same(found["set again"], alone["parameters"])
-
-
-@each_part
-@pytest.mark.usefixtures("results")
-def test_a_checkpoint_of_shards_loads_in_one_process(
-    part: str, folder: Path, alone: dict[str, Parameters]
-) -> None:
-    plain: nn.Module = make_model(seed=1)
+    plain = make_model(seed=1)  # which loads the checkpoint of shards
     state = plain.state_dict()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -112,9 +86,7 @@ def test_a_checkpoint_of_shards_loads_in_one_process(
     assert_same(dict(plain.named_parameters()), alone["parameters"])
 
 
-def test_sharded_parameters_compute_in_bfloat16(
-    results: list[dict[str, Any]], alone: dict[str, Parameters]
-) -> None:
+def test_sharded_parameters_compute_in_bfloat16(results, alone):
     for of_rank in results:
         found = of_rank["fsdp, bfloat16"]
         assert_same(found["parameters"], alone["parameters"], 0.05)

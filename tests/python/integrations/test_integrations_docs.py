@@ -80,9 +80,7 @@ def test_the_snippet_of_each_section_runs(page: str, section: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft", "opacus"])
-def test_a_missing_library_is_an_error_that_says_what_to_install(
-    library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_an_error_that_says_what_to_install(library, monkeypatch):
     for name in list(sys.modules):
         if name.partition(".")[0] == library:
             monkeypatch.delitem(sys.modules, name)

@@ -115,25 +115,6 @@ def test_gradients_of_samples_are_those_of_a_loop(options: str) -> None:
         assert_close(parameter.grad, parameter.grad_sample.sum(0), TOLERANCE)
 
 
-def test_an_encoder_has_the_gradients_of_a_loop_over_samples() -> None:
-    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True)
-    encoder = ikattn.convert(nn.TransformerEncoder(layer, 2), num_frequencies=4)
-    x = torch.randn(N, L, E)
-    padding = torch.arange(L).expand(N, L) >= torch.tensor([4, 3, 2, 1, 4])[:, None]
-
-    def loss(x: Tensor, padding: Tensor) -> Tensor:
-        return encoder(x, src_key_padding_mask=padding).pow(3).mean()
-
-    samples = [list(sample) for sample in zip(x.split(1), padding.split(1), strict=True)]
-    expected = one_by_one(encoder, loss, samples)
-    hooked = opacus.GradSampleModule(prepare(encoder))
-    hooked(x, src_key_padding_mask=padding).pow(3).mean().backward()
-    found = of_samples(encoder)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert_close(found[name], expected[name], TOLERANCE, name)
-
-
 def test_models_of_transformers_have_them_too() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import ikattn

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close
+from attention_cases import explicit
 
 torch_geometric = pytest.importorskip("torch_geometric", reason="torch_geometric is not installed")
 from torch_geometric.nn import GCNConv, GPSConv, aggr  # noqa: E402
@@ -57,48 +58,22 @@ each_module = pytest.mark.parametrize("name", MODULES)
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
-class Explicit(ikattn.MultiheadAttention):
-    """Computes the attention by torch's own functions, with all weights in memory."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        if not self.batch_first:  # of MultiAggregation
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        q, k, v = (
-            nn.functional.linear(x, w, b)
-            for x, w, b in zip((query, key, value), weights, biases, strict=True)
-        )
-        visible = None if key_padding_mask is None else ~key_padding_mask
-        if self.bias_k is not None:
-            k, v = (
-                torch.cat([x, more.expand(len(x), 1, -1)], 1)
-                for x, more in ((k, self.bias_k), (v, self.bias_v))
-            )
-            visible = nn.functional.pad(visible, (0, 1), value=True)
-        q, k, v = (x.unflatten(2, (H, -1)).transpose(1, 2) for x in (q, k, v))
-        w1, w2 = self.spectral.frequencies()
-        mask = None if visible is None else visible[:, None, None]
-        output = ikattn.reference.implicit_kernel_attention(
-            q, k, v, w1, w2, p=self.p, attn_mask=mask
-        )
-        output = self.out_proj(output.transpose(1, 2).flatten(2))
-        return output if self.batch_first else output.transpose(0, 1), None
-
-
 def converted(name: str) -> nn.Module:
     model = ikattn.convert(MODULES[name][0](), num_frequencies=M, p=3.0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+    modules = attention_of(model)
+    assert len(modules) == MODULES[name][1]
+    assert all(type(module) is ikattn.MultiheadAttention for module in modules)
     return model
+
+
+class Explicit(ikattn.MultiheadAttention):
+    """Computes the attention by torch's own functions, with all weights in memory."""
+
+    def forward(self, *tokens: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return explicit(self, *tokens, **options)
 
 
 def attention_of(model: nn.Module) -> list[Any]:
@@ -109,13 +84,6 @@ def graphs() -> tuple[Tensor, Tensor]:
     """Nodes of all graphs, and the number of each node's graph."""
     index = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
     return torch.randn(len(index), C, requires_grad=True), index
-
-
-@each_module
-def test_all_attention_is_converted(name: str) -> None:
-    modules = attention_of(converted(name))
-    assert len(modules) == MODULES[name][1]
-    assert all(type(module) is ikattn.MultiheadAttention for module in modules)
 
 
 @each_module
@@ -133,16 +101,6 @@ def test_outputs_and_gradients_are_those_of_an_explicit_composition(name: str) -
     for found, expected in zip(trained(model), trained(explicit), strict=True):
         assert_close(found, expected, TOLERANCE, scale=1e-3)
     assert all(module.spectral.w1.requires_grad for module in attention_of(model))
-
-
-@each_module
-def test_graphs_in_a_batch_get_what_each_gets_alone(name: str) -> None:
-    model = converted(name).eval()
-    x, index = graphs()
-    with torch.no_grad():
-        batched = model(x, index)
-        parts = [model(part, torch.zeros(len(part), dtype=torch.long)) for part in x.split(SIZES)]
-    assert_close(batched, torch.cat(parts), TOLERANCE)
 
 
 @each_module

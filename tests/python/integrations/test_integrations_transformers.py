@@ -144,9 +144,7 @@ def test_a_saved_model_loads_with_its_frequencies(family: str, tmp_path: Path) -
 
 
 @families
-def test_a_saved_model_loaded_without_its_frequencies_is_never_softmax(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_saved_model_loaded_without_its_frequencies_is_never_softmax(family, tmp_path):
     model = convert(build(family))
     model.save_pretrained(tmp_path)
     bare = type(model).from_pretrained(tmp_path).to(torch.float64).eval()
@@ -292,9 +290,7 @@ def test_the_trainer_gets_groups_of_its_own_optimiser(optim: str, tmp_path: Path
     }
 
 
-def test_optimisers_that_choose_parameters_by_themselves_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimisers_that_choose_parameters_by_themselves_are_refused(tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     chosen = lambda args, model: (torch.optim.SGD, {"lr": 0.1, "params": []})  # noqa: E731
@@ -575,9 +571,7 @@ def test_bad_options_change_nothing(options: dict[str, Any]) -> None:
     ("family", "spectral"),
     [("bert", "mikan"), ("gpt2", "ikan"), ("llama", "ikan"), ("bert", "stationary")],
 )
-def test_generators_are_trained_saved_and_recorded(
-    family: str, spectral: str, tmp_path: Path
-) -> None:
+def test_generators_are_trained_saved_and_recorded(family, spectral, tmp_path):
     model = ikattn.convert(build(family), spectral=spectral, num_frequencies=8, seed=0)
     inputs = inputs_of(family)
     call(model.train(), inputs)["last_hidden_state"].sum().backward(retain_graph=True)

@@ -19,12 +19,7 @@ LENGTHS = (5, 3, 7)
 TEXTS = torch.arange(15)[None] % 11 + 1  # [1, T]
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
 BEGINS = torch.tensor([0, 5, 8, 15], dtype=torch.int32)
-GIVEN = {
-    "cu_seq_lens_q": BEGINS,
-    "cu_seq_lens_k": BEGINS,
-    "max_length_q": 7,
-    "max_length_k": 7,
-}
+GIVEN = {"cu_seq_lens_q": BEGINS, "cu_seq_lens_k": BEGINS, "max_length_q": 7, "max_length_k": 7}
 
 
 def llama(**options: Any) -> Any:

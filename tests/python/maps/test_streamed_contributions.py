@@ -16,26 +16,12 @@ from contribution_samples import BLOCK, named, operator_call
 from programs import megabytes_grown
 
 
-def softmax_weights(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    key_bias: Tensor | None = None,
-) -> Tensor:
-    group = query.shape[1] // key.shape[1]
-    logits = query @ key.repeat_interleave(group, 1).mT / math.sqrt(query.shape[-1])
-    if key_bias is not None:
-        logits = logits + key_bias.repeat_interleave(group, 1)[:, :, None]
-    if is_causal:
-        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        logits = logits.masked_fill(hidden, -torch.inf)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            logits = logits.masked_fill(~attn_mask, -torch.inf)
-        else:
-            logits = logits + attn_mask
-    return logits.softmax(-1).nan_to_num(0)
+def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The weights under a mask that is added, or where none is given under causality."""
+    logits = query @ key.mT / math.sqrt(query.shape[-1])
+    if mask is None:
+        mask = torch.full(logits.shape[-2:], -torch.inf, dtype=logits.dtype).triu(1)
+    return (logits + mask).softmax(-1)
 
 
 @pytest.mark.parametrize("kernel", ["dot", "implicit"])
@@ -131,7 +117,7 @@ def test_streaming_many_rounds_gives_what_one_gives() -> None:
     streamed = ikattn.streamed_contributions(
         query, key, leaf, projection, residual=residual, is_causal=True
     )
-    weights = softmax_weights(query.double(), key.double(), is_causal=True)
+    weights = softmax_weights(query.double(), key.double())
     wide = value.double().requires_grad_()
     given = ikattn.contributions(weights, wide, projection.double(), residual=residual.double())
     for name, map_ in named(streamed).items():
@@ -152,7 +138,7 @@ def test_a_mask_has_its_gradient_over_many_rounds(shape: tuple[int, ...]) -> Non
     streamed = ikattn.streamed_contributions(
         query, key, value, projection, attn_mask=mask, maps=["summed"]
     ).summed
-    weights = softmax_weights(query, key, attn_mask=mask)
+    weights = softmax_weights(query, key, mask)
     given = ikattn.contributions(weights, value, projection, maps=["summed"]).summed
     (got,) = torch.autograd.grad(streamed, mask, incoming)
     (expected,) = torch.autograd.grad(given, mask, incoming)
@@ -222,28 +208,16 @@ def test_no_tensor_has_both_pairs_and_dimensions() -> None:
     [
         ({"maps": ["per_head"]}, ValueError, r"maps must not hold 'per_head'"),
         ({"scale": math.inf}, ValueError, r"scale must be finite, got inf"),
-        (
-            {"key": torch.rand(2, 4, 7, 4)},
-            RuntimeError,
-            r"key must have the head size of query, 5, got \[2, 4, 7, 4\]",
-        ),
-        (
-            {"key": torch.rand(2, 4, 6, 5)},
-            RuntimeError,
-            r"value must have shape \[B, G, S, d_v\] = \[2, 4, 6, d_v\]",
-        ),
+        ({"key": torch.rand(2, 4, 7, 4)}, RuntimeError, r"key must have the head size of .*, got"),
+        ({"key": torch.rand(2, 4, 6, 5)}, RuntimeError, r"value must have .* = \[2, 4, 6, d_v\]"),
         ({"w2": torch.rand(4, 5, 3)}, RuntimeError, r"w1 must be given with w2"),
         ({"p": 0.5}, ValueError, r"p must be a finite number >= 1 or None, got 0.5"),
         ({"attn_mask": torch.ones(7, 6).bool()}, RuntimeError, r"attn_mask must broadcast"),
     ],
 )
 def test_errors_of_the_streamed_maps_name_the_argument(changes, kind, message):
-    call = {
-        "query": torch.rand(2, 4, 7, 5),
-        "key": torch.rand(2, 4, 7, 5),
-        "value": torch.rand(2, 4, 7, 5),
-        "out_proj_weight": torch.rand(20, 20),
-    }
+    call = {name: torch.rand(2, 4, 7, 5) for name in ("query", "key", "value")}
+    call["out_proj_weight"] = torch.rand(20, 20)
     with pytest.raises(kind, match=f"streamed_contributions: .*?({message})"):
         ikattn.streamed_contributions(**(call | changes))
 

@@ -15,6 +15,7 @@ from ikattn.explain import alti_plus, token_types, words_of_subwords
 from ikattn.maps.sequences import sequences
 from ikattn.maps.tokens import is_special, readable_tokens
 from ikattn.recorder import record
+from recorded_models import recorded
 from tiny_texts import tiny_model, tiny_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -87,52 +88,22 @@ def test_a_tokenizer_tells_which_tokens_are_special() -> None:
 @pytest.fixture(scope="module")
 def generated(byte_level: Any) -> tuple[Any, torch.Tensor]:
     """A recording of ``generate``, and all the ids of its sequence."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=4, vocab_size=400, bos_token_id=0, eos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config).eval()
+    model = tiny_model("GPT2LMHeadModel", vocab_size=400)
     ids = torch.tensor([byte_level("Grüße aus Köln")["input_ids"]])
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with record(model, maps=None) as recording:
         whole = model.generate(ids, **options)
-    with torch.no_grad(), record(model, maps=None) as at_once:
-        model(whole[:, :-1])
-    return (recording, at_once), whole
-
-
-def test_generate_joined_is_the_map_of_the_whole_sequence(generated: Any) -> None:
-    (recording, at_once), whole = generated
-    joined = recording.joined()
-    assert len(recording.batches) == 3
-    assert len(joined.batches) == 1
-    for name in joined.names:
-        for map_ in ("summed", "with_residual", "value_norms"):
-            found, expected = (getattr(one[name], map_) for one in (joined, at_once))
-            assert_close(found, expected, 2e-5, map_)
-        assert_close(
-            joined[name].mixing_ratio["summed"], at_once[name].mixing_ratio["summed"], 2e-5
-        )
-    assert torch.equal(joined.batches[0].input_ids, whole[:, :-1])
-    assert len(at_once.joined().batches) == 1
-
-
-def small_gpt2() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=4, vocab_size=40, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config).double().eval()
+    return recording, whole
 
 
 MAPS = ("value_norms", "summed", "with_residual", "encoder")
 
 
-@pytest.mark.parametrize("eos", [None, 7])
+@pytest.mark.parametrize("eos", [None, 35])
 def test_sequences_of_a_beam_search_are_followed_through_the_beams(eos: int | None) -> None:
-    model = small_gpt2()
+    model = tiny_model("GPT2LMHeadModel")
     with torch.no_grad():
-        model.transformer.wte.weight[7] *= 3  # a token that ends some beams early
+        model.transformer.wte.weight[35] *= 3  # a token that ends some beams early
     prompt = torch.tensor([[5, 17, 3, 9], [8, 2, 30, 11]])
     options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "pad_token_id": 0}
     with record(model, maps=MAPS) as recording:
@@ -153,8 +124,7 @@ def test_sequences_of_a_beam_search_are_followed_through_the_beams(eos: int | No
     for n, sequence in enumerate(found.sequences):
         made = int((beams[n] >= 0).sum())
         whole = sequence[None, : prompt.size(1) + made - 1]
-        with torch.no_grad(), record(model, maps=MAPS) as at_once:
-            model(whole)
+        at_once = recorded(model, whole, MAPS)
         L = whole.size(1)
         for name in at_once.names:
             for map_ in MAPS:
@@ -180,12 +150,15 @@ def test_beams_of_several_texts_of_an_encoder_decoder_and_of_a_search_that_went_
         )
     (joined,) = recording.joined(found.beam_indices).batches
     L = found.sequences.size(1) - 1
-    with torch.no_grad(), record(model, maps=("summed",)) as at_once:
-        model(
-            input_ids=ids,
-            attention_mask=(ids != 0).long(),
-            decoder_input_ids=found.sequences[:, :-1],
-        )
+    at_once = recorded(
+        model,
+        {
+            "input_ids": ids,
+            "attention_mask": (ids != 0).long(),
+            "decoder_input_ids": found.sequences[:, :-1],
+        },
+        "summed",
+    )
     for name, maps in joined.items():
         rows = slice(None) if name.startswith("encoder") else slice(L)
         assert_close(maps.summed[:, rows], at_once[name].summed, 1e-9, name)
@@ -200,8 +173,7 @@ def test_a_translation_that_was_generated_is_one_call_of_encoder_and_decoder(tmp
     with record(model, maps=("alti", "value_norms")) as recording:
         made = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
     joined = recording.joined()
-    with torch.no_grad(), record(model, maps=("alti",)) as at_once:
-        model(input_ids=ids, decoder_input_ids=made[:, :-1])
+    at_once = recorded(model, {"input_ids": ids, "decoder_input_ids": made[:, :-1]}, "alti")
     for found, expected in zip(alti_plus(joined), alti_plus(at_once), strict=True):
         assert_close(found, expected, 1e-9)
     joined.to_html(tmp_path / "page.html", tokens=tiny_tokenizer())
@@ -212,7 +184,7 @@ def test_a_translation_that_was_generated_is_one_call_of_encoder_and_decoder(tmp
 
 
 def test_ids_of_calls_that_go_on_stand_one_after_the_other() -> None:
-    model = small_gpt2()
+    model = tiny_model("GPT2LMHeadModel")
     with torch.no_grad(), record(model) as recording:
         cache = model(torch.tensor([[5]]), use_cache=True).past_key_values
         model(torch.tensor([[8, 9, 10]]), past_key_values=cache)
@@ -220,7 +192,7 @@ def test_ids_of_calls_that_go_on_stand_one_after_the_other() -> None:
 
 
 def test_places_that_cannot_be_seen_are_warned_of() -> None:
-    model, ids = small_gpt2(), torch.tensor([[5, 6], [7, 8]])
+    model, ids = tiny_model("GPT2LMHeadModel"), torch.tensor([[5, 6], [7, 8]])
     with torch.no_grad(), record(model, maps=("summed",)) as recording:
         cache = model(ids, use_cache=True).past_key_values
         model(ids, past_key_values=cache)
@@ -229,14 +201,13 @@ def test_places_that_cannot_be_seen_are_warned_of() -> None:
 
 
 def test_left_padding_of_a_prompt_is_none_of_the_joined_map() -> None:
-    model = small_gpt2()
+    model = tiny_model("GPT2LMHeadModel")
     ids, mask = torch.tensor([[0, 0, 17, 3]]), torch.tensor([[0, 0, 1, 1]])
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with record(model, maps=MAPS) as recording:
         whole = model.generate(ids, attention_mask=mask, **options)
     joined = recording.joined()
-    with torch.no_grad(), record(model, maps=MAPS) as at_once:
-        model(whole[:, 2:-1])
+    at_once = recorded(model, whole[:, 2:-1], MAPS)
     for name in joined.names:
         for map_ in MAPS:
             own = getattr(joined[name], map_)
@@ -246,7 +217,7 @@ def test_left_padding_of_a_prompt_is_none_of_the_joined_map() -> None:
 
 
 def test_a_tokenizer_names_the_tokens_of_every_call(generated, byte_level, tmp_path):
-    (recording, _), whole = generated
+    recording, whole = generated
     all_of_them = readable_tokens(byte_level, whole[0].tolist())
     labels = [
         one.labels(recording.layers[recording.names[0]]) for one in sequences(recording, byte_level)
@@ -263,7 +234,7 @@ def test_a_tokenizer_names_the_tokens_of_every_call(generated, byte_level, tmp_p
 
 
 def test_tokens_of_a_cached_step_may_be_its_own_or_all(generated: Any) -> None:
-    (recording, _), whole = generated
+    recording, whole = generated
     layer, n = recording.layers[recording.names[0]], whole.size(1)
     names = [f"t{i}" for i in range(n)]
     of_all = [one.labels(layer) for one in sequences(recording, names)]
@@ -277,8 +248,7 @@ def test_tokens_of_a_cached_step_may_be_its_own_or_all(generated: Any) -> None:
 
 def test_a_tokenizer_cannot_name_what_was_no_ids(byte_level: Any, tmp_path: Path) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
-    with torch.no_grad(), record(layer) as recording:
-        layer(torch.randn(1, 3, 16))
+    recording = recorded(layer, torch.randn(1, 3, 16), "summed")
     with pytest.raises(ValueError, match="calls that were made with input_ids"):
         recording.to_html(tmp_path / "page.html", tokens=byte_level)
 
@@ -294,6 +264,9 @@ def test_a_tokenizer_cannot_name_what_was_no_ids(byte_level: Any, tmp_path: Path
         (["▁a", "▁b", "<me>"], {}, [0, 1, None]),
         (["▁a", "b", "END"], {"special": ["END"]}, [0, 0, None]),
         (["one"], {}, [0]),
+        (["▁a", "b", "▁", "c", "</s>"], {}, [0, 0, 1, 1, None]),
+        (["a", "b", "Ġc"], {"begin": "Ġ"}, [0, 0, 1]),
+        (["<s>", "x", "▁y", "<pad>"], {}, [None, 0, 1, None]),
         ([], {}, []),
     ],
 )

@@ -176,6 +176,13 @@ def test_a_library_for_this_processor_alone_says_what_it_lacks(source_tree, tmp_
         assert "holds no kernels for baseline, which this process would take" in finished.stderr
 
 
+def refused_import(folder: Path) -> str:
+    """Returns the last line of an import that must fail."""
+    finished = run(sys.executable, "-c", "import ikattn", cwd=folder, PYTHONPATH=str(folder))
+    assert finished.returncode != 0
+    return finished.stderr.strip().splitlines()[-1]
+
+
 def test_import_into_another_torch_says_built_for_and_got(tmp_path: Path) -> None:
     shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
     libraries = tmp_path / "ikattn/lib"
@@ -184,9 +191,7 @@ def test_import_into_another_torch_says_built_for_and_got(tmp_path: Path) -> Non
     for series in ("1.13", "1.9"):
         (libraries / f"torch-{series}").mkdir()
         (libraries / f"torch-{series}/libikattn.so").touch()
-    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert finished.returncode != 0
-    error = finished.stderr.strip().splitlines()[-1]
+    error = refused_import(tmp_path)
     there = "ImportError: ikattn was built for torch 1.9, 1.13, but this is torch "
     assert error.startswith(there)
     assert "run: pip install --no-build-isolation" in error
@@ -215,8 +220,7 @@ def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
     package.mkdir()
     for source in Path(ikattn.__file__).parent.glob("*.py"):
         shutil.copy(source, package)
-    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    error = finished.stderr.strip().splitlines()[-1]
+    error = refused_import(tmp_path)
     assert error.startswith("ImportError: ikattn's library has not been built")
     assert "pip install --no-build-isolation ." in error
 
@@ -227,8 +231,7 @@ def test_a_library_that_was_cut_short_is_named(tmp_path: Path, name: str, share:
     shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
     library = tmp_path / "ikattn/lib" / name
     os.truncate(library, int(share * library.stat().st_size))
-    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    error = finished.stderr.strip().splitlines()[-1]
+    error = refused_import(tmp_path)
     assert error.startswith(f"ImportError: {library} was cut short: it has ")
     assert "pip install --force-reinstall" in error
 
@@ -236,8 +239,7 @@ def test_a_library_that_was_cut_short_is_named(tmp_path: Path, name: str, share:
 def test_a_library_that_does_not_load_says_for_which_torch_it_is(tmp_path: Path) -> None:
     shutil.copytree(Path(ikattn.__file__).parent, tmp_path / "ikattn")
     (tmp_path / f"ikattn/lib/{BUILD}/libikattn.so").write_bytes(bytes(100))
-    finished = run(sys.executable, "-c", "import ikattn", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    error = finished.stderr.strip().splitlines()[-1]
+    error = refused_import(tmp_path)
     assert f"does not load into torch {torch.__version__}: " in error
     assert "pip install --no-build-isolation" in error
 

@@ -16,7 +16,7 @@ from hand_written_blocks import Attention, B, Block, D, H, L, LayerScale, vector
 from hand_written_blocks import Functional as FunctionalBlock
 from hand_written_blocks import Parallel as ParallelBlock
 from ikattn.recorder import AttentionParts, record, register_resolver
-from recorded_models import randomize
+from recorded_models import randomize, recorded, through_norm
 from torch_blocks import (
     Clip,
     Detr,
@@ -53,11 +53,8 @@ BLOCKS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_hand_written_block_is_found(name: str) -> None:
     make, between = BLOCKS[name]
-    block = make().eval()
-    x = torch.randn(B, L, D)
-    model = nn.Sequential(block)
-    with record(model, maps="all", check="all") as recording:
-        model(x)
+    block, x = make().eval(), torch.randn(B, L, D)
+    recording = recorded(nn.Sequential(block), x, check="all")
     assert recording.names == ["0.attn"]
     maps, y = recording["0.attn"], vectors(block.attn, block.ln_1(x))
     assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
@@ -72,26 +69,21 @@ def test_a_hand_written_block_is_found(name: str) -> None:
 def test_a_block_that_normalises_its_sum_is_found() -> None:
     model, x = nn.Sequential(Block(post=True)).eval(), torch.randn(B, L, D)
     block: Any = model[0]
-    with record(model, maps="all") as recording:
-        model(x)
+    recording = recorded(model, x)
     assert recording.layers["0.attn"].block == "post"
     y = vectors(block.attn, x)
     y[:, range(L), range(L)] += x
     total = x + block.attn(x)
-    y = y - y.mean(-1, keepdim=True)
-    y = y * block.ln_1.weight / (total.var(-1, correction=0) + 1e-5).sqrt()[..., None, None]
+    y = through_norm(y, block.ln_1, total)
     assert_close(recording["0.attn"].with_norm, y.norm(dim=-1), 1e-9)
-    second = block.ln_1(total) + block.mlp(block.ln_1(total))
-    y = y - y.mean(-1, keepdim=True)
-    y = y * block.ln_2.weight / (second.var(-1, correction=0) + 1e-5).sqrt()[..., None, None]
+    y = through_norm(y, block.ln_2, block.ln_1(total) + block.mlp(block.ln_1(total)))
     assert_close(recording["0.attn"].encoder, y.norm(dim=-1), 1e-9)
 
 
 @torch.no_grad()
 def test_what_is_no_multiplication_leaves_the_residual_out() -> None:
     model, x = nn.Sequential(Block(nn.Tanh())).eval(), torch.randn(B, L, D)
-    with record(model, maps="all") as recording:
-        model(x)
+    recording = recorded(model, x)
     assert recording.layers["0.attn"].block == "none"
     assert recording["0.attn"].with_residual is None
     with (
@@ -104,9 +96,7 @@ def test_what_is_no_multiplication_leaves_the_residual_out() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("size", [float("nan"), 0.0, 1e-30])
 def test_tokens_that_tell_nothing_of_the_block_claim_nothing(size: float) -> None:
-    model = nn.Sequential(Block()).eval()
-    with record(model, maps="all") as recording:
-        model(size * torch.ones(B, L, D))
+    recording = recorded(nn.Sequential(Block()).eval(), size * torch.ones(B, L, D))
     assert recording.layers["0.attn"].block in ("pre", "none")
     assert recording["0.attn"].with_norm is None
 
@@ -125,11 +115,8 @@ def test_maps_of_found_blocks_have_gradients() -> None:
 
 
 def test_training_records_what_went_into_the_norm() -> None:
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(D, H, 32, dropout=0.5, batch_first=True).train()
-    with record(layer, maps="all") as recording:
-        layer(torch.randn(B, L, D))
-    assert recording["self_attn"].with_norm is not None
+    assert recorded(layer, torch.randn(B, L, D))["self_attn"].with_norm is not None
 
 
 @torch.no_grad()
@@ -200,14 +187,11 @@ def test_a_block_of_tokens_first_has_its_residual(projects: str, tokens: int) ->
             return self.proj(heads.transpose(0, 1).contiguous())  # type: ignore[no-any-return]
 
     block, x = Block().eval(), torch.randn(B, tokens, D)
-    with record(nn.Sequential(block), maps="all") as expected:
-        block(x)
+    own = recorded(nn.Sequential(block), x)["0.attn"]
     attention = TokensFirst()
     attention.load_state_dict(block.attn.state_dict())
     block.attn = attention
-    with record(nn.Sequential(block), maps="all") as recording:
-        block(x.transpose(0, 1))
-    maps, own = recording["0.attn"], expected["0.attn"]
+    maps = recorded(nn.Sequential(block), x.transpose(0, 1))["0.attn"]
     assert_close(maps.summed, own.summed, 1e-12)
     if tokens == B and projects == "tokens first":
         return  # sizes do not tell
@@ -224,15 +208,10 @@ def test_sums_that_only_sizes_or_rough_scales_tell_are_found() -> None:
             return y + self.mlp(self.ln_2(y))  # type: ignore[no-any-return]
 
     x = torch.randn(B, L, D)
-    with record(nn.Sequential(block := InPlace(LayerScale()).eval()), maps="all") as recording:
-        block(x)
-    assert recording.layers["0.attn"].block == "pre"
+    assert blocks_of(nn.Sequential(InPlace(LayerScale())).eval(), x) == ["pre"]
     x = x.float()
     x[0, 0, 3] *= 1e4
-    block = FunctionalBlock().float().eval()
-    with record(nn.Sequential(block), maps="all") as recording:
-        block(x)
-    assert recording.layers["0.attn"].block == "pre"
+    assert blocks_of(nn.Sequential(FunctionalBlock()).float().eval(), x) == ["pre"]
 
 
 @torch.no_grad()
@@ -255,9 +234,7 @@ def test_windows_are_items_of_a_batch(tokens: str) -> None:
             return x + y[:, order.argsort()]
 
     model, x = Windowed().eval(), torch.randn(B, 3 * L, D)
-    with record(model, maps="all") as recording:
-        model(x)
-    maps = recording["attn"]
+    maps = recorded(model, x)["attn"]
     windows = x[:, order].unflatten(1, (-1, L)).flatten(0, 1)
     y = vectors(model.attn, model.norm(windows))
     assert_close(maps.summed, y.norm(dim=-1), 1e-12)
@@ -274,8 +251,7 @@ def test_attention_that_runs_again_before_its_sum_has_no_block() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.attn(self.attn(self.ln_1(x)))  # type: ignore[no-any-return]
 
-    with record(nn.Sequential(block := Twice().eval()), maps="all") as recording:
-        block(torch.randn(B, L, D))
+    recording = recorded(nn.Sequential(Twice()).eval(), torch.randn(B, L, D))
     blocks = {name: layer.block for name, layer in recording.layers.items()}
     assert blocks == {"0.attn": "none", "0.attn#2": "pre"}
 
@@ -289,12 +265,10 @@ def test_rounding_beside_large_numbers_hides_no_scale(dtype: torch.dtype, kind: 
     block = Block(scale) if kind == "module" else FunctionalBlock()
     model, x = nn.Sequential(block).eval(), torch.randn(B, L, D)
     x[..., 3] *= 20  # in whose rounding the attention's output would be lost
-    own = []
-    for each in (torch.float64, dtype):
-        with record(model.to(each), maps="all") as recording:
-            model(x.to(each))
-        own.append(recording["0.attn"].with_residual)
-    expected, found = own
+    expected, found = (
+        recorded(model.to(each), x.to(each))["0.attn"].with_residual
+        for each in (torch.float64, dtype)
+    )
     assert expected is not None
     if kind == "function" and dtype != torch.float32:
         assert found is None  # 16 bits do not tell what is no module
@@ -319,9 +293,7 @@ def test_channels_of_any_size_have_their_scale(change: str, dtype: torch.dtype) 
     else:
         proj.bias[3] += 30
     model = nn.Sequential(block).eval().to(dtype)
-    with record(model, maps="all") as recording:
-        model(torch.randn(B, L, D, dtype=dtype))
-    assert recording.layers["0.attn"].block == "pre"
+    assert blocks_of(model, torch.randn(B, L, D, dtype=dtype)) == ["pre"]
 
 
 # --- Calls without tokens, and maps that are missing
@@ -437,9 +409,8 @@ HOW = [(True, False), (False, False), (True, True), (False, True)]
 def test_maps_of_a_hand_written_block(kind, batch_first, turns, tokens):
     torch.manual_seed(0)
     layer, x = kind(batch_first, turns).eval(), torch.randn(B, tokens, D)
-    with record(nn.Sequential(layer), maps="all", check="all") as recording:
-        layer(x if batch_first != turns else x.transpose(0, 1))
-    assert_maps(recording, layer, x)
+    given = x if batch_first != turns else x.transpose(0, 1)
+    assert_maps(recorded(nn.Sequential(layer), given, check="all"), layer, x)
 
 
 class InPlace(Written):
@@ -452,8 +423,7 @@ class Post(Written):
 
 def blocks_of(layer: nn.Module, *args: Tensor, **options: Any) -> list[str]:
     """The kinds of block that a call's layers have; those of none have the maps of attention."""
-    with torch.no_grad(), record(layer, **{"maps": "all", **options}) as recording:
-        layer(*args)
+    recording = recorded(layer, args, **options)
     for name, known in recording.layers.items():
         assert recording[name].summed is not None
         if known.block == "none":
@@ -483,13 +453,10 @@ def test_a_residual_that_was_written_into_is_not_guessed(how: Any, tokens: int) 
     x = torch.randn(B, tokens, D)
     given = x if how[0] != how[1] else x.transpose(0, 1)
     layer = InPlace(lambda self, x: pre(self, x.clone(), Tensor.add_), *how).eval()
-    with record(layer, maps="all") as recording:
-        layer(given)
-    assert_maps(recording, layer, x)  # of what the layer was called with, which is the same
+    # of what the layer was called with, which is the same
+    assert_maps(recorded(layer, given), layer, x)
     layer = InPlace(lambda self, x: pre(self, x, Tensor.add_), *how).eval()
-    with record(layer, maps="all") as recording:
-        layer(given.clone())
-    assert_maps(recording, layer, x)  # what the norm made of it tells
+    assert_maps(recorded(layer, given.clone()), layer, x)  # what the norm made of it tells
 
     def post(self: Any, x: Tensor) -> Tensor:
         return self.ln_1(x.add_(self.attend(x, x, x)))  # type: ignore[no-any-return]
@@ -509,9 +476,7 @@ def test_a_second_norm_in_the_other_order(how: Any, tokens: int) -> None:
 
     layer = Post(forward, *how).eval()
     x = torch.randn(B, tokens, D)
-    with record(layer, maps="all") as recording:
-        layer(x if how[0] != how[1] else x.transpose(0, 1))
-    assert_maps(recording, layer, x)
+    assert_maps(recorded(layer, x if how[0] != how[1] else x.transpose(0, 1)), layer, x)
 
 
 def test_a_module_or_a_layer_that_is_called_twice() -> None:
@@ -558,8 +523,7 @@ def test_axes_that_are_split_or_missing_are_found() -> None:
         (asked, (True, False), x[0]),
     ):
         layer = Written(forward, *how, places=nn.Embedding(7, D)).eval()
-        with torch.no_grad(), record(layer, maps="all") as recording:
-            layer(given)
+        recording = recorded(layer, given)
         assert recording.layers["attn"].block == "pre"
         assert recording["attn"].encoder is not None
         if forward is asked:
@@ -596,8 +560,7 @@ def test_dropout_in_training_is_followed() -> None:
     for tokens in (B, L):
         layer = Written(dropping, False, True, drop=nn.Dropout(0.3)).train()
         x = torch.randn(B, tokens, D)
-        with record(layer, maps="all") as recording:
-            layer(x)
+        recording = recorded(layer, x)
         assert recording.layers["attn"].block == "pre"
         y = pairs(layer.attn, layer.ln_1(x), layer.ln_1(x))
         y[:, range(tokens), range(tokens)] += x
@@ -701,10 +664,9 @@ def test_what_a_norm_was_given_tells_where_it_stands() -> None:
         x = x + self.attend(x, x, x)
         return x + self.mlp(x)  # type: ignore[no-any-return]
 
-    with record(layer := Written(unread).eval(), maps="all") as recording:
-        layer(x)
-    assert recording["attn"].with_residual is not None
-    assert recording["attn"].alti is None  # for all that was seen a norm may follow
+    maps = recorded(Written(unread).eval(), x)["attn"]
+    assert maps.with_residual is not None
+    assert maps.alti is None  # for all that was seen a norm may follow
 
 
 @torch.no_grad()
@@ -747,8 +709,7 @@ def test_a_small_output_of_16_bits_is_not_lost_in_the_residual() -> None:
     nn.init.zeros_(layer.ln_1.bias)
     x = 1.04 * F.layer_norm(torch.randn(B, L, D), (D,))  # by two rows what the norm makes of it
     x = x.bfloat16()
-    with record(layer, maps="all") as recording:
-        layer(x)
+    recording = recorded(layer, x)
     assert recording.layers["attn"].block == "pre"
     rows = x.float(), layer.ln_1(x).float()
     y = pairs(layer.float().attn, rows[1], rows[1])
@@ -779,9 +740,8 @@ def test_a_norm_whose_output_the_residual_is_written_into() -> None:
         sums = Sandwich.sums
 
     layer = Into(written, after=randomize(nn.LayerNorm(D))).eval()
-    with record(layer, maps="all") as recording:
-        layer(x := torch.randn(B, L, D))
-    assert_maps(recording, layer, x)
+    x = torch.randn(B, L, D)
+    assert_maps(recorded(layer, x), layer, x)
 
 
 @torch.no_grad()
@@ -796,8 +756,7 @@ def test_a_norm_reads_the_sum_as_it_was(kind: str) -> None:
         return self.ln_2(x.mul_(2.0) if kind == "written into" else x)  # type: ignore[no-any-return]
 
     layer = Written(forward, look=nn.Identity()).eval()
-    with record(layer, maps="all") as recording:
-        layer(torch.randn(L, L, D))
+    recording = recorded(layer, torch.randn(L, L, D))
     assert recording.layers["attn"].block == "pre"
     assert recording["attn"].with_residual is not None
     assert (recording["attn"].encoder is not None) == (kind == "as it is")
@@ -832,10 +791,9 @@ def test_norms_that_are_not_known_leave_the_block_out() -> None:
         x = self.ln_1(x + self.attend(x, x, x))
         return self.odd(x + self.mlp(x))  # type: ignore[no-any-return]
 
-    with record(layer := Written(second, odd=OddNorm()).eval(), maps="all") as recording:
-        layer(x)
-    assert recording["attn"].with_norm is not None
-    assert recording["attn"].encoder is None
+    maps = recorded(Written(second, odd=OddNorm()).eval(), x)["attn"]
+    assert maps.with_norm is not None
+    assert maps.encoder is None
 
 
 # --- Resolvers
@@ -886,18 +844,16 @@ def test_the_resolver_that_was_registered_last_is_asked_first() -> None:
     layer.norm1.load_state_dict(model.ln_1.state_dict())
     x = torch.randn(B, L, D)
 
-    def recorded() -> Any:
-        with record(model, maps=None) as recording:
-            model(x)
+    def found() -> Any:
+        recording = recorded(model, x, None)
         return recording.layers["attn"].family, recording["attn"]
 
-    assert recorded()[0] == "torch"
+    assert found()[0] == "torch"
     for family in ("first", "second", "first"):
         registered(model, family, "post", norm=model.ln_1)
-        name, maps = recorded()
+        name, maps = found()
         assert name == family
-    with record(layer, maps=("with_norm",)) as expected:
-        layer(x)
+    expected = recorded(layer, x, "with_norm")
     assert_close(maps.with_norm, expected["self_attn"].with_norm, 1e-9)
     assert maps.encoder is None
 

@@ -27,7 +27,7 @@ from ikattn.maps import Layer, Recording
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.recorder import record
 from ikattn.recorder.runs import following, residual_sum, transfers
-from recorded_models import TOLERANCE, attention, encoder, run_in_threads
+from recorded_models import TOLERANCE, attention, encoder, recorded, run_in_threads
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 
@@ -40,58 +40,25 @@ def hooks_of(model: nn.Module) -> int:
 # --- Calls and batches
 
 
-def test_each_call_is_a_batch_and_one_that_raises_is_none() -> None:
-    model = encoder()
-    with torch.no_grad(), record(model) as recording:
-        model(torch.randn(1, 3, 16))
-        with pytest.raises((RuntimeError, AssertionError)):
-            model(torch.randn(1, 3, 15))
-        model(torch.randn(2, 4, 16))
-    shapes = [batch["layers.1.self_attn"].summed.shape for batch in recording.batches]
-    assert shapes == [(1, 3, 3), (2, 4, 4)]
-    with pytest.raises(LookupError, match="2 forward calls"):
-        recording["layers.0.self_attn"]
-
-
-def test_a_call_that_ctrl_c_ends_is_forgotten_and_a_part_is_a_call() -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_call_that_an_error_ends_is_forgotten_and_a_part_is_a_call(error: Any) -> None:
     model, stop = nn.Sequential(Block(), Block()).eval(), [True]
 
     def interrupt(module: nn.Module, args: Any) -> None:
         if stop.pop() if stop else False:
-            raise KeyboardInterrupt
+            raise error
 
     model[1].mlp.register_forward_pre_hook(interrupt)
     x = torch.randn(B, L, D)
     with torch.no_grad(), record(model) as recording:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
             model(x)
         assert not torch.overrides._get_current_function_mode_stack()
         model(x)
         model[1](x)  # a part, called directly
     assert [list(batch) for batch in recording.batches] == [["0.attn", "1.attn"], ["1.attn"]]
-
-
-def test_module_that_runs_twice_is_numbered() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(self.block(x))
-
-    model = Shared().eval()
-    x = torch.randn(1, 3, 16)
-    with torch.no_grad():
-        with record(model, maps=("encoder",)) as recording:
-            model(x)
-            model(x)
-        with record(model.block, maps=("encoder",)) as second:
-            model.block(model.block(x))
-    assert recording.names == ["block.self_attn", "block.self_attn#2"]
-    assert len(recording.batches) == 2
-    expected = second.batches[1]["self_attn"].encoder
-    assert_close(recording.batches[0]["block.self_attn#2"].encoder, expected, TOLERANCE)
+    with pytest.raises(LookupError, match="2 forward calls"):
+        recording["1.attn"]
 
 
 def test_nested_recordings_each_get_every_call() -> None:
@@ -143,26 +110,6 @@ def test_a_module_of_several_places_is_recorded_once() -> None:
         for module in model.values():
             module(x, x, x)
     assert recording.names == ["one", "three"]
-
-
-def test_maps_stream_to_a_callback_and_are_not_kept() -> None:
-    model = encoder()
-    seen: list[tuple[int, Layer, Contributions]] = []
-    with torch.no_grad(), record(model, on_layer=lambda *args: seen.append(args)) as recording:
-        model(torch.randn(1, 3, 16))
-        assert len(seen) == 2
-        model(torch.randn(2, 4, 16))
-    assert [(number, layer.name) for number, layer, _ in seen] == [
-        (0, "layers.0.self_attn"),
-        (0, "layers.1.self_attn"),
-        (1, "layers.0.self_attn"),
-        (1, "layers.1.self_attn"),
-    ]
-    assert seen[2][2].summed.shape == (2, 4, 4)
-    assert recording.batches == []
-    assert recording.names == ["layers.0.self_attn", "layers.1.self_attn"]
-    with pytest.raises(LookupError, match="on_layer"):
-        recording["layers.0.self_attn"]
 
 
 @torch.no_grad()
@@ -384,12 +331,8 @@ def test_gradients_of_the_model_are_the_same_inside_the_block() -> None:
 
 @pytest.mark.parametrize("kernel", ["stock", "rbf", "implicit"])
 def test_half_precision_maps_are_float32(kernel: str) -> None:
-    model = encoder()
-    if kernel != "stock":
-        ikattn.convert(model, kernel)
-    model = model.bfloat16()
-    with torch.no_grad(), record(model, maps=None) as recording:
-        model(torch.randn(2, 5, 16, dtype=torch.bfloat16))
+    model = encoder() if kernel == "stock" else ikattn.convert(encoder(), kernel)
+    recording = recorded(model.bfloat16(), torch.randn(2, 5, 16, dtype=torch.bfloat16), None)
     assert recording["layers.1.self_attn"].encoder.dtype == torch.float32
 
 
@@ -401,9 +344,7 @@ def test_one_model_is_run_by_several_threads() -> None:
     inputs = [torch.randn(1, length, 16) for length in range(1, 9)]
     expected = {}
     for x in inputs:
-        with torch.no_grad(), record(model, maps=None) as recording:
-            model(x)
-        expected[x.size(1)] = recording["layers.1.self_attn"].encoder
+        expected[x.size(1)] = recorded(model, x, None)["layers.1.self_attn"].encoder
 
     def work(share: list[Tensor]) -> None:
         with torch.no_grad():
@@ -441,8 +382,7 @@ def test_recording_keeps_neither_model_nor_inputs_alive() -> None:
     model, x = encoder(), torch.randn(1, 3, 16)
     seen = [weakref.ref(model), weakref.ref(x)]
     seen += [weakref.ref(module) for module in model.modules()]
-    with torch.no_grad(), record(model, maps=None) as recording:
-        model(x)
+    recording = recorded(model, x, None)
     del model, x
     gc.collect()
     assert not [reference() for reference in seen if reference() is not None]
@@ -489,11 +429,8 @@ def _loaded(recording: Recording, path: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
-    with torch.no_grad(), ikattn.record(layer, maps=ON_CPU) as found:
-        layer(torch.randn(2, 5, 16))
-    return found
+    return recorded(layer, torch.randn(2, 5, 16), ON_CPU)
 
 
 @pytest.mark.parametrize("name", ACTS)
@@ -507,8 +444,8 @@ def test_maps_stay_on_their_own_device(name: str, recording: Recording, tmp_path
 def test_recording_under_a_default_device() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
     x = torch.randn(2, 5, 16)
-    with torch.no_grad(), torch.device("meta"), ikattn.record(layer, maps="all") as recording:
-        layer(x)
+    with torch.device("meta"):
+        recording = recorded(layer, x)
     assert recording["self_attn"].with_norm.device.type == "cpu"
 
 
@@ -635,13 +572,21 @@ def test_batches_are_there_where_somebody_looks_and_in_copies(waits: bool) -> No
 
 def test_on_layer_gets_layers_once_they_have_been_looked_at(waits: bool) -> None:
     model, x, seen = Changing().eval(), torch.randn(B, L, D), []
-    with record(model, maps=MADE, on_layer=lambda n, layer, maps: seen.append((n, layer.name))):
+
+    def note(number: int, layer: Layer, maps: Contributions) -> None:
+        assert maps.summed.shape == (B, L, L)
+        seen.append((number, layer.name))
+
+    with record(model, maps=MADE, on_layer=note) as recording:
         model(x)
         assert seen == [(0, "blocks.0.self_attn"), (0, "blocks.1.self_attn")]
         model.more = 0.1
         with pytest.raises(RuntimeError, match=r"blocks\.1\.self_attn does not add up"):
             model(x)
     assert seen[2:] == [(1, "blocks.0.self_attn")]
+    assert recording.batches == []
+    with pytest.raises(LookupError, match="on_layer"):
+        recording["blocks.0.self_attn"]
 
 
 def test_a_sum_that_dropout_hides_in_training_is_no_error(waits: bool) -> None:
@@ -696,9 +641,8 @@ def test_what_a_model_writes_over_later_was_right(check: str, waits: bool) -> No
             return made
 
     model = Model().eval()
-    with torch.no_grad(), record(model, check=check) as recording:
-        model(torch.randn(1, 1, D))
-        assert recording.batches[0]["attn"].summed is not None
+    recording = recorded(model, torch.randn(1, 1, D), "summed", check=check)
+    assert recording.batches[0]["attn"].summed is not None
 
 
 @torch.no_grad()
@@ -731,10 +675,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(maps: Any = "summed", **options: Any) -> int:
-    model = encoder()
-    with torch.no_grad(), record(model, maps, **options) as recording:
-        model(torch.randn(2, 8, 16))
-    return len(recording.batches)
+    return len(recorded(encoder(), torch.randn(2, 8, 16), maps, **options).batches)
 
 
 def test_sizes_and_ways_out_are_told_before_any_map_is_made(free: Any) -> None:
@@ -866,8 +807,5 @@ def test_nothing_recorded_says_so(tmp_path: Path) -> None:
 
 
 def test_unknown_layer_is_named_with_those_there_are() -> None:
-    model = encoder()
-    with torch.no_grad(), record(model) as recording:
-        model(torch.randn(1, 3, 16))
     with pytest.raises(KeyError, match=r"layers\.1\.self_attn"):
-        recording["layers.7"]
+        recorded(encoder(), torch.randn(1, 3, 16), "summed")["layers.7"]

@@ -20,8 +20,9 @@ from ikattn.maps import TopK, rollout, token_importance
 from ikattn.maps.files import load
 from ikattn.maps.page import _shown_maps
 from ikattn.ops.delta_rule import DeltaRule
+from ikattn.recorder import entry
 from ikattn.recorder.calls.delta_rules import calls_delta_rule
-from ikattn.recorder.entry import recorded
+from recorded_models import recorded
 from tiny_transformers import build_tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -164,9 +165,7 @@ class Noted:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
-def test_maps_of_delta_rules_are_those_of_explicit_vectors(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_of_delta_rules_are_those_of_explicit_vectors(kind, monkeypatch):
     model, call = tiny(kind), text(70 if kind in ("qwen3_next", "kimi_linear") else 9, padded=3)
     expected_output = model(**call)[0]
     noted = Noted(model, monkeypatch)
@@ -211,18 +210,16 @@ def test_maps_of_delta_rules_are_those_of_explicit_vectors(
 @torch.no_grad()
 def test_steps_of_a_cache_have_the_rows_of_a_whole_call(kind: str) -> None:
     model, call = tiny(kind), text(70, padded=3)
-    with ikattn.record(model, ("weights", "summed", "with_residual")) as whole:
-        model(**call, use_cache=False)
+    names, cuts = ("weights", "summed", "with_residual"), ((0, 66), (66, 67), (67, 69), (69, 70))
+    whole = recorded(model, call | {"use_cache": False}, names)
     cache = None
-    with ikattn.record(model, ("weights", "summed", "with_residual")) as recording:
-        for start, end in ((0, 66), (66, 67), (67, 69), (69, 70)):
+    with ikattn.record(model, names) as recording:
+        for start, end in cuts:
             part = {"input_ids": call["input_ids"][:, start:end]}
             mask = call["attention_mask"][:, :end]
             cache = model(**part, attention_mask=mask, past_key_values=cache).past_key_values
-    for batch, (start, end) in zip(
-        recording.batches, ((0, 66), (66, 67), (67, 69), (69, 70)), strict=True
-    ):
-        for name in ("weights", "summed", "with_residual"):
+    for batch, (start, end) in zip(recording.batches, cuts, strict=True):
+        for name in names:
             found, expected = getattr(batch[0], name), getattr(whole[0], name)
             expected = expected[..., start:end, :end]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -234,8 +231,7 @@ def test_sequences_that_change_their_order_between_steps_keep_their_columns() ->
     model, ids = tiny("qwen3_next"), text(9)["input_ids"]
     swapped = ids.clone()
     swapped[:, :8] = ids.flip(0)[:, :8]
-    with ikattn.record(model, "summed") as whole:
-        model(swapped)
+    whole = recorded(model, swapped, "summed")
     with ikattn.record(model, "summed") as recording:
         cache = model(ids[:, :8]).past_key_values
         cache.reorder_cache(torch.tensor([1, 0]))
@@ -247,20 +243,15 @@ def test_sequences_that_change_their_order_between_steps_keep_their_columns() ->
 def test_a_state_of_unrecorded_calls_is_refused() -> None:
     model, ids = tiny("qwen3_next"), text(9)["input_ids"]
     cache = model(ids[:, :8]).past_key_values
-    with (
-        pytest.raises(NotImplementedError, match="a state that its last recorded call has not"),
-        ikattn.record(model, "summed"),
-    ):
-        model(ids[:, 8:], past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="a state that its last recorded call has not"):
+        recorded(model, {"input_ids": ids[:, 8:], "past_key_values": cache}, "summed")
 
 
 @torch.no_grad()
 def test_padding_between_tokens_is_a_column() -> None:
     model, call = tiny("qwen3_next"), text(9)
     call["attention_mask"][0, 4] = 0
-    with ikattn.record(model, "all", check="all", layers="*linear_attn") as recording:
-        model(**call)
-    maps = recording[0]
+    maps = recorded(model, call, check="all", layers="*linear_attn")[0]
     assert maps.key_padding.sum() == 0
     assert maps.query_padding.nonzero().tolist() == [[0, 4]]
     assert bool((maps.summed[0, 5:, 4] > 0).all())
@@ -269,12 +260,10 @@ def test_padding_between_tokens_is_a_column() -> None:
 @torch.no_grad()
 def test_reduced_maps_and_rows_of_a_delta_rule_are_those_of_its_maps() -> None:
     model, call = tiny("qwen3_5_text"), text(70, padded=3)
-    with ikattn.record(model, ("weights", "summed")) as whole:
-        model(**call)
-    with ikattn.record(model, ("weights", "summed"), reduce="columns") as columns:
-        model(**call)
-    with ikattn.record(model, ("weights", "summed"), queries=[-1, -4]) as rows:
-        model(**call)
+    whole, columns, rows = (
+        recorded(model, call, ("weights", "summed"), **options)
+        for options in ({}, {"reduce": "columns"}, {"queries": [-1, -4]})
+    )
     for name in ("weights", "summed"):
         expected = getattr(whole[0], name)
         found = columns[0].reduced[name]
@@ -285,18 +274,14 @@ def test_reduced_maps_and_rows_of_a_delta_rule_are_those_of_its_maps() -> None:
 @torch.no_grad()
 def test_similarity_of_a_delta_rule_is_refused() -> None:
     model = tiny("qwen3_next")
-    with (
-        pytest.raises(ValueError, match="its weights are those of a recurrent state"),
-        ikattn.record(model, "similarity"),
-    ):
-        model(**text(5))
+    with pytest.raises(ValueError, match="its weights are those of a recurrent state"):
+        recorded(model, text(5), "similarity")
 
 
 @torch.no_grad()
 def test_readers_of_weights_take_signs_for_what_they_are(tmp_path: Path) -> None:
     model, call = tiny("qwen3_next"), text(9, padded=3)
-    with ikattn.record(model, "all") as recording:
-        model(**call)
+    recording = recorded(model, call)
     weights = recording[0].weights
     for refused in (rollout, partial(token_importance, position=-1)):
         with pytest.raises(ValueError, match=r"'weights' of layer .* has numbers below 0"):
@@ -305,9 +290,7 @@ def test_readers_of_weights_take_signs_for_what_they_are(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="numbers below 0"):
         to_bertviz(recording, "weights")
     assert to_bertviz(recording, "per_head")["attention"][0].min() >= 0
-    with ikattn.record(model, "weights", reduce=TopK(2)) as largest:
-        model(**call)
-    top = largest[0].reduced["weights"]
+    top = recorded(model, call, "weights", reduce=TopK(2))[0].reduced["weights"]
     torch.testing.assert_close(top.values.abs(), weights.abs().topk(2).values)
     found = weights.gather(-1, top.sources.clamp_min(0)).where(top.sources >= 0, 0)
     torch.testing.assert_close(top.values, found)
@@ -333,7 +316,7 @@ def test_what_gated_heads_write_into_a_logit_adds_up(layer: int) -> None:
     gradient[:, -1] = torch.randn(2, 16)
     writings = _Writings(gradient)
     selected = f"layers.{layer}.*"
-    with recorded(model, ("alti",), layers=selected, to_cpu=False, on_run=writings.note):
+    with entry.recorded(model, ("alti",), layers=selected, to_cpu=False, on_run=writings.note):
         model(**call)
     (written, _), *_ = writings._layers
     torch.testing.assert_close(written.sum(-1), (outputs[0] * gradient).sum((1, 2)))

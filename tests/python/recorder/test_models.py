@@ -18,7 +18,7 @@ from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.plan.resolvers import find_attention
 from ikattn.recorder.plan.run_maps import Surroundings
 from ikattn.recorder.runs import making
-from recorded_models import pair_vectors, run_in_threads, through_norm
+from recorded_models import pair_vectors, recorded, run_in_threads, through_norm
 from tiny_transformers import build_tiny, tiny_inputs
 from transformers_models import BART, BERT, FAMILIES, GROUPED, IMAGE, build, inputs_of
 
@@ -208,8 +208,7 @@ def test_vectors_with_the_norms_found_make_up_what_the_blocks_compute(family: st
 @families
 def test_padding_and_sides(family: str) -> None:
     model, inputs = build(family), inputs_of(family)
-    with torch.no_grad(), record(model) as recording:
-        model(**inputs)
+    recording = recorded(model, inputs, "summed")
     padding = inputs.get("attention_mask")
     target_padding = inputs.get("decoder_attention_mask")
     for name, maps in recording.batches[0].items():
@@ -234,13 +233,10 @@ def test_weights_that_are_never_held_are_made_of_what_the_model_gave(monkeypatch
         return streamed_contributions(query, key, *args, **options)
 
     model, inputs = build("llama").bfloat16(), inputs_of("llama")
-    with torch.no_grad():
-        with record(model, maps=("summed",)) as held:
-            model(**inputs)
-        monkeypatch.setattr(attention_call, "_FEW_WEIGHTS", 0)
-        monkeypatch.setattr(attention_call, "streamed_contributions", streamed)
-        with record(model, maps=("summed",)) as recording:
-            model(**inputs)
+    held = recorded(model, inputs, "summed")
+    monkeypatch.setattr(attention_call, "_FEW_WEIGHTS", 0)
+    monkeypatch.setattr(attention_call, "streamed_contributions", streamed)
+    recording = recorded(model, inputs, "summed")
     assert len(calls) == len(held.names)
     for call in calls:
         assert call["query"].dtype == call["key"].dtype == torch.bfloat16
@@ -249,45 +245,6 @@ def test_weights_that_are_never_held_are_made_of_what_the_model_gave(monkeypatch
         assert call["maps"] == {"summed"}
     for name in held.names:
         assert_close(recording[name].summed, held[name].summed, 1e-6, name)
-
-
-def test_cached_steps_put_the_residual_where_the_token_is() -> None:
-    model = build("llama")
-    tokens = torch.tensor([[5, 6, 7, 8, 9]])
-    with torch.no_grad():
-        with record(model, maps=None) as whole:
-            model(tokens)
-        with record(model, maps=None) as steps:
-            cache = model(tokens[:, :3], use_cache=True).past_key_values
-            cache = model(tokens[:, 3:4], past_key_values=cache).past_key_values
-            model(tokens[:, 4:], past_key_values=cache)
-    for name in whole.names:
-        for map_name in ("summed", "with_residual"):
-            expected = getattr(whole[name], map_name)
-            first, second, third = (getattr(batch[name], map_name) for batch in steps.batches)
-            assert_close(first, expected[:, :3, :3], TOLERANCE)
-            assert_close(second, expected[:, 3:4, :4], TOLERANCE)
-            assert_close(third, expected[:, 4:], TOLERANCE)
-        ratios = [batch[name].mixing_ratio["with_residual"] for batch in steps.batches]
-        assert_close(torch.cat(ratios, 1), whole[name].mixing_ratio["with_residual"], TOLERANCE)
-
-
-def test_static_cache_keeps_the_diagonal() -> None:
-    model = build("llama")
-    tokens = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        with record(model, maps=None) as whole:
-            model(tokens)
-        cache = transformers.StaticCache(config=model.config, max_cache_len=7)
-        with record(model, maps=None) as steps:
-            model(tokens[:, :3], past_key_values=cache)
-            model(tokens[:, 3:], past_key_values=cache)
-    for name in whole.names:
-        expected = whole[name].with_residual
-        first, second = (batch[name].with_residual for batch in steps.batches)
-        assert_close(first[..., :3], expected[:, :3, :3], TOLERANCE)
-        assert (first[..., 3:] == 0).all()
-        assert_close(second[..., :4], expected[:, 3:], TOLERANCE)
 
 
 def test_tensors_that_the_caller_fills_again_are_recorded_as_they_were() -> None:
@@ -309,19 +266,6 @@ def test_tensors_that_the_caller_fills_again_are_recorded_as_they_were() -> None
             assert_identical(maps.query_padding, padding)
 
 
-def test_each_step_of_generate_is_a_batch() -> None:
-    config = transformers.GPT2Config(**FAMILIES["gpt2"][1])
-    model = transformers.GPT2LMHeadModel(config).double().eval()
-    tokens = torch.tensor([[5, 6, 7]])
-    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    expected = model.generate(tokens, **options)
-    with record(model) as recording:
-        found = model.generate(tokens, **options)
-    assert found.equal(expected)
-    shapes = [tuple(batch[recording.names[0]].summed.shape) for batch in recording.batches]
-    assert shapes == [(1, 3, 3), (1, 1, 4), (1, 1, 5)]
-
-
 def test_encoder_pass_of_generate_is_a_batch_of_its_own() -> None:
     config = transformers.BartConfig(**BART)
     model = transformers.BartForConditionalGeneration(config).double().eval()
@@ -336,8 +280,7 @@ def test_encoder_pass_of_generate_is_a_batch_of_its_own() -> None:
 def test_bert_decoder_with_cross_attention() -> None:
     model = build("bert", is_decoder=True, add_cross_attention=True)
     memory = torch.randn(2, 3, 16)
-    with torch.no_grad(), record(model, maps=None) as recording:
-        model(**inputs_of("bert"), encoder_hidden_states=memory)
+    recording = recorded(model, inputs_of("bert") | {"encoder_hidden_states": memory}, None)
     own = recording["encoder.layer.0.attention.self"]
     cross = recording["encoder.layer.0.crossattention.self"]
     assert recording.layers["encoder.layer.0.crossattention.self"].kind == "cross"
@@ -374,20 +317,19 @@ def test_threads_that_record_models_with_one_config() -> None:
     models = [first, transformers.BertModel(first.config).double().eval()]
     tokens = [torch.randint(1, 30, (1, length)) for length in range(1, 7)]
 
-    def recorded(number: int, length: int) -> Tensor:
-        with torch.no_grad(), record(models[number], maps=("encoder",)) as recording:
-            models[number](tokens[length - 1])
+    def made(number: int, length: int) -> Tensor:
+        recording = recorded(models[number], tokens[length - 1], "encoder")
         return recording[recording.names[1]].encoder
 
     found: dict[tuple[int, int], Tensor] = {}
 
     def work(number: int) -> None:
-        found.update({(number, length): recorded(number, length) for length in range(1, 7)})
+        found.update({(number, length): made(number, length) for length in range(1, 7)})
 
     run_in_threads(lambda: work(0), lambda: work(1))
     assert first.config._attn_implementation == "sdpa"
     for call, encoder_map in found.items():
-        assert_close(encoder_map, recorded(*call), TOLERANCE)
+        assert_close(encoder_map, made(*call), TOLERANCE)
     assert len(found) == 12
 
 
@@ -412,8 +354,7 @@ def test_norms_come_in_the_place_of_attentions(family: str) -> None:
     model, inputs = build(family), inputs_of(family)
     with torch.no_grad():
         before = model(**inputs)
-        with record(model) as recording:
-            model(**inputs)
+        recording = recorded(model, inputs, "summed")
         model.set_attn_implementation("ikattn_norms")
         after = model(**inputs, output_attentions=True)
     assert_identical([after.last_hidden_state], [before.last_hidden_state])
@@ -441,8 +382,7 @@ def test_norms_are_an_implementation_to_load_a_model_with(tmp_path: Path) -> Non
     loaded = transformers.GPT2Model.from_pretrained(
         tmp_path, attn_implementation="ikattn_norms", dtype=torch.float64
     )
-    with torch.no_grad(), record(model) as recording:
-        model(**inputs)
+    recording = recorded(model, inputs, "summed")
     with torch.no_grad():
         found = loaded(**inputs, output_attentions=True).attentions
     assert_identical(found, [recording[name].summed for name in recording.names])
@@ -495,10 +435,8 @@ def test_maps_that_a_family_has_not_are_refused_before_anything_runs() -> None:
     for family in ("gpt2", "llama", "t5", "vit"):
         assert "before the attention" in refused(build(family), maps=("with_norm",))
     assert "not among its keys" in refused(build("bart"), maps=("with_residual",))
-    model = build("bart")
-    with torch.no_grad(), record(model, maps=("encoder",), layers="encoder.*") as recording:
-        model(**inputs_of("bart"))
-    assert recording.names == ["encoder.layers.0.self_attn"]
+    recorded_encoder = recorded(build("bart"), inputs_of("bart"), "encoder", layers="encoder.*")
+    assert recorded_encoder.names == ["encoder.layers.0.self_attn"]
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "big_bird", "deberta", "deberta-v2"])
@@ -512,26 +450,18 @@ def test_weights_that_a_module_writes_out_are_those_that_it_returns(kind: str) -
     for maps, weights in zip(found, returned.attentions, strict=True):
         expected = without_padding(weights.to(maps.weights), maps)
         assert_close(maps.weights, expected, FLOAT32_SOFTMAX)
-    with (
-        pytest.raises(ValueError, match="computes the weights itself"),
-        record(model, maps="similarity"),
-    ):
-        model(**inputs)
+    with pytest.raises(ValueError, match="computes the weights itself"):
+        recorded(model, inputs, "similarity")
 
 
 def test_soft_caps_leave_similarity_and_magnitude_out() -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(**GROUPED, head_dim=4, attn_logit_softcapping=1.0)
     model, tokens = transformers.Gemma2Model(config).double().eval(), torch.tensor([[3, 4, 5]])
-    with torch.no_grad(), record(model, maps="all", check="all") as recording:
-        model(tokens)
+    recording = recorded(model, tokens, check="all")
     assert recording[recording.names[0]].similarity is None
-    with (
-        torch.no_grad(),
-        record(model, maps="similarity"),
-        pytest.raises(ValueError, match="has no map 'similarity': its logits have a soft cap"),
-    ):
-        model(tokens)
+    with pytest.raises(ValueError, match="has no map 'similarity': its logits have a soft cap"):
+        recorded(model, tokens, "similarity")
 
 
 def test_other_implementations_are_refused() -> None:
@@ -543,14 +473,9 @@ def test_other_implementations_are_refused() -> None:
 
 def test_chunked_feed_forward_is_refused_with_its_norm() -> None:
     model = build("bert", chunk_size_feed_forward=2)
-    with torch.no_grad(), record(model, maps=("with_norm",)):
-        model(**inputs_of("bert"))
-    with (
-        torch.no_grad(),
-        record(model, maps=("encoder",)),
-        pytest.raises(RuntimeError, match="chunk_size_feed_forward"),
-    ):
-        model(**inputs_of("bert"))
+    recorded(model, inputs_of("bert"), "with_norm")
+    with pytest.raises(RuntimeError, match="chunk_size_feed_forward"):
+        recorded(model, inputs_of("bert"), "encoder")
 
 
 # --- Families that no table knows
@@ -661,7 +586,6 @@ def test_attention_function_of_transformers_is_recognised_in_a_class_of_ones_own
     model = transformers.LlamaModel(config).eval()
     model.layers[0].self_attn.__class__ = MyAttention
     tokens = torch.tensor([[1, 2, 3]])
-    with torch.no_grad(), record(model, maps=None) as recording:
-        model(tokens)
+    recording = recorded(model, tokens, None)
     assert recording.layers["layers.0.self_attn"].family == "llama"
     assert recording["layers.0.self_attn"].with_residual.shape == (1, 3, 3)

@@ -82,8 +82,7 @@ def test_rows_of_a_padded_encoder_are_those_of_each_sequence_alone(reduce, queri
     options["maps"] = ("summed", "with_residual", "encoder", "alti", "per_head", "mixing_ratio")
     x = torch.randn(3, 6, 16)
     padding = torch.arange(6) >= torch.tensor(LENGTHS)[:, None]
-    with torch.no_grad(), record(model, **options) as padded:
-        model(x, src_key_padding_mask=padding)
+    padded = recorded(model, {"src": x, "src_key_padding_mask": padding}, **options)
     alone = [recorded(model, x[b : b + 1, :n], **options) for b, n in enumerate(LENGTHS)]
     assert_as_alone(padded, alone)
 
@@ -96,14 +95,10 @@ def test_cross_attention_counts_the_own_tokens_of_a_decoder(layers: Any) -> None
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     for queries in ([-1], slice(-4, None)):
         options = {"maps": "summed", "queries": queries, "layers": layers, "reduce": GROUPS}
-        with torch.no_grad(), record(model, **options) as padded:
-            model(x, memory, tgt_key_padding_mask=padding)
-        alone = []
-        for b, n in enumerate((5, 3)):
-            with torch.no_grad(), record(model, **options) as own:
-                model(x[b : b + 1, :n], memory[b : b + 1])
-            alone.append(own)
-        assert_as_alone(padded, alone)
+        inputs = {"tgt": x, "memory": memory, "tgt_key_padding_mask": padding}
+        cut = [(x[b : b + 1, :n], memory[b : b + 1]) for b, n in enumerate((5, 3))]
+        alone = [recorded(model, each, **options) for each in cut]
+        assert_as_alone(recorded(model, inputs, **options), alone)
 
 
 @pytest.mark.parametrize("layers", [None, "decoder.*.encoder_attn"])
@@ -149,9 +144,8 @@ def test_rows_tell_the_numbers_that_were_asked_for_where_sequences_differ() -> N
         (slice(1, 3), [1, 2], [True, True]),
         (slice(None), None, [False] + [True] * 5),
     ):
-        with torch.no_grad(), record(model, "summed", queries=queries) as recording:
-            model(x, src_key_padding_mask=padding)
-        found = recording["layers.0.self_attn"]
+        inputs = {"src": x, "src_key_padding_mask": padding}
+        found = recorded(model, inputs, "summed", queries=queries)["layers.0.self_attn"]
         assert (None if found.rows is None else found.rows.tolist()) == rows
         assert found.query_padding.tolist() == [[False] * len(missing), missing]
 
@@ -175,9 +169,9 @@ def test_reductions_of_ones_own_are_stacked_where_their_first_axis_is_the_batch(
     padding = torch.arange(6) >= torch.tensor([[6], [4]])
 
     def run(reduce: Any) -> Contributions:
-        with torch.no_grad(), record(model, "summed", queries=[-1], reduce=reduce) as recording:
-            model(x, src_key_padding_mask=padding)
-        return recording["layers.0.self_attn"]
+        inputs = {"src": x, "src_key_padding_mask": padding}
+        found = recorded(model, inputs, "summed", queries=[-1], reduce=reduce)
+        return found["layers.0.self_attn"]
 
     assert_close(run(Largest()).reduced["summed"], run(None).summed.amax((1, 2)), TOLERANCE)
     with pytest.raises(ValueError, match=r"must return \[1, ..\].* got \[\[\], \[\]\]"):
@@ -193,17 +187,16 @@ def test_a_number_that_a_sequence_lacks_is_refused_with_its_name() -> None:
         ({"reduce": Groups([[5]])}, r"\[-4, 4\) for sequence 1, which has 4 keys .* of layers.0"),
         ({"reduce": Groups([[5]]), "queries": [-1]}, "for sequence 1, which has 4 keys"),
     ):
-        refused = pytest.raises(ValueError, match=words)
-        with refused, torch.no_grad(), record(model, "summed", **options):
-            model(x, src_key_padding_mask=padding)
+        with pytest.raises(ValueError, match=words):
+            recorded(model, {"src": x, "src_key_padding_mask": padding}, "summed", **options)
 
 
 def test_converted_layers_count_as_stock_ones_do() -> None:
     model, x = ikattn.convert(encoder()), torch.randn(2, 6, 16)
     padding = torch.arange(6) >= torch.tensor([[6], [4]])
-    with torch.no_grad(), record(model, "summed", queries=[-1], reduce="columns") as padded:
-        model(x, src_key_padding_mask=padding)
-    alone = recorded(model, x[1:, :4], "summed", queries=[-1], reduce="columns")
+    options = {"maps": "summed", "queries": [-1], "reduce": "columns"}
+    padded = recorded(model, {"src": x, "src_key_padding_mask": padding}, **options)
+    alone = recorded(model, x[1:, :4], **options)
     for name in padded.names:
         found, own = (each[name].reduced["summed"] for each in (padded, alone))
         assert_close(found[1, :4], own[0], TOLERANCE)
@@ -225,10 +218,8 @@ def test_cross_attention_has_the_padding_of_the_self_attention_beside_it() -> No
     x, memory = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     block = Block().eval()
-    with torch.no_grad(), ikattn.record(block, queries=[-1]) as recording:
-        block(x, memory, padding)
-    with torch.no_grad(), ikattn.record(block) as alone:
-        block(x[1:, :3], memory[1:], padding[1:, :3])
+    recording = recorded(block, (x, memory, padding), "summed", queries=[-1])
+    alone = recorded(block, (x[1:, :3], memory[1:], padding[1:, :3]), "summed")
     assert recording["other"].query_padding is not None
     last = recording["other"].summed[1]
     torch.testing.assert_close(last, alone["other"].summed[0, -1:])

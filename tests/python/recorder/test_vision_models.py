@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from agreement import assert_close
-from ikattn.recorder import record
-from recorded_models import pair_vectors
+from recorded_models import pair_vectors, recorded
 from vision_libraries import import_vision
 
 timm = import_vision("timm")
@@ -72,8 +71,7 @@ def test_maps_are_the_explicit_sums(name: str, monkeypatch: pytest.MonkeyPatch) 
     side = MODELS[name].get("img_size", 32)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*look like attention.*")  # of CaiT, which mixes heads
-        with record(model, maps="all", check="all") as recording:
-            model(torch.randn(2, 3, side, side))
+        recording = recorded(model, torch.randn(2, 3, side, side), check="all")
     layers = recording.batches[0].layers
     assert len(layers) == len(heard.calls) > 0
     for (layer, maps), (weights, value) in zip(layers.items(), heard.calls, strict=True):
@@ -102,8 +100,7 @@ def test_maps_with_the_residual(name, scale, monkeypatch):
     for block in model.blocks:
         block.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     side = MODELS[name]["img_size"]
-    with record(model, maps=["with_residual"]) as recording:
-        model(torch.randn(2, 3, side, side))
+    recording = recorded(model, torch.randn(2, 3, side, side), "with_residual")
     for number, block in enumerate(model.blocks):
         y = pair_vectors(*heard.calls[number], block.attn.proj.weight) * scale(block)
         own = torch.arange(y.size(1))
@@ -119,9 +116,7 @@ def test_attention_that_is_told_to_compute_its_own_weights_has_the_same_maps() -
         torch.manual_seed(1)
         timm.layers.set_fused_attn(is_fused, experimental=is_fused)
         model = timm.create_model(name, pretrained=False, **MODELS[name]).eval()
-        with record(model) as recording:
-            model(x)
-        found.append(recording)
+        found.append(recorded(model, x, "summed"))
     assert found[0].names == found[1].names
     for layer in found[0].names:
         assert_close(found[1][layer].summed, found[0][layer].summed, 1e-8)
@@ -140,8 +135,7 @@ def test_diffusers_attention_is_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
         attention_head_dim=8,
     ).eval()
     heard = Heard(monkeypatch)
-    with record(model, maps="all") as recording:
-        model(torch.randn(1, 4, 8, 8), torch.tensor(1), torch.randn(1, 7, 20))
+    recording = recorded(model, (torch.randn(1, 4, 8, 8), torch.tensor(1), torch.randn(1, 7, 20)))
     assert len(recording.layers) == len(heard.calls) == 8
     for (layer, maps), call in zip(recording.batches[0].layers.items(), heard.calls, strict=True):
         projection = model.get_submodule(layer).to_out[0].weight
@@ -180,8 +174,7 @@ def test_maps_around_torchs_attention(make: Any) -> None:
         )
         for part in (block.ln_1, attention, block.ln_2):
             part.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    with record(model, maps="all", check="all") as recording:
-        model(*inputs)
+    recording = recorded(model, inputs, check="all")
     for number, (block, maps) in enumerate(
         zip(blocks, recording.batches[0].layers.values(), strict=True)
     ):

@@ -24,6 +24,7 @@ from recorded_models import (
     encoder,
     pair_vectors,
     randomize,
+    recorded,
     through_norm,
 )
 
@@ -87,8 +88,8 @@ def test_weights_and_contributions_are_those_of_the_module(kernel, case):
     with torch.no_grad():
         output, weights = module(**arguments, average_attn_weights=False)
         with record(module, maps=("summed", "per_head", "value_norms", "weights")) as recording:
-            recorded = module(**arguments)
-        assert_identical(recorded, module(**arguments))
+            inside = module(**arguments)
+        assert_identical(inside, module(**arguments))
 
     found = recording[type(module).__name__]
     if weights.dim() == 3:
@@ -152,8 +153,7 @@ def test_all_maps_are_those_that_each_layer_has() -> None:
     one_by_one = ("weights", "similarity", "magnitude", "value_norms", "per_head", *SUMMED)
     for norm_first, of_block in ((False, SUMMED), (True, ("summed", "with_residual", "encoder"))):
         model, x = encoder(norm_first=norm_first), torch.randn(2, 5, 16)
-        with torch.no_grad(), record(model, maps="all") as recording:
-            model(x)
+        recording = recorded(model, x)
         for name in recording.names:
             found = recording[name]
             made = {one for one in one_by_one if getattr(found, one) is not None}
@@ -168,20 +168,17 @@ def test_all_maps_are_those_that_each_layer_has() -> None:
 
 @pytest.mark.parametrize("kernel", ["stock", "rbf", "implicit"])
 def test_large_weights_are_never_held_and_maps_are_the_same(kernel, monkeypatch):
-    model = encoder()
-    if kernel != "stock":
-        ikattn.convert(model, kernel, p=3.0)
+    model = encoder() if kernel == "stock" else ikattn.convert(encoder(), kernel, p=3.0)
     x, padding = torch.randn(2, 5, 16), torch.arange(5) >= torch.tensor([[5], [3]])
-    with torch.no_grad(), record(model, maps=None) as held:
-        model(x, mask=causal(5), src_key_padding_mask=padding)
+    inputs = {"src": x, "mask": causal(5), "src_key_padding_mask": padding}
+    held = recorded(model, inputs, None)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were held")
 
     monkeypatch.setattr(attention_call, "_FEW_WEIGHTS", 0)
     monkeypatch.setattr(attention_call, "contributions", refuse)
-    with torch.no_grad(), record(model, maps=None) as streamed:
-        model(x, mask=causal(5), src_key_padding_mask=padding)
+    streamed = recorded(model, inputs, None)
     for name in held.names:
         for map_name in ("value_norms", *SUMMED):
             one, other = (getattr(r[name], map_name) for r in (streamed, held))
@@ -223,8 +220,7 @@ def test_query_that_sees_no_key_has_zeros() -> None:
     module = attention(batch_first=True)
     x, mask = torch.randn(1, 3, 16), torch.zeros(3, 3, dtype=torch.bool)
     mask[1] = True
-    with torch.no_grad(), record(module, maps=None) as recording:
-        module(x, x, x, attn_mask=mask)
+    recording = recorded(module, {"query": x, "key": x, "value": x, "attn_mask": mask}, None)
     assert (recording["MultiheadAttention"].summed[0, 1] == 0).all()
 
 
@@ -313,9 +309,7 @@ class CrossBlock(nn.Module):
 def test_cross_attention_goes_through_what_stands_before_the_sum(between: str | None) -> None:
     block = CrossBlock(None if between is None else randomize(nn.LayerNorm(16))).eval()
     x, memory = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
-    with torch.no_grad(), record(block, maps="all") as recording:
-        block(x, memory)
-    found = recording["attention"]
+    found = recorded(block, (x, memory))["attention"]
     with torch.no_grad():
         value = block.attention.heads(block.attention.v(memory))
         y = pair_vectors(found.weights, value, block.attention.o.weight)
@@ -392,8 +386,7 @@ class Given(Attention):
 def test_queries_that_are_not_among_their_keys_have_no_part_of_their_own(first, L_, S):
     attention = Given(first).eval()
     x, memory = torch.randn(B, L_, D), None if S is None else torch.randn(B, S, D)
-    with record(attention, maps="all") as recording:
-        attention(x, memory)
+    recording = recorded(attention, (x, memory))
     (layer,) = recording.layers.values()
     (maps,) = recording.batches[0].layers.values()
     assert layer.kind == "cross"
@@ -425,12 +418,9 @@ def test_a_module_that_is_called_with_heads_has_the_keys_of_the_one_around_it() 
             return self.proj(self.attend(*heads).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     model, x, context = Outer().eval(), torch.randn(B, L, D), torch.randn(B, L + 3, D)
-    with record(model, maps="all") as recording:
-        model(x, context=context)
-    assert recording.layers["attend"].kind == "cross"
-    with record(model, maps="all") as recording:
-        model(x)
-    assert recording.layers["attend"].kind == "self"
+    crossing = recorded(model, {"x": x, "context": context})
+    assert crossing.layers["attend"].kind == "cross"
+    assert recorded(model, x).layers["attend"].kind == "self"
 
 
 @pytest.mark.parametrize(
@@ -464,9 +454,7 @@ def test_whose_keys_they_are_is_told_by_what_is_projected(kind: str) -> None:
     elif kind == "cache":
         other = torch.cat([torch.randn(B, 3, D), x], 1)
     given = (x, x, other) if kind == "same" else (x, other)
-    with record(model, maps="all") as recording:
-        model(*given)
-    (layer,) = recording.layers.values()
+    (layer,) = recorded(model, given).layers.values()
     assert layer.kind == ("cross" if "context" in kind else "self")
 
 
@@ -529,8 +517,7 @@ def test_an_out_projection_of_zeros_is_one() -> None:
     block = Block()
     block.attn.proj = Cast(D, D)
     nn.init.zeros_(block.attn.proj.weight)
-    with record(nn.Sequential(block.eval()), maps=["summed"]) as recording:
-        block(torch.randn(B, L, D))
+    recording = recorded(nn.Sequential(block.eval()), torch.randn(B, L, D), "summed")
     assert not recording["0.attn"].summed.any()
 
 
@@ -566,11 +553,9 @@ def test_an_out_projection_is_what_it_computes_not_its_weight() -> None:
         lambda: proj.register_forward_hook(lambda module, args, output: 2 * output),
     ):
         change()
-        with record(model, maps=("summed", "with_residual"), check="all") as recording:
-            model(x)
-        found.append(recording["0.attn"])
-    assert_close(found[1].summed, 3 * found[0].summed, 1e-12)
-    assert_close(found[2].summed, 6 * found[0].summed, 1e-12)
+        found.append(recorded(model, x, "summed", check="all")["0.attn"].summed)
+    assert_close(found[1], 3 * found[0], 1e-12)
+    assert_close(found[2], 6 * found[0], 1e-12)
 
 
 @torch.no_grad()
@@ -583,17 +568,11 @@ def test_weights_of_eight_bits_and_other_parametrisations() -> None:
     pruned = nn.Sequential(Block()).eval()
     torch.nn.utils.prune.l1_unstructured(pruned[0].attn.proj, "weight", 0.5)
     for changed in (model, pruned):
-        with record(changed, maps="summed", check="all") as recording:
-            changed(x)
-        expected = vectors(changed[0].attn, changed[0].ln_1(x)).norm(dim=-1)
-        assert_close(recording["0.attn"].summed, expected, 1e-12)
+        found = recorded(changed, x, "summed", check="all")["0.attn"].summed
+        assert_close(found, vectors(changed[0].attn, changed[0].ln_1(x)).norm(dim=-1), 1e-12)
     plain = nn.Sequential(Block()).float().eval()
     quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(plain), {nn.Linear})
-    maps = []
-    for one in (plain, quantised):
-        with record(one, maps="summed") as recording:
-            one(x.float())
-        maps.append(recording["0.attn"].summed)
+    maps = [recorded(one, x.float(), "summed")["0.attn"].summed for one in (plain, quantised)]
     assert_close(maps[1], maps[0], 0.05)
 
 
@@ -609,9 +588,7 @@ def test_several_calls_of_one_module_are_one_map() -> None:
             ).flatten(2)
 
     model, x = nn.Sequential(Images()).eval(), torch.randn(1, L, D)
-    with record(model, maps=("weights", "summed"), check="all") as recording:
-        model(x)
-    weights = recording["0"].weights
+    weights = recorded(model, x, ("weights", "summed"), check="all")["0"].weights
     assert weights.shape == (1, H, L, L)
     assert (weights[..., :2, 2:] == 0).all()
     assert (weights[..., 2:, :2] == 0).all()
@@ -750,8 +727,7 @@ def test_maps_of_gated_heads_are_those_of_explicit_vectors(gate: Any) -> None:
     others = y.sum(2) - y[:, own, own]
     ratio = others.norm(dim=-1) / (others.norm(dim=-1) + y[:, own, own].norm(dim=-1))
     assert_close(maps.mixing_ratio["with_residual"], ratio, 1e-9, "mixing_ratio")
-    with ikattn.record(block, "with_residual", reduce="diagonal") as recording:
-        block(x)
+    recording = recorded(block, x, "with_residual", reduce="diagonal")
     diagonal = y[:, own, own].norm(dim=-1)
     assert_close(recording["attn"].reduced["with_residual"], diagonal, 1e-9, "diagonal")
 
@@ -764,9 +740,7 @@ def test_gated_rows_are_the_same_among_many_and_few() -> None:
     x = torch.randn(1, 700, D, dtype=torch.float64)
     found = {}
     for name, tokens, queries in (("all", x, None), ("first", x[:, :90], None), ("last", x, [-1])):
-        with ikattn.record(block, "all", queries=queries) as recording:
-            block(tokens)
-        found[name] = recording["attn"]
+        found[name] = recorded(block, tokens, queries=queries)["attn"]
     for name in ("per_head", "summed", "with_residual", "encoder", "alti", "projection"):
         whole, first, last = (getattr(maps, name) for maps in found.values())
         assert_close(whole[..., :90, :90], first, 1e-12, name)
@@ -787,9 +761,8 @@ def test_a_gate_is_seen_in_every_call_and_in_half_precision() -> None:
         expected = gated_vectors(block.attn, block.n1(each)).norm(dim=-1)
         found = recording.batches[number]["attn"].summed
         assert_close(found, expected, 1e-5, "summed")
-        with ikattn.record(half, "summed") as recorded:
-            half(each.bfloat16())
-        assert_close(recorded["attn"].summed, expected, 0.05, "in bfloat16")
+        found = recorded(half, each.bfloat16(), "summed")["attn"].summed
+        assert_close(found, expected, 0.05, "in bfloat16")
 
 
 def added(m: Any, y: Tensor, x: Tensor) -> Tensor:

@@ -312,14 +312,17 @@ def explicit(
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (0.0,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     q, k, v = (
-        (t @ w.T + b).unflatten(-1, (H, E // H)).transpose(1, 2)
+        (t @ w.T + b).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
         for t, w, b in zip(x, weights, biases, strict=True)
     )
     logits = _added_logits(
         q, k, key_padding_mask if is_batched else _first(key_padding_mask), attn_mask
     )
     if module.bias_k is not None:
-        k, v = (_append(t, b.view(H, 1, -1)) for t, b in ((k, module.bias_k), (v, module.bias_v)))
+        k, v = (
+            _append(t, b.view(module.num_heads, 1, -1))
+            for t, b in ((k, module.bias_k), (v, module.bias_v))
+        )
     if module.add_zero_attn:
         k, v = (_append(t, torch.zeros_like(t[0, :, :1])) for t in (k, v))
     logits = nn.functional.pad(logits, (0, k.size(2) - logits.size(3)))

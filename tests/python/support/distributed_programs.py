@@ -5,7 +5,6 @@ It is a module of its own because the processes import it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,28 +82,20 @@ def train(model: nn.Module, rows: slice) -> dict[str, Parameters]:
     }
 
 
-def run(rank: int, folder: str) -> None:
+def run(folder: Path) -> dict[str, Any]:
     """All of it in one pair of processes, for most of the time goes into starting them."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES
-    )
-    try:
-        share = N // PROCESSES
-        rows = slice(rank * share, (rank + 1) * share)
-        results: dict[str, Any] = {"ddp": train(DistributedDataParallel(make_model()), rows)}
-        for part in PARTS:
-            results[f"fsdp, {part}"] = _train_sharded(part, rows, Path(folder))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        results["fsdp, bfloat16"] = train(_sharded(make_model(), "layers", policy), rows)
-        for source in GENERATED:
-            results[f"fsdp, bfloat16, {source}"] = evaluate_generated(
-                source, lambda model: _sharded(model, "layers", policy)
-            )
-        torch.save(results, f"{folder}/rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    share = N // PROCESSES
+    rows = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+    results: dict[str, Any] = {"ddp": train(DistributedDataParallel(make_model()), rows)}
+    for part in PARTS:
+        results[f"fsdp, {part}"] = _train_sharded(part, rows, folder)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    results["fsdp, bfloat16"] = train(_sharded(make_model(), "layers", policy), rows)
+    for source in GENERATED:
+        results[f"fsdp, bfloat16, {source}"] = evaluate_generated(
+            source, lambda model: _sharded(model, "layers", policy)
+        )
+    return results
 
 
 def _sharded(model: nn.Module, part: str, policy: MixedPrecisionPolicy | None = None) -> nn.Module:

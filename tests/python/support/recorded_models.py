@@ -46,10 +46,31 @@ def encoder(norm_first: bool = False, batch_first: bool = True, **options: Any) 
     return randomize(nn.TransformerEncoder(layer, 2, **options)).eval()
 
 
+class Looks(nn.Module):
+    """Attention whose values are its input; a token of the same kind gets ``times`` the weight."""
+
+    def __init__(self, times: float, name: str = "attention") -> None:
+        super().__init__()
+        attention = nn.MultiheadAttention(2, 1, bias=False, batch_first=True)
+        query = torch.eye(2) * 2**0.5 * torch.tensor(times).log()
+        with torch.no_grad():
+            attention.in_proj_weight.copy_(torch.cat([query, torch.eye(2), torch.eye(2)]))
+            attention.out_proj.weight.copy_(torch.eye(2))
+        self.add_module(name, attention)
+        self.double().eval()
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        (attention,) = self.children()
+        return attention(x, x, x, key_padding_mask=padding)[0]
+
+
 def recorded(model: Any, inputs: Any, maps: Any = "all", **options: Any) -> Recording:
-    """A call of a model, with named inputs or one, that is recorded."""
+    """A call of a model, with named inputs, several or one, that is recorded."""
     with torch.no_grad(), record(model, maps, **options) as recording:
-        model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        if isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     return recording
 
 

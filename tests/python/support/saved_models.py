@@ -13,6 +13,9 @@ WORDS = [
 ]  # fmt: skip
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 32, "max_position_embeddings": 16}
+BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 2}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
+BART |= {"decoder_ffn_dim": 32, "max_position_embeddings": 32}
 
 
 def save_model(folder: Path, family: str, **options: Any) -> Path:

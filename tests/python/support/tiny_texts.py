@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ def tiny_tokenizer(padding_side: str = "right") -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, padding_side=padding_side, **names
     )
+
+
+def save_tiny(folder: Path, model: Any, tokenizer: Any = None) -> Path:
+    """Saves a model with a tokenizer, as the command line reads them."""
+    model.save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+    return folder
 
 
 def tiny_model(kind: str, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from agreement import assert_close
 from hand_written_blocks import D, H, LayerScale
 from ikattn.maps import Recording
-from recorded_models import pair_vectors, randomize
+from recorded_models import pair_vectors, randomize, through_norm
 
 
 class Layer(nn.Module):
@@ -161,32 +161,6 @@ class Wrapped(Layer):
         return Sums("post", x, x, x, norms=((self.ln_1, total), (self.ln_2, half + self.mlp(half))))
 
 
-class TorchPost(nn.TransformerEncoderLayer):
-    """An encoder layer of torch, whose maps are those of its blocks."""
-
-    def __init__(self, batch_first: bool = True, turns: bool = False, pre: bool = False) -> None:
-        super().__init__(D, H, 32, batch_first=batch_first, norm_first=pre)
-        randomize(self)
-
-    @property
-    def attn(self) -> Any:
-        return self.self_attn
-
-    def sums(self, x: Tensor, y: Callable[..., Tensor]) -> Sums:
-        if self.norm_first:
-            h = self.norm1(x)
-            return Sums("pre", h, h, x, norms=((self.norm2, x + y(h, h)),))
-        total = x + y(x, x)
-        half = self.norm1(total)
-        second = half + self._ff_block(half)
-        return Sums("post", x, x, x, norms=((self.norm1, total), (self.norm2, second)))
-
-
-class TorchPre(TorchPost):
-    def __init__(self, *how: bool) -> None:
-        super().__init__(*how, pre=True)
-
-
 def places_like(x: Tensor) -> Tensor:
     return 0.3 * torch.linspace(-1, 1, D).sin().expand_as(x)
 
@@ -204,12 +178,6 @@ def pairs(attention: Any, query: Tensor, value: Tensor) -> Tensor:
     return pair_vectors(weights, v, attention.out_proj.weight)
 
 
-def through(norm: Any, given: Tensor, y: Tensor) -> Tensor:
-    """Vectors of pairs through a norm that divides as it did ``given``."""
-    scale = (given.var(-1, correction=0) + norm.eps).sqrt()[..., None, None]
-    return (y - y.mean(-1, keepdim=True)) * norm.weight / scale
-
-
 def assert_maps(recording: Recording, layer: Any, x: Tensor) -> None:
     """That the maps are those of the block step by step; x is items first."""
     (name,) = recording.names
@@ -222,7 +190,7 @@ def assert_maps(recording: Recording, layer: Any, x: Tensor) -> None:
     y = pairs(layer.attn, own.query, own.value)
     assert_close(maps.summed, y.norm(dim=-1), 1e-12, "summed")
     if own.output_norm is not None:
-        y = through(own.output_norm, attended(own.query, own.value), y)
+        y = through_norm(y, own.output_norm, attended(own.query, own.value))
     y = y * own.factor
     tokens = range(x.size(1))
     y[:, tokens, tokens] += own.residual
@@ -230,7 +198,7 @@ def assert_maps(recording: Recording, layer: Any, x: Tensor) -> None:
     assert_close(maps.with_residual, y.norm(dim=-1), 1e-9, "with_residual")
     names = ["encoder"] if own.block == "pre" else ["with_norm", "encoder"]
     for map_, (norm, given) in zip(names, own.norms, strict=False):
-        y = through(norm, given, y)
+        y = through_norm(y, norm, given)
         assert_close(getattr(maps, map_), y.norm(dim=-1), 1e-9, map_)
         mixed = y.diagonal(dim1=1, dim2=2).mT
         others = (y.sum(2) - mixed).norm(dim=-1)
