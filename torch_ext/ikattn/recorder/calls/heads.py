@@ -185,7 +185,8 @@ class FollowedHeads(TorchFunctionMode):
         if not isinstance(made, Tensor):
             return
         rule: _Terms | None = None
-        if (first and name in COPIES) or (is_one and name == "dropout" and is_idle_dropout(args, kwargs)):  # in the type of the second, for "type_as"
+        keeps = first and name in COPIES  # in the type of the second, for "type_as"
+        if keeps or (is_one and name == "dropout" and is_idle_dropout(args, kwargs)):
             rule = terms[0]
         elif is_one and is_plain and (name in _PRODUCTS or (name in _QUOTIENTS and first)):
             other = args[1] if first else args[0]
