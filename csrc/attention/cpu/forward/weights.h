@@ -74,8 +74,8 @@ void spoil_rows(const WeightsParams& params, const PreparedKeys<T>& keys, const 
     if (factors[r] == factors[r]) continue;
     for (int64_t c = 0; c < min_of(kPanel, params.S - at.j0); ++c) {
       const bool is_later = params.is_causal && at.j0 + c > at.i0 + r;
-      const bool is_masked = params.mask && visibility == Visibility::kMixed &&
-                             bias[r * kPanel + c] == -infinity<T>();
+      const bool is_masked =
+          params.mask && visibility == Visibility::kMixed && bias[r * kPanel + c] == -infinity<T>();
       const bool hidden = is_later || is_masked || keys.logits[at.j0 + c] == -infinity<T>();
       tile[r * kPanel + c] = hidden ? T(0) : not_a_number<T>();
     }
