@@ -21,13 +21,7 @@ from ikattn._memory import memory_for
 from ikattn._precision import widened
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, RecordedMaps, check_whole
-from ikattn.maps.summary import (
-    Maps,
-    layer_contributions,
-    layer_maps,
-    row_shares,
-    without_padding,
-)
+from ikattn.maps.summary import Maps, layer_contributions, layer_maps, row_shares, without_padding
 from ikattn.nn.selection import describe_unseen
 
 Residual: TypeAlias = float | str | Sequence[Tensor] | Tensor | None

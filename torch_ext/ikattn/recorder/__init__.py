@@ -5,9 +5,4 @@ from ikattn.recorder.norms_attention import register_norms
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import register_resolver
 
-__all__ = [
-    "AttentionParts",
-    "record",
-    "register_norms",
-    "register_resolver",
-]
+__all__ = ["AttentionParts", "record", "register_norms", "register_resolver"]

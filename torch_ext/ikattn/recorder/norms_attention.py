@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from ikattn._optional import when_imported
 from ikattn._precision import without_autocast
 from ikattn.integrations.transformers.attention import register_implicit
-from ikattn.integrations.transformers.interface import (
-    Given,
-    attention_function,
-    register_attention,
-)
+from ikattn.integrations.transformers.interface import Given, attention_function, register_attention
 from ikattn.recorder.calls.projection import describe, effective_projection
 from ikattn.recorder.calls.transformers_attention import NORMS, interface_call
 from ikattn.recorder.plan.parts import AttentionParts

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 
 from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.calls.heads import Product
-from ikattn.recorder.calls.projection import (
-    Projection,
-    describe,
-)
+from ikattn.recorder.calls.projection import Projection, describe
 from ikattn.recorder.plan.run_maps import awaited_norms
 from ikattn.recorder.runs.call import Call
 from ikattn.recorder.runs.making import Maker, as_batch

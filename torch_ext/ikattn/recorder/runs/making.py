@@ -76,12 +76,7 @@ class Maker:
         if self.options.on_run is not None:
             self.options.on_run(run)
         layer = Layer(
-            run.name,
-            attention.kind,
-            parts.side,
-            attention.query.size(1),
-            parts.block,
-            parts.family,
+            run.name, attention.kind, parts.side, attention.query.size(1), parts.block, parts.family
         )
         call.layers[run.name] = layer
         if self.options.on_layer is None:

@@ -195,12 +195,7 @@ class Opener:
         return None
 
     def _begin(
-        self,
-        call: Call,
-        plan: Plan,
-        attention: AttentionCall,
-        context: Tensor | None,
-        drops: bool,
+        self, call: Call, plan: Plan, attention: AttentionCall, context: Tensor | None, drops: bool
     ) -> Run:
         """Opens a run of a layer, or adds to the one whose module is still at it."""
         module, parts = plan.module, plan.parts
