@@ -37,8 +37,13 @@ class ImplicitAttention(Regularized):
         dim: C.
         num_heads: H.
         attn_head_dim: d; None: C / H.
-        dim_out, qkv_bias, proj_bias, qk_norm, scale_norm, attn_drop, proj_drop, norm_layer, device,
-            dtype: As for ``timm.layers.Attention``.
+        dim_out: Channels of the output; None: C.
+        qkv_bias, proj_bias: Whether the projections have biases.
+        qk_norm: Normalise queries and keys over d.
+        scale_norm: Normalise the merged heads.
+        attn_drop, proj_drop: Dropout on the attention weights, and on the output.
+        norm_layer: Of these norms, called with a size.
+        device, dtype: Of the parameters.
 
     Raises:
         ValueError: C is no multiple of H and no head size is given, a norm has no ``norm_layer``,
