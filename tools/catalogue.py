@@ -318,31 +318,37 @@ def page_of(rows: list[dict[str, Any]]) -> str:
         "# Families of transformers",
         "",
         f"`tools/catalogue.py` builds a tiny model with random weights for each model type of "
-        f"transformers {transformers.__version__} and records it, every row checked. Of "
-        f"{len(recorded) + len(refused)} types with attention or a linear mixer that it can build, "
-        f"{len(recorded)} are recorded ({share:.1f} %). {len(found['no attention'])} have none. "
-        f"{len(found['not built'])} need sizes or inputs that the tool does not know.",
+        f"transformers {transformers.__version__} and records it, every row checked. It "
+        f"can build {len(recorded) + len(refused)} types with attention or a linear mixer, and "
+        f"`record` takes {len(recorded)} of them ({share:.1f} %). "
+        f"{len(found['no attention'])} have none. {len(found['not built'])} need sizes or inputs that the tool does not know.",
         "",
-        "Each recorded layer has the maps of the attention alone. Further columns count the layers "
-        "that have one with the residual, after the norm, and after the norm of the second half of "
-        "the block (`encoder`).",
+        "Each recorded layer has the maps of the attention alone. The rows say which further maps "
+        "some of its layers have: with the residual, after the norm, and after the norm of the "
+        "second half of the block (`encoder`).",
         "",
         "## Recorded",
         "",
-        f"| type | class | layers | {' | '.join(LATER)} |",
-        f"|---|---|{'---|' * (1 + len(LATER))}",
+        "| further maps | types |",
+        "|---|---|",
     ]
+    groups: dict[str, list[str]] = {}
     for row in recorded:
-        counts = (str(row["maps"].get(name, "")) for name in LATER)
-        text.append(f"| {row['kind']} | {row['class']} | {row['layers']} | {' | '.join(counts)} |")
+        further = [f"`{name}`" for name in LATER if row["maps"].get(name)]
+        groups.setdefault(", ".join(further) or "none", []).append(row["kind"])
+    for further, members in sorted(groups.items(), key=lambda x: -len(x[1])):
+        text.append(f"| {further} | {', '.join(members)} |")
     text += ["", "## Refused", "", "| type | class | reason |", "|---|---|---|"]
     for row in refused:
         why = row["why"].replace("|", "/").replace("\n", " ")
-        why = why.removeprefix("RuntimeError: ").removeprefix("ValueError: ").partition(", and ")[0]
-        text.append(f"| {row['kind']} | {row['class']} | {why[:200]} |")
-    text += ["", "## Without attention", "", ", ".join(x["kind"] for x in found["no attention"])]
-    text += ["", "## Not built", "", ", ".join(row["kind"] for row in found["not built"]), ""]
-    return "\n".join(text)
+        why = re.sub(r"^\w+Error: (record: )?", "", why).partition(", and ")[0]
+        if why.startswith("model must hold attention"):
+            why = "no module is attention of a kind that `record` knows"
+        text.append(f"| {row['kind']} | {row['class']} | {why[:160]} |")
+    others = {title: found[title.lower()] for title in ("No attention", "Not built")}
+    text += ["", "## Others", "", "| | types |", "|---|---|"]
+    text += [f"| {title} | {', '.join(x['kind'] for x in of)} |" for title, of in others.items()]
+    return "\n".join([*text, ""])
 
 
 def main() -> int:
