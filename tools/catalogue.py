@@ -321,7 +321,8 @@ def page_of(rows: list[dict[str, Any]]) -> str:
         f"transformers {transformers.__version__} and records it, every row checked. It "
         f"can build {len(recorded) + len(refused)} types with attention or a linear mixer, and "
         f"`record` takes {len(recorded)} of them ({share:.1f} %). "
-        f"{len(found['no attention'])} have none. {len(found['not built'])} need sizes or inputs that the tool does not know.",
+        f"{len(found['no attention'])} have none. "
+        f"{len(found['not built'])} need sizes or inputs that the tool does not know.",
         "",
         "Each recorded layer has the maps of the attention alone. The rows say which further maps "
         "some of its layers have: with the residual, after the norm, and after the norm of the "
