@@ -42,6 +42,7 @@ struct NamedTensor {
   const at::Tensor* tensor;  // nullptr or undefined: absent
 };
 
+// Checks that a tensor is dense.
 void check_dense(const char* function, const char* name, const at::Tensor& tensor);
 
 // Checks that every tensor is dense and on the device of the first. It must precede the choice of a

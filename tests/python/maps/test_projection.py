@@ -46,6 +46,20 @@ def test_parts_are_those_of_explicit_vectors_and_add_up_to_one() -> None:
     torch.testing.assert_close(in_half.sum((1, 3)), torch.ones(B, L), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, d_v])
+def test_a_gate_multiplies_heads_before_the_out_projection(size: int) -> None:
+    weights, value, out = given()
+    gate = torch.randn(B, H, L, size, dtype=torch.float64)
+    gated = gate.unsqueeze(3) * value.repeat_interleave(H // G, 1).unsqueeze(2)  # [B, H, L, S, d_v]
+    by_head = out.unflatten(1, (H, -1))
+    vectors = torch.einsum("bhls,bhlsd,ehd->bhlse", weights, gated, by_head)
+    found = projection(weights, value, out, gate=gate)
+    expected = parts_of(vectors, vectors.sum((1, 3)))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    with pytest.raises(ValueError, match=r"gate must be \[2, 4, 5, 3\], or 1 .*got \[2, 4, 5\]"):
+        projection(weights, value, out, gate=gate[..., 0])
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm(D), nn.RMSNorm(D)], ids=["LayerNorm", "RMSNorm"])
 def test_the_residual_has_what_rows_lack(norm: nn.Module) -> None:
     nn.init.normal_(norm.double().weight)  # type: ignore[arg-type]

@@ -128,6 +128,7 @@ def projection(
     norm: NormStats | None = None,
     query_padding: Tensor | None = None,
     key_padding: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     r"""Returns the part that each token and head has in a layer's output, with its sign.
 
@@ -143,10 +144,16 @@ def projection(
     of pairs are never made.
 
     Args:
-        attn_weights, value, out_proj_weight, query_padding, key_padding: As for :func:`alti`.
+        attn_weights: ``[B, H, L, S]``.
+        value: ``[B, G, S, d_v]``, the value projection's bias included.
+        out_proj_weight: ``[D, H d_v]``, as ``nn.Linear`` keeps it.
         residual: ``[B, L, D]``, what is added to the attention's output. It is a part of y then,
             and what rows lack to 1 is the residual's.
         norm: The normalisation after the sum; its scale does not matter.
+        query_padding: bool ``[B, L]``, True = padding, whose rows are 0.
+        key_padding: bool ``[B, S]``, likewise for columns.
+        gate: ``[B, H, L, d_v]`` or ``[B, H, L, 1]``, what heads are multiplied with before the
+            out-projection; None: nothing.
 
     Returns:
         ``[B, H, L, S]``; sum over H for the part of a token. A row whose y is 0 is 0. float64 where
@@ -164,29 +171,12 @@ def projection(
         True
     """
     _check_shapes("projection", attn_weights, value, out_proj_weight, residual=residual)
-    return parts_of_output(
-        attn_weights,
-        value,
-        out_proj_weight,
-        residual=residual,
-        norm=norm,
-        query_padding=query_padding,
-        key_padding=key_padding,
-    )
-
-
-def parts_of_output(
-    attn_weights: Tensor,
-    value: Tensor,
-    out_proj_weight: Tensor,
-    *,
-    residual: Tensor | None = None,
-    norm: NormStats | None = None,
-    query_padding: Tensor | None = None,
-    key_padding: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """Returns ``projection`` of heads that are multiplied with ``gate``, [B, H, L, d_v] or 1."""
+    sizes = (*attn_weights.shape[:3], value.size(3))
+    if gate is not None and gate.shape not in (sizes, (*sizes[:3], 1)):
+        raise ValueError(
+            f"projection: gate must be {list(sizes)}, or 1 in the place of d_v, got "
+            f"{list(gate.shape)}"
+        )
     given = (attn_weights, value, out_proj_weight, residual)
     is_wide = any(x is not None and x.dtype == torch.float64 for x in given)
     dtype = torch.float64 if is_wide else torch.float32

@@ -149,8 +149,9 @@ class KeyFeatures(FixedKernel):
             attn_mask: Broadcastable to ``[B, H, L, S]``; bool, True = may attend, or floating
                 point, added to the logit.
             causal_lower_right: The queries are those of the last L keys: query i sees the keys up
-                to number S - L + i, as with ``torch.nn.attention.bias.causal_lower_right``.
-                Combines with attn_mask.
+                to number S - L + i, as with ``torch.nn.attention.bias.causal_lower_right``. The
+                operators' ``is_causal`` is the other convention, keys up to number i. Combines
+                with attn_mask.
             eps: Added to s^2; positive.
 
         Returns:

@@ -116,10 +116,14 @@ def causal_attention_from_moments(
     near a query are taken by pairs, those before them by moments.
 
     Args:
-        query_features, eps: As of :func:`attention_from_moments`.
-        key_features, logits, value: As of :func:`key_moments`, of L keys in the type of
-            query_features; K divides H.
-        moments, reference: Those of the keys before; zeros and -inf where there is none.
+        query_features: ``[B, H, L, F]`` of :func:`ikattn.ops.spectral_features`, any floating type.
+        key_features: ``[B, K, L, F]``, K a divisor of H, in the type of query_features.
+        logits: ``[B, K, L]``, as of :func:`key_moments`; -inf hides a key.
+        value: ``[B, G, L, d_v]``, G a divisor of K.
+        moments: ``[B, K, E, d_v + 1]`` of the keys before; zeros where there is none. Float64 for
+            float64 features, otherwise float32.
+        reference: ``[B, K]``, float64, with the moments; -inf where there is no key.
+        eps: Added to the squared similarity; positive.
 
     Returns:
         output ``[B, H, L, d_v]`` in the type of query_features, zero where a query sees no key;

@@ -57,7 +57,8 @@ def attribute(
     what the attention of each layer writes into the logit directly, token by token, followed back
     to the input by the rollout of ALTI's maps. ``"rollout:MAP"``, for example ``"rollout:encoder"``
     or ``"rollout:value_zeroing"``: the rollout of a map (:func:`ikattn.rollout`), the rows that the
-    target reads. docs/guide/attribution.md compares the methods.
+    target reads, which say nothing of the logit's sign. Maps without the residual get one half of
+    it. docs/guide/attribution.md compares the methods.
 
     Args:
         model: A model of transformers, or any module, in eval mode. Its parameters'

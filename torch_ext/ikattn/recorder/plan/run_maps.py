@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ikattn.maps.contribution_maps import MAPS, Contributions, NormStats
-from ikattn.maps.mixing import alti, parts_of_output
+from ikattn.maps.mixing import alti
+from ikattn.maps.mixing import projection as parts_of_output
 from ikattn.maps.sequences import AXES
 from ikattn.ops.attention import similarity_and_magnitude
 from ikattn.recorder.calls.attention_call import MOST_WEIGHTS, AttentionCall
@@ -139,11 +140,9 @@ def make_maps(
     """
     projection = projection.to(call.value.dtype)
     is_gated = call.gate is not None and call.gate.size(-1) > 1
-    if {"alti", "projection"} & set(wanted) and math.prod(call.sizes) <= MOST_WEIGHTS:
-        _ = call.weights  # which other maps are then made of, too
-    maps = (_of_gated_heads if is_gated else _of_heads)(call, projection, around, wanted)
-    if "projection" in wanted:
-        maps.projection = parts_of_output(
+    parts = None
+    if "projection" in wanted:  # first: other maps are then made of the same weights
+        parts = parts_of_output(
             call.weights,
             call.value,
             projection,
@@ -151,7 +150,8 @@ def make_maps(
             key_padding=call.key_padding,
             gate=call.gate,
         )
-    return maps
+    maps = (_of_gated_heads if is_gated else _of_heads)(call, projection, around, wanted)
+    return dataclasses.replace(maps, projection=parts)
 
 
 def _of_heads(
@@ -161,6 +161,20 @@ def _of_heads(
     norm, second_norm = _in_type_of(around.norm), _in_type_of(around.second_norm)
     names = set(wanted) & set(MAPS)
     ledger = _ledger(call, wanted)  # first: weights that are held spare making them again
+    mixing = None
+    if "alti" in wanted and around.residual is not None and around.output is not None:
+        mixing = alti(
+            call.applied_weights,
+            call.value,
+            projection if around.scale is None else _scaled(projection, around.scale),
+            around.output,
+            residual=around.residual,
+            norm=norm,
+            output_norm=_in_type_of(around.output_norm),
+            query_padding=call.query_padding,
+            key_padding=call.key_padding,
+            diagonal=None if call.kind == "cross" else call.diagonal,
+        )
     is_read = around.norm is None and around.second_norm is not None
     if is_read:  # what follows knows one norm after the sum, whatever reads it
         names = {"with_norm" if name == "encoder" else name for name in names}
@@ -181,21 +195,7 @@ def _of_heads(
         maps.encoder, maps.with_norm = maps.with_norm, None
         ratios = maps.mixing_ratio
         maps.mixing_ratio = {"encoder" if n == "with_norm" else n: x for n, x in ratios.items()}
-        norm = None
-    if "alti" in wanted and around.residual is not None and around.output is not None:
-        maps.alti = alti(
-            call.applied_weights,
-            call.value,
-            projection if around.scale is None else _scaled(projection, around.scale),
-            around.output,
-            residual=around.residual,
-            norm=norm,
-            output_norm=_in_type_of(around.output_norm),
-            query_padding=call.query_padding,
-            key_padding=call.key_padding,
-            diagonal=None if call.kind == "cross" else call.diagonal,
-        )
-    return dataclasses.replace(maps, **ledger)
+    return dataclasses.replace(maps, **ledger, alti=mixing)
 
 
 def _of_gated_heads(
