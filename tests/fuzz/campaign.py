@@ -66,11 +66,11 @@ def failure_of(call: Call) -> str | None:
     try:
         is_finite = getattr(call, "values", "exact") in ("exact", "normal")
         with (
-            Operators() if call.seed % 500 == 0 and is_finite else contextlib.nullcontext() as seen
+            Operators() if call.seed % 2000 == 0 and is_finite else contextlib.nullcontext() as seen
         ):
             call.check()
         if seen is not None and seen.calls:
-            seen.opcheck(call.seed // 500)
+            seen.opcheck(call.seed // 2000)
     except Wrong as wrong:
         return str(wrong)
     except Exception as error:

@@ -66,8 +66,15 @@ class Draws:
         return low + self.below(top - low + 1)
 
 
+# One generator whose key is set is made once: making one takes longer than a small tensor.
+_PHILOX = np.random.Philox(key=0)
+_STATE: Any = _PHILOX.state
+
+
 def _whole_numbers(seed: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    return np.random.Philox(key=seed & _64_BITS).random_raw(count)
+    _STATE["state"]["key"][0] = seed & _64_BITS
+    _PHILOX.state = _STATE
+    return _PHILOX.random_raw(count)
 
 
 def uniform(seed: int, *shape: int) -> Tensor:
