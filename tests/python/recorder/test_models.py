@@ -575,6 +575,42 @@ def test_gated_families_of_transformers_are_recorded(family: str) -> None:
     torch.testing.assert_close(maps.weights[0].sum(-1), torch.ones(4, 4).float())
 
 
+@torch.no_grad()
+def test_heads_of_the_experts_that_a_token_is_routed_to_are_recorded() -> None:
+    sizes = {"num_experts_per_tok": 2, "num_local_experts": 4, "kv_channels": 4}
+    model = build_tiny("jetmoe", **sizes)
+    model.set_attn_implementation("eager")
+    layer, given = model.layers[0].self_attention, {}
+    layer.register_forward_pre_hook(lambda _, args, own: given.update(own), with_kwargs=True)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]])
+    call = {"input_ids": ids, "attention_mask": (ids > 0).long(), "output_attentions": True}
+    expected = model(**call)
+    with record(model, "all", check="all") as recording:
+        found = model(**call)
+    torch.testing.assert_close(found[0], expected[0])
+    maps = recording["layers.0.self_attention"]
+    experts, value = layer.experts, layer.kv_proj(given["hidden_states"]).chunk(2, -1)[1]
+    routed = experts.router.layer(given["hidden_states"]).topk(2)
+    for b, i in [(0, 0), (0, 3), (0, 5), (1, 2), (1, 3)]:
+        vectors = torch.zeros(6, 16).double()
+        for j in range(2):  # its experts, each with two heads
+            e, share = routed.indices[b, i, j], routed.values[b, i].softmax(-1)[j]
+            weights = found.attentions[0][b, 2 * j : 2 * j + 2, i]
+            assert_close(maps.weights[b, 2 * e : 2 * e + 2, i], weights, 1e-6, "weights")
+            heads = torch.einsum("hs,shd->shd", weights, value[b].view(6, 2, 4)).flatten(1)
+            vectors += share * heads @ experts.output_linear.weight[e].mT
+        assert_close(maps.summed[b, i], vectors.norm(dim=-1), 1e-6, "summed")
+    torch.testing.assert_close(maps.weights.sum((1, 3))[ids > 0], torch.full((10,), 4.0).double())
+    # Steps have a row each, the last of the tokens until then.
+    with record(model, "summed", check="all") as steps:
+        cache = transformers.DynamicCache(config=model.config)
+        for token in ids[:1].T:
+            model(input_ids=token[None], cache=cache)
+    for i, batch in enumerate(steps.batches):
+        own = batch.layers["layers.0.self_attention"].summed[0, 0]
+        torch.testing.assert_close(own, maps.summed[0, i, : i + 1])
+
+
 def test_attention_function_of_transformers_is_recognised_in_a_class_of_ones_own() -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention
 

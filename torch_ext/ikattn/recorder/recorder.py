@@ -120,6 +120,11 @@ class Recorder:
                 "is not recorded",
                 stacklevel=2,
             )
+        for name, reason in sorted(self._opener.left_out.items()):
+            warnings.warn(
+                f"record: {name} {reason}: its queries are not the tokens, and it is not recorded",
+                stacklevel=2,
+            )
 
     def _note_frequencies(self, attention: nn.Module) -> Callable[..., None]:
         @in_own_modes

@@ -84,7 +84,7 @@ def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str
         return plain
     identity = torch.eye(width, dtype=like.dtype, device=like.device)
     rows = torch.cat([identity, identity.new_zeros(1, width)])
-    with _probing(module):
+    with probing(module):
         try:
             made = module(rows.unsqueeze(0))
         except Exception as error:
@@ -109,7 +109,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _probing(module: nn.Module) -> Iterator[None]:
+def probing(module: nn.Module) -> Iterator[None]:
     """A context in which hooks of recordings are silent, and dropout within the module is off."""
     dropping: list[Any] = [
         part for part in module.modules() if isinstance(part, nn.Dropout) and part.training

@@ -116,10 +116,6 @@ def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts
         raise NotImplementedError(
             f"{type(module).__name__} is an nn.MultiheadAttention with a forward of its own"
         )
-    # The first attends from one token to the states of its layers; the rows of the second are
-    # blocks of tokens, and global tokens that the model adds.
-    if type(module).__name__.endswith(("AttentionResidual", "GlobalLocalAttention")):
-        return None
     if calls_interface(module) or calls_sdpa(module) or writes_out_attention(module):
         return found_by_running(module, ancestors)
     if calls_delta_rule(module):  # each token sees those before it

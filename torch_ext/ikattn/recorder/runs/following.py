@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.calls.heads import Product
 from ikattn.recorder.calls.projection import Projection, describe
+from ikattn.recorder.calls.routed_heads import RoutedHeads
 from ikattn.recorder.plan.run_maps import awaited_norms
 from ikattn.recorder.runs.call import Call
 from ikattn.recorder.runs.making import Maker, as_batch
@@ -101,6 +102,16 @@ class Follower:
             run.projection = run.projection.of_columns(run.gate.columns)
         self.projected(call, run, product.made)
 
+    def _take_routed(self, call: Call, run: Run, routed: RoutedHeads, y: Tensor) -> None:
+        """Takes the output of a layer whose experts project their heads."""
+        assert run.projection is not None
+        assert run.contexts[0] is not None
+        run.note_heads(self._checks_all)
+        heads = routed.gated(run.contexts[0])
+        apart = run.projected(run.projection, heads, y, self._checks_all)
+        call.claim(run.claim("the heads of its experts, projected, are not its output", apart))
+        self.projected(call, run, y)
+
     @staticmethod
     def _why(run: Run) -> str:
         """Returns the operation between heads and an out-projection, as far as it was seen."""
@@ -111,6 +122,9 @@ class Follower:
 
     def flows_out(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """A module has made ``out`` of ``x``."""
+        if run.stage == "heads" and module is run.plan.module and run.routed is not None:
+            self._take_routed(call, run, run.routed, out)
+            return
         if run.stage == "heads" and module is run.plan.module and run.following is not None:
             self._take_product(call, run, run.following.product)
             return

@@ -14,6 +14,7 @@ from ikattn.integrations.transformers.interface import Given
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.delta_rules import GivenRules, given_rule
 from ikattn.recorder.calls.products import Written, written_call
+from ikattn.recorder.calls.routed_heads import RoutedHeads, experts_of
 from ikattn.recorder.calls.sdpa import sdpa_call
 from ikattn.recorder.calls.torch_attention import inputs_of, out_projection_of, torch_call
 from ikattn.recorder.calls.transformers_attention import interface_call
@@ -35,6 +36,7 @@ class Opener:
         self._maker, self._follower = maker, follower
         self._checks_all = maker.options.checks_all
         self.given_rules = GivenRules()
+        self.left_out: dict[str, str] = {}  # layers whose queries are no tokens, with the reason
 
     def torch_ran(
         self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -88,10 +90,20 @@ class Opener:
         with self._maker.grad_mode():
             kind = self._kind_of(call, plan, given.query, given.key.size(-2))
             attention = interface_call(plan.module, given, kind)
+            if self._leaves_out(call, plan, attention):
+                return
             fill_padding(attention, given.attention_mask, self._mask_of_tokens(call, attention))
         context = output[0] if isinstance(output, tuple) else output
         merged = context.flatten(2) if context.dim() == 4 else context
         drops = plan.module.training and float(given.options.get("dropout") or 0.0) > 0
+        experts, entered = experts_of(plan.module), call.running[-1] if call.running else None
+        if experts is not None and entered is not None and entered.given is not None:
+            with self._maker.grad_mode():
+                routed = RoutedHeads.of(experts, entered.given.tensor)
+                attention, projection = routed.call(attention), routed.projection
+            run = self._begin(call, plan, attention, routed.context(merged), drops)
+            run.routed, run.projection = routed, projection
+            return
         run = self._begin(call, plan, attention, merged, drops)
         if context.dim() == 4:
             self._follow(call, run, context, lambda own: own)
@@ -142,6 +154,8 @@ class Opener:
         with self._maker.grad_mode():
             attention, heads = written_call(plan.title, plan.module, written)
             attention.kind = self._kind_of(call, plan, heads, attention.sizes[3])
+            if self._leaves_out(call, plan, attention):
+                return
             for entered in call.running:
                 entered.projected.clear()
             hidden = torch.where(attention.weights == 0, -torch.inf, 0.0)
@@ -181,6 +195,25 @@ class Opener:
         sizes = (B, H * d, L, S)
         looks_at_inputs = plan.seen_by in ("sdpa", "product")
         return "cross" if has_other_keys(entered, sizes, looks_at_inputs) else "self"
+
+    def _leaves_out(self, call: Call, plan: Plan, attention: AttentionCall) -> bool:
+        """Whether queries of a model of text are neither the module's tokens nor the text's.
+
+        They may be tokens that the model adds, or one token's states in other layers.
+        """
+        given, batch = call.running[-1].given if call.running else None, call.batch
+        texts = [ids.size(1) for ids in (batch.input_ids, batch.target_ids) if ids is not None]
+        if attention.kind != "self" or given is None or not texts:
+            return False
+        sizes, (_, _, L, S) = given.tensor.shape, attention.sizes
+        is_of_text = L in texts and L + (batch.begins or 0) == S
+        if len(sizes) < 3 or (len(sizes) == 3 and (is_of_text or L in sizes[:2])):
+            return False
+        call.reports[plan.module] = call.reports.get(plan.module, 0) + 1
+        self.left_out[plan.name] = (
+            f"has {L} queries an item, and was called with a tensor {list(sizes)}"
+        )
+        return True
 
     def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
         """The mask [B, S] that the innermost running module was given for its own tokens."""

@@ -23,6 +23,7 @@ from ikattn.maps.contribution_maps import Contributions, NormStats
 from ikattn.recorder.calls.attention_call import AttentionCall, joined, with_values_of
 from ikattn.recorder.calls.heads import FollowedHeads, Gate
 from ikattn.recorder.calls.projection import Projection, describe
+from ikattn.recorder.calls.routed_heads import RoutedHeads
 from ikattn.recorder.plan.plan import Plan
 from ikattn.recorder.plan.run_maps import Surroundings
 from ikattn.recorder.sums.claims import (
@@ -114,6 +115,7 @@ class Run:
     normed: list[Seen] = field(default_factory=list)  # inputs of norms that its module has called
     heads: Tensor | None = None  # what the out-projection was called with
     following: FollowedHeads | None = None  # of what the model makes of the heads
+    routed: RoutedHeads | None = None  # whose projection its module applies itself
     gate: Gate | None = None  # what that was, where it is a multiple of the heads
     why_no_projection: str = ""
     noted_heads: NotedHeads | None = None
