@@ -35,6 +35,8 @@ REGRESSIONS = (
     # 1/Z of a row without the largest keys, times dO and a value, which left float32.
     "AttentionCall(seed=13365629847724101335, L=13, S=13, d=31, dtype='float32', values='wide', "
     "causal=True, p=1.5, gradients=('query',))",
+    "AttentionCall(seed=17050710742189916618, L=15, S=8, H=2, G=2, d=1, d_v=31, M=1, "
+    "dtype='float32', values='wide', causal=True, frequencies='G', gradients=('query',))",
     # Weights of a row that is NaN, in tiles that the diagonal crosses: finite where it sees a key,
     "AttentionCall(seed=16660752492686136942, L=65, S=50, values='special', causal=True, "
     "bias='H1', laws=('weights',))",
