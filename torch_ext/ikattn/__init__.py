@@ -97,9 +97,8 @@ def __dir__() -> list[str]:
 
 
 def _register_attentions() -> None:
-    """Registers attention functions by the names that saved models have for them."""
+    """Registers the attention function by the names that saved models have for it."""
     import_module("ikattn.integrations.transformers")
-    import_module("ikattn.recorder")
 
 
 when_imported("transformers.modeling_utils", _register_attentions)

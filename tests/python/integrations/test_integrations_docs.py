@@ -87,7 +87,7 @@ def test_a_missing_library_is_an_error_that_says_what_to_install(library, monkey
     monkeypatch.setitem(sys.modules, library, None)
     model = ikattn.convert(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
     calls: dict[str, Callable[[], object]] = {
-        "transformers": ikattn.recorder.register_norms,
+        "transformers": ikattn.integrations.transformers.attention.register_implicit,
         "peft": lambda: with_trainable_frequencies(model),
         "opacus": lambda: prepare(model),
     }

@@ -18,7 +18,6 @@ import ikattn
 from agreement import assert_close
 from ikattn.integrations.transformers import from_pretrained, optimizers
 from ikattn.integrations.transformers.kernels import ImplicitKernel
-from ikattn.recorder import register_norms
 from programs import run_checked
 from transformers_models import BERT, FAMILIES, FREQUENCIES, GROUPED, T5, build, convert, inputs_of
 from transformers_models import IMPLICIT_TOLERANCE as TOLERANCE
@@ -303,9 +302,7 @@ def test_optimisers_that_choose_parameters_by_themselves_are_refused(tmp_path, m
 
 
 def test_models_of_another_process_run_once_ikattn_is_imported(tmp_path: Path) -> None:
-    model, norms = convert(build("bert", head="ForMaskedLM")), build("bert")
-    norms.set_attn_implementation("ikattn_norms")
-    torch.save(norms, tmp_path / "norms.pt")
+    model = convert(build("bert", head="ForMaskedLM"))
     model.save_pretrained(tmp_path / "folder")
     torch.save(model, tmp_path / "model.pt")
     torch.save(model(torch.tensor([[1, 2, 3]])).logits, tmp_path / "expected.pt")
@@ -319,8 +316,6 @@ except ValueError as error:
 assert "ikattn" not in sys.modules
 model = torch.load("model.pt", weights_only=False)
 assert torch.equal(model(ids).logits, torch.load("expected.pt"))
-model = torch.load("norms.pt", weights_only=False)
-assert model(ids).last_hidden_state.isfinite().all()
 bare = transformers.AutoModelForMaskedLM.from_pretrained("folder")
 try:
     bare(ids)
@@ -338,7 +333,6 @@ import sys, ikattn
 assert "transformers" not in sys.modules
 import transformers
 assert "ikattn_implicit" in transformers.AttentionInterface().valid_keys()
-assert "ikattn_norms" in transformers.AttentionMaskInterface()
 """
     run_checked(sys.executable, "-W", "ignore", "-c", program, cwd=tmp_path)
 
@@ -528,7 +522,7 @@ def test_a_checkpoint_for_another_head_loads(tmp_path: Path) -> None:
 
 
 def test_a_model_without_frequencies_is_an_error() -> None:
-    register_norms()
+    ikattn.integrations.transformers.attention.register_implicit()
     model = build("bert")
     model.set_attn_implementation("ikattn_implicit")
     with pytest.raises(RuntimeError, match=r"call .*ikattn\.convert"):

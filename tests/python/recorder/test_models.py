@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from agreement import assert_close, assert_identical
 from families import ALONE, POST, PRE, WRITTEN_OUT
 from ikattn.maps.contribution_maps import Contributions, streamed_contributions
-from ikattn.recorder import record, register_norms
+from ikattn.recorder import record
 from ikattn.recorder.calls import attention_call
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.plan.resolvers import find_attention
@@ -346,83 +345,6 @@ def test_parts_of_one_model_may_have_different_implementations() -> None:
     assert len(recording.names) == 4
     assert model.text_model.config._attn_implementation == "eager"
     assert model.vision_model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "vit", "t5", "bart"])
-def test_norms_come_in_the_place_of_attentions(family: str) -> None:
-    register_norms()
-    model, inputs = build(family), inputs_of(family)
-    with torch.no_grad():
-        before = model(**inputs)
-        recording = recorded(model, inputs, "summed")
-        model.set_attn_implementation("ikattn_norms")
-        after = model(**inputs, output_attentions=True)
-    assert_identical([after.last_hidden_state], [before.last_hidden_state])
-    slots = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
-    found = [x for slot in slots for x in after.get(slot) or ()]
-    assert len(found) == len(recording.names)
-    expected = [maps.summed for maps in recording.batches[0].values()]
-    if FAMILIES[family][3] == "pair":
-        layers = recording.layers
-        by_slot: dict[tuple[str, str], list[Tensor]] = {}
-        for name, maps in recording.batches[0].items():
-            key = (layers[name].side, layers[name].kind)
-            by_slot.setdefault(key, []).append(maps.summed)
-        keys = [("encoder", "self"), ("decoder", "self"), ("decoder", "cross")]
-        expected = [x for key in keys for x in by_slot[key]]
-    for one, other in zip(found, expected, strict=True):
-        rows = (other > 0).any(-1)  # a recording knows padded queries of cross-attention too
-        assert_close(one[rows], other[rows], TOLERANCE)
-
-
-def test_norms_are_an_implementation_to_load_a_model_with(tmp_path: Path) -> None:
-    register_norms()
-    model, inputs = build("gpt2"), inputs_of("gpt2")
-    model.save_pretrained(tmp_path)
-    loaded = transformers.GPT2Model.from_pretrained(
-        tmp_path, attn_implementation="ikattn_norms", dtype=torch.float64
-    )
-    recording = recorded(model, inputs, "summed")
-    with torch.no_grad():
-        found = loaded(**inputs, output_attentions=True).attentions
-    assert_identical(found, [recording[name].summed for name in recording.names])
-
-
-def test_norms_may_be_another_map() -> None:
-    register_norms(map="per_head")
-    try:
-        model = build("bert")
-        model.set_attn_implementation("ikattn_norms")
-        with torch.no_grad():
-            found = model(**inputs_of("bert"), output_attentions=True).attentions
-        assert found[0].shape == (2, 4, 6, 6)
-    finally:
-        register_norms()
-    with pytest.raises(ValueError, match="'encoder'"):
-        register_norms(map="encoder")
-
-
-def test_norms_follow_a_projection_that_was_exchanged() -> None:
-    register_norms()
-    model, inputs = build("bert"), inputs_of("bert")
-    model.set_attn_implementation("ikattn_norms")
-    with torch.no_grad():
-        before = model(**inputs, output_attentions=True).attentions[1]
-        dense = model.encoder.layer[1].attention.output.dense
-        twice = nn.Linear(16, 16)
-        twice.weight.copy_(2 * dense.weight)
-        model.encoder.layer[1].attention.output.dense = twice
-        after = model(**inputs, output_attentions=True).attentions[1]
-    assert_close(after, 2 * before, TOLERANCE)
-
-
-def test_norms_train() -> None:
-    register_norms()
-    model = build("bert").train()
-    model.set_attn_implementation("ikattn_norms")
-    loss = sum(x.sum() for x in model(**inputs_of("bert"), output_attentions=True).attentions)
-    loss.backward()
-    assert model.encoder.layer[0].attention.output.dense.weight.grad.abs().max() > 0
 
 
 def refused(model: nn.Module, **options: Any) -> str:

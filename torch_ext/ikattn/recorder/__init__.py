@@ -1,8 +1,7 @@
 """Recording: how the attention of a model that runs becomes maps. README.md has the words of it."""
 
 from ikattn.recorder.entry import record
-from ikattn.recorder.norms_attention import register_norms
 from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.resolvers import register_resolver
 
-__all__ = ["AttentionParts", "record", "register_norms", "register_resolver"]
+__all__ = ["AttentionParts", "record", "register_resolver"]

@@ -4,8 +4,6 @@
 ``from_pretrained`` loads such a model again; ``decoding_cache`` makes it decode as fast as with
 softmax, or in constant memory; ``optimizers`` makes what its Trainer takes.
 transformers is imported when they are called.
-``ikattn.recorder.register_norms`` adds "ikattn_norms", which returns contribution maps where
-attention weights would be.
 """
 
 from ikattn._optional import when_imported

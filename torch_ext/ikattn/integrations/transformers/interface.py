@@ -96,23 +96,6 @@ def register_attention(name: str, attend: Callable[..., Any], *, masks_of: str) 
     masks.register(name, masks()[masks_of])
 
 
-def attention_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Returns what the module would call under the implementation of that name.
-
-    "eager" stands for a function of the file that the module's class comes from.
-    """
-    for kind in type(module).__mro__:
-        namespace = vars(sys.modules[kind.__module__])
-        if "ALL_ATTENTION_FUNCTIONS" in namespace:
-            interface = namespace["ALL_ATTENTION_FUNCTIONS"]
-            eager = namespace.get("eager_attention_forward")
-            return interface.get_interface(name, eager)  # type: ignore[no-any-return]
-    raise NotImplementedError(
-        f"{type(module).__name__} calls transformers' AttentionInterface from a file that "
-        "does not import it as ALL_ATTENTION_FUNCTIONS"
-    )
-
-
 def mask_of(module: nn.Module, given: Given) -> Tensor | None:
     """Returns the mask of a call with its position bias, as ``AttentionCall.attn_mask``."""
     mask, bias = given.attention_mask, given.options.get("position_bias")

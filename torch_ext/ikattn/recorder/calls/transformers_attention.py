@@ -25,9 +25,8 @@ from ikattn.integrations.transformers.kernels import IMPLICIT, kernel_of
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hearing import hearing
 
-NORMS = "ikattn_norms"
 _EAGER = "eager_attention_forward"  # which each file of transformers has for itself
-_RECORDABLE = ("eager", "sdpa", NORMS, IMPLICIT)
+_RECORDABLE = ("eager", "sdpa", IMPLICIT)
 
 # Told of the module, what it passed, and what it got, in the thread that computed it.
 Listener: TypeAlias = Callable[[nn.Module, Given, Any], None]
