@@ -72,26 +72,14 @@ class Merged:
         self.log_normalizer[:, :, rows] = both
 
 
-def ring_attention(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None,
-    key_bias: Tensor | None,
-) -> Tensor:
+class Ring(torch.autograd.Function):
     """Computes the output [B, H, L, d_v] of this rank's queries over the keys of all ranks.
 
     Frequencies [H or G, d, M] are those of all ranks, all else is this rank's. Gradients of
     frequencies are this rank's part: those of all ranks add up, as with every parameter of a model
     that gets a part of the tokens.
     """
-    apply: Any = _Ring.apply
-    return apply(call, query, key, value, w1, w2, key_bias)  # type: ignore[no-any-return]
 
-
-class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

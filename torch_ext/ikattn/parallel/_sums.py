@@ -43,7 +43,7 @@ def sums_attention(
     w2: Tensor | None,
     key_bias: Tensor | None,
 ) -> Tensor:
-    """Computes what ``ring_attention`` does, in linear time; without dropout."""
+    """Computes what ``Ring`` does, in linear time; without dropout."""
     H, G = query.size(1), key.size(1)
     bias_heads = 1 if key_bias is None else key_bias.size(1)
     K = H if max(w1.size(-3), bias_heads) > G else G

@@ -21,7 +21,7 @@ from ikattn.ops.options import DEFAULTS, AttentionOptions, changed
 from ikattn.parallel._agreement import agree, refuse
 from ikattn.parallel._layout import Layout, LayoutName
 from ikattn.parallel._ranks import Ranks
-from ikattn.parallel._ring import Call, ring_attention
+from ikattn.parallel._ring import Call, Ring
 from ikattn.parallel._sums import sums_attention
 from ikattn.spectral.interface import unwrapped
 
@@ -109,8 +109,9 @@ def context_parallel_attention(
         if key_bias is not None:
             shape = (query.size(0), key_bias.size(-2) if key_bias.dim() > 1 else 1, key.size(2))
             bias = key_bias.expand(shape)
-        attend = sums_attention if is_linear else ring_attention
-        return attend(call, query, key, value, w1, w2, bias)
+        attend: Any = sums_attention if is_linear else Ring.apply
+        output: Tensor = attend(call, query, key, value, w1, w2, bias)
+        return output
 
 
 def _lowered(*tokens: Tensor) -> list[Tensor]:

@@ -71,7 +71,6 @@ class Recorder:
         self._watched: dict[nn.Module, None] = {}
         self._around_sdpa: set[nn.Module] = set()  # whose linear modules are noted
         self._has_told_of_masks = False
-        self._silent: dict[str, nn.Module] = {}  # that ran without a word, where it is no error
 
     # --- Hooks
 
@@ -114,17 +113,9 @@ class Recorder:
         self._handles.clear()
         if self._call is not None:
             self._abandon(self._call)
-        if self._silent:
-            warnings.warn(
-                f"record: {', '.join(sorted(self._silent))} ran as none of {KNOWN_ATTENTION}, and "
-                "is not recorded",
-                stacklevel=2,
-            )
-        for name, reason in sorted(self._opener.left_out.items()):
-            warnings.warn(
-                f"record: {name} {reason}: its queries are not the tokens, and it is not recorded",
-                stacklevel=2,
-            )
+        for reason in dict.fromkeys(self._opener.left_out.values()):
+            names = sorted(x for x, own in self._opener.left_out.items() if own == reason)
+            warnings.warn(f"record: {', '.join(names)} {reason}, and is not recorded", stacklevel=2)
 
     def _note_frequencies(self, attention: nn.Module) -> Callable[..., None]:
         @in_own_modes
@@ -313,7 +304,7 @@ class Recorder:
         if entered is None or call.reports.get(plan.module, 0) > entered.reports:
             return
         if plan.seen_by not in ("torch", "interface"):  # it may compute without what tells of it
-            self._silent[plan.name] = plan.module
+            self._opener.left_out[plan.name] = f"ran as none of {KNOWN_ATTENTION}"
             return
         implementation = getattr(
             getattr(plan.module, "config", None), "_attn_implementation_internal", None

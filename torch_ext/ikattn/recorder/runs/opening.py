@@ -36,7 +36,7 @@ class Opener:
         self._maker, self._follower = maker, follower
         self._checks_all = maker.options.checks_all
         self.given_rules = GivenRules()
-        self.left_out: dict[str, str] = {}  # layers whose queries are no tokens, with the reason
+        self.left_out: dict[str, str] = {}  # layers that run and are not recorded, and why
 
     def torch_ran(
         self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -211,7 +211,7 @@ class Opener:
             return False
         call.reports[plan.module] = call.reports.get(plan.module, 0) + 1
         self.left_out[plan.name] = (
-            f"has {L} queries an item, and was called with a tensor {list(sizes)}"
+            f"has {L} queries an item, which are not the tokens of its input {list(sizes)}"
         )
         return True
 
