@@ -184,7 +184,8 @@ format: $(stamps)/lint
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Offline, but for -t online, which links the pages of other libraries.
+# Offline, but for -t online, which links the pages of other libraries. Without doxygen the page of
+# the C++ headers shows them as they are written.
 docs: $(stamps)/docs $(stamps)/minilm $(stamps)/integrations $(stamps)/extra-demo
 	mkdir -p build/docs/source
 	$(python) -m sphinx -W --keep-going -n -c docs $(DOCS) build/docs/source build/docs/html

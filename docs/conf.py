@@ -69,7 +69,10 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "sphinx_design",
     "sphinx_copybutton",
+    *(["breathe"] if reference.DOXYGEN else []),
 ]
+breathe_projects = {"ikattn": str(ROOT / "build/docs/headers/xml")}
+breathe_default_project = "ikattn"
 root_doc = "docs/index"
 templates_path = [str(ROOT / "docs/_templates")]
 nitpicky = True
@@ -83,6 +86,7 @@ autodoc_typehints_format = "short"
 autodoc_use_legacy_class_based = False
 napoleon_use_rtype = False
 nitpick_ignore = [("py:class", "TrainingArguments")]  # of transformers, for type checkers alone
+nitpick_ignore_regex = [("cpp:identifier", r"(at|std|c10|torch)(::.*)?|u?int64_t|ikattn(::nn)?")]
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 

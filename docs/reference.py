@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
+import shutil
+import subprocess
 import sys
 from importlib import import_module
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -23,6 +27,14 @@ from ikattn.cli.command import _parser
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = ikattn.__version__
+DOXYGEN = shutil.which("doxygen")  # None: headers are shown as they are written
+DOXYFILE = {
+    **dict.fromkeys(("GENERATE_XML", "EXTRACT_ALL", "QUIET"), "YES"),
+    **dict.fromkeys(("MACRO_EXPANSION", "EXPAND_ONLY_PREDEF"), "YES"),
+    **dict.fromkeys(("GENERATE_HTML", "GENERATE_LATEX", "AUTOLINK_SUPPORT"), "NO"),
+    "PREDEFINED": '"TORCH_MODULE(name)=" "TORCH_ARG(T, name)=T name"',
+    "WARNINGS": "NO",  # it does not know all of C++
+}
 # Modules that have public names, by what a reader wants to do.
 TASKS = {
     "ikattn.ops": "Attend, with the operators",
@@ -245,14 +257,62 @@ def models() -> str:
     return "\n".join([*page, ""])
 
 
-def headers() -> str:
-    """Returns the public C++ headers, whose comments are their documentation."""
-    include = ROOT / "csrc/include/ikattn"
+def as_doxygen(header: str) -> str:
+    """Returns a header whose comments doxygen reads: indented lines stay as they are."""
+    made, is_indented = [], False
+    for line in ["// @file", *header.splitlines()]:
+        comment = re.match(r"( *)//(?: |$)(.*)", line)
+        was_indented, is_indented = is_indented, bool(comment and comment[2].startswith("  "))
+        if is_indented != was_indented:
+            made.append("/// @code{.unparsed}" if is_indented else "/// @endcode")
+        trailing = re.sub(r"(\S +)// ", r"\1///< ", line)
+        made.append(f"{comment[1]}/// {comment[2]}" if comment else trailing)
+    return "\n".join([*made, ""])
+
+
+def declared(folder: Path, header: str) -> list[str]:
+    """Returns directives for what a header declares, in its order, as doxygen has found it."""
+    found = []
+    for file in (folder / "xml").glob("*.xml"):
+        tree = ElementTree.parse(file)
+        for kind in ("compounddef", "memberdef"):
+            for one in tree.iter(kind):
+                place, what = one.find("location"), one.get("kind")
+                name = one.findtext("compoundname") or one.findtext("qualifiedname")
+                is_public = what in ("class", "struct") or (
+                    kind == "memberdef" and file.name.startswith("namespace")
+                )
+                if is_public and place is not None and Path(place.get("file", "")).name == header:
+                    types = [x.find("type") for x in one.findall("param")]
+                    if what == "function":
+                        name += f"({', '.join(''.join(x.itertext()) for x in types)})"
+                    members = ":members:\n" if kind == "compounddef" else ""
+                    told = f"```{{doxygen{what}}} {name}\n{members}```"
+                    found.append((int(place.get("line", 0)), told))
+    return list(dict.fromkeys(told for _, told in sorted(found)))
+
+
+def headers(folder: Path) -> str:
+    """Returns the page of the public C++ headers, of which doxygen reads a copy in a folder."""
     page = ["# C++ headers", "", "Link `ikattn::ikattn`; gradients work as in Python.", ""]
-    for header in sorted(include.glob("*.h")):
+    shown = sorted((ROOT / "csrc/include/ikattn").glob("*.h"))
+    if DOXYGEN:
+        folder.mkdir(parents=True, exist_ok=True)
+        for header in shown:
+            (folder / header.name).write_text(as_doxygen(header.read_text()))
+        options = {"INPUT": folder, "OUTPUT_DIRECTORY": folder, **DOXYFILE}
+        doxyfile = "\n".join(f"{name}={value}" for name, value in options.items())
+        subprocess.run([DOXYGEN, "-"], input=doxyfile, text=True, check=True)
+    for header in shown:
         page += [f"## `<ikattn/{header.name}>`", ""]
-        page += [f"```{{literalinclude}} ../../../csrc/include/ikattn/{header.name}"]
-        page += [":language: cpp", "```", ""]
+        if DOXYGEN:
+            sections = ":sections: briefdescription detaileddescription define"
+            page += ["```{doxygenfile} " + header.name, sections, "```"]
+            page += declared(folder, header.name)
+        else:
+            page += [f"```{{literalinclude}} ../../../csrc/include/ikattn/{header.name}"]
+            page += [":language: cpp", "```"]
+        page += [""]
     return "\n".join(page)
 
 
@@ -262,7 +322,7 @@ def write_pages(folder: Path) -> None:
     pages["command_line.md"] = command_line()
     pages["schemas.md"] = schemas()
     pages["kernels.md"] = kernels()
-    pages["headers.md"] = headers()
+    pages["headers.md"] = headers(folder.parents[3] / "headers")
     pages["models.md"] = models()
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
