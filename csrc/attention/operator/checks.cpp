@@ -19,6 +19,8 @@ void check_main(const char* function, const char* name, const at::Tensor& tensor
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), function, ": ", name,
                    " must have the dtype of query, ", query.scalar_type(), ", got ",
                    tensor.scalar_type());
+  TORCH_CHECK(tensor.size(-1) <= int64_t{1} << 32, function, ": ", name,
+              " must have a head size of at most 2^32, got ", tensor.sizes());
 }
 
 void check_key_bias(const char* function, const at::Tensor& bias, const at::Tensor& query,

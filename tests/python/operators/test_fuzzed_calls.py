@@ -45,6 +45,8 @@ REGRESSIONS = (
     "laws=('weights',))",
     # More features than a sum over them has sizes for.
     "WrongCall(seed=2183772306866612007, base='StateCall', ways=(3479532021,))",
+    # A head size of values with which the output has more than 2^63 numbers.
+    "WrongCall(seed=10664601039579682332, base='AttentionCall', ways=(1806731139,))",
     # Offsets of packed sequences that are sparse.
     "WrongCall(seed=2451530372959034013, base='AttentionCall', ways=(3100241240,))",
 )
