@@ -322,7 +322,8 @@ def page_of(rows: list[dict[str, Any]]) -> str:
         f"can build {len(recorded) + len(refused)} types with attention or a linear mixer, and "
         f"`record` takes {len(recorded)} of them ({share:.1f} %). "
         f"{len(found['no attention'])} have none. "
-        f"{len(found['not built'])} need sizes or inputs that the tool does not know.",
+        f"{len(found['not built'])} need sizes or inputs that the tool does not know; `record` may "
+        "take them all the same.",
         "",
         "Each recorded layer has the maps of the attention alone. The rows say which further maps "
         "some of its layers have: with the residual, after the norm, and after the norm of the "

@@ -120,7 +120,8 @@ def convert(
         _logger.info("kernel=%r now: %s", kernel, ", ".join(map(str, to_change)))
     if len(to_change) < len(convertible):
         kept = [str(found) for found in convertible if found not in to_change]
-        _logger.info("kernel=%r before: %s", kernel, ", ".join(kept))
+        log = _logger.info if to_change else _logger.warning
+        log("kernel=%r already, its options stay until revert: %s", kernel, ", ".join(kept))
     if refused:
         _logger.warning("not converted: %s", _describe(refused))
     unseen = unseen_attention(model, (found.module for found in conversion_report(model)))

@@ -59,12 +59,12 @@ def check_unwrapped(function: str, model: nn.Module) -> None:
         )
 
 
-def check_selection(select: object) -> None:
-    """Raises TypeError unless ``select`` is a selection."""
+def check_selection(select: object, name: str = "select") -> None:
+    """Raises TypeError unless ``select``, an argument of that name, is a selection."""
     several = isinstance(select, Collection) and all(isinstance(x, str | type) for x in select)
     if select is not None and not callable(select) and not several:
         raise TypeError(
-            "select must be a predicate of name and module, a pattern of names, a type, or a list "
+            f"{name} must be a predicate of name and module, a pattern of names, a type, or a list "
             f"of patterns and types, got {select!r}"
         )
 

@@ -63,7 +63,7 @@ def record(
 
     Of PyTorch Geometric's GATConv, GATv2Conv and TransformerConv, stock and ours, the maps are of
     edges: weights, norms of what each head moves, and of all heads together, in
-    ``recording.graphs``, whatever ``maps`` names. There weights are those that were applied.
+    ``recording.edges``, whatever ``maps`` names. There weights are those that were applied.
 
     Args:
         model: Any module that holds attention.
