@@ -60,20 +60,17 @@ struct Ends {
 
 bool are_placed(const Ends& ends, const at::Tensor* vector) {
   const EdgeAttentionOptions& options = ends.options;
-  check_placement(ends.function, ends.target_name, ends.target,
-                  {{ends.source_name, &ends.source},
-                   {"value", &ends.value},
-                   {"rowptr", &ends.rowptr},
-                   {"col", &ends.col},
-                   {"vector", vector},
-                   {"w1", address(ends.w1)},
-                   {"w2", address(ends.w2)},
-                   {"key_bias", address(options.key_bias)},
-                   {"edge_bias", address(options.edge_bias)},
-                   {"dropout_seed", address(options.dropout_seed)}});
-  return !has_symbols({&ends.target, &ends.source, &ends.value, &ends.rowptr, &ends.col, vector,
-                       address(ends.w1), address(ends.w2), address(options.key_bias),
-                       address(options.edge_bias)});
+  return check_placement(ends.function, ends.target_name, ends.target,
+                         {{ends.source_name, &ends.source},
+                          {"value", &ends.value},
+                          {"rowptr", &ends.rowptr},
+                          {"col", &ends.col},
+                          {"vector", vector},
+                          {"w1", address(ends.w1)},
+                          {"w2", address(ends.w2)},
+                          {"key_bias", address(options.key_bias)},
+                          {"edge_bias", address(options.edge_bias)},
+                          {"dropout_seed", address(options.dropout_seed)}});
 }
 
 // Checks frequencies of vectors of `size`.
@@ -185,18 +182,15 @@ void check_gat_attention(const char* function, const GatAttentionCall& call) {
 
 void check_edge_features(const char* function, const EdgeFeatures& call) {
   const at::Tensor& query = call.query_features;
-  check_placement(function, "query_features", query,
-                  {{"key_features", &call.key_features},
-                   {"value", &call.value},
-                   {"key_logits", &call.key_logits},
-                   {"edge_logits", &call.edge_logits},
-                   {"keep", &call.keep},
-                   {"rowptr", &call.rowptr},
-                   {"col", &call.col}});
-  if (has_symbols({&query, &call.key_features, &call.value, &call.key_logits, &call.edge_logits,
-                   &call.keep, &call.rowptr, &call.col})) {
-    return;
-  }
+  const bool are_numbers = check_placement(function, "query_features", query,
+                                           {{"key_features", &call.key_features},
+                                            {"value", &call.value},
+                                            {"key_logits", &call.key_logits},
+                                            {"edge_logits", &call.edge_logits},
+                                            {"keep", &call.keep},
+                                            {"rowptr", &call.rowptr},
+                                            {"col", &call.col}});
+  if (!are_numbers) return;
   const at::ScalarType type = query.scalar_type();
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
                    ": query_features must be float32 or float64, got ", type);
@@ -233,16 +227,13 @@ void check_edge_query_gradients(const EdgeFeatures& call, const EdgeResults& res
   const char* function = kEdgeQueryGradients;
   const auto& [output, weights, log_normalizer] = results;
   const at::Tensor& query = call.query_features;
-  check_placement(function, "query_features", query,
-                  {{"output", &output},
-                   {"log_normalizer", &log_normalizer},
-                   {"grad_output", &grad_output},
-                   {"grad_weights", &grad_weights}});
+  const bool are_numbers = check_placement(function, "query_features", query,
+                                           {{"output", &output},
+                                            {"log_normalizer", &log_normalizer},
+                                            {"grad_output", &grad_output},
+                                            {"grad_weights", &grad_weights}});
   check_edge_features(function, call);
-  if (has_symbols({&query, &call.value, &call.col, &output, &log_normalizer, &grad_output,
-                   &grad_weights})) {
-    return;
-  }
+  if (!are_numbers || has_symbols({&call.value, &call.col})) return;
   const at::ScalarType type = query.scalar_type();
   const auto check = [&](const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
                          at::ScalarType wanted) {
@@ -258,15 +249,12 @@ void check_edge_query_gradients(const EdgeFeatures& call, const EdgeResults& res
 void check_edge_key_gradients(const EdgeKeyGradientCall& call) {
   const char* function = kEdgeKeyGradients;
   const at::Tensor& query = call.query_features;
-  check_placement(function, "query_features", query,
-                  {{"of_edges", &call.of_edges},
-                   {"grad_output", &call.grad_output},
-                   {"rowptr", &call.rowptr},
-                   {"col", &call.col}});
-  if (has_symbols({&query, &call.of_edges, &call.grad_output, &call.rowptr, &call.col}) ||
-      call.N_k.is_symbolic()) {
-    return;
-  }
+  const bool are_numbers = check_placement(function, "query_features", query,
+                                           {{"of_edges", &call.of_edges},
+                                            {"grad_output", &call.grad_output},
+                                            {"rowptr", &call.rowptr},
+                                            {"col", &call.col}});
+  if (!are_numbers || call.N_k.is_symbolic()) return;
   const at::ScalarType type = query.scalar_type();
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
                    ": query_features must be float32 or float64, got ", type);

@@ -83,10 +83,5 @@ inline void wgmma_int8(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t b, boo
   interpreter::begin_product({d, 64, a, 0, b, accumulate, false, interpreter::ProductType::kInt8},
                              place);
 }
-inline void wgmma_int8(int32_t (&d)[32], uint64_t a, uint64_t b, bool accumulate,
-                       interpreter::Place place = interpreter::Place::current()) {
-  interpreter::begin_product(
-      {d, 32, nullptr, a, b, accumulate, false, interpreter::ProductType::kInt8}, place);
-}
 
 }  // namespace ikattn

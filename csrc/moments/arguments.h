@@ -94,11 +94,9 @@ struct CausalSizes {
 };
 
 // Check a call. Errors name the argument, what was expected and what was given. Where sizes are
-// symbols of torch.compile the functions *_call check layouts and devices only.
+// symbols of torch.compile, layouts and devices alone are checked, and sizes returned are 0.
 KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                                   const at::Tensor& value, const char* function = "key_moments");
-void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& logits,
-                            const at::Tensor& value);
 KeyMomentsSizes check_add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
                                       const at::Tensor& key_features, const at::Tensor& logits,
                                       const at::Tensor& value);
@@ -108,8 +106,6 @@ KeyMomentsSizes check_key_moments_backward(const at::Tensor& grad_moments,
 FromMomentsSizes check_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
                                     const at::Tensor& reference, double eps,
                                     const char* function = "attention_from_moments");
-void check_from_moments_call(const at::Tensor& query_features, const at::Tensor& moments,
-                             const at::Tensor& reference, double eps);
 FromMomentsSizes check_from_moments_backward(
     const at::Tensor& grad_output, const at::Tensor& query_features, const at::Tensor& moments,
     const at::Tensor& reference, const at::Tensor& output, const at::Tensor& log_normalizer,
@@ -119,9 +115,6 @@ CausalSizes check_causal(const at::Tensor& query_features, const at::Tensor& key
                          const at::Tensor& logits, const at::Tensor& value,
                          const at::Tensor& moments, const at::Tensor& reference, double eps,
                          const char* function = "causal_attention_from_moments");
-void check_causal_call(const at::Tensor& query_features, const at::Tensor& key_features,
-                       const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
-                       const at::Tensor& reference, double eps);
 CausalSizes check_causal_backward(const at::Tensor& grad_output,
                                   const std::optional<at::Tensor>& grad_all_moments,
                                   const at::Tensor& query_features, const at::Tensor& key_features,

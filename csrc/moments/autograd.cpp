@@ -136,7 +136,7 @@ TwoTensors key_moments_autograd(const at::Tensor& key_features, const at::Tensor
   check_placement("key_moments", "key_features", key_features,
                   {{"logits", &logits}, {"value", &value}});
   if (any_transformed({&key_features, &logits, &value}, {})) {
-    check_key_moments_call(key_features, logits, value);
+    check_key_moments(key_features, logits, value);
     return reference_key_moments(key_features, logits, value);
   }
   if (!is_recorded({&key_features, &logits, &value}, {})) {
@@ -173,7 +173,7 @@ TwoTensors from_moments_autograd(const at::Tensor& query_features, const at::Ten
   check_placement("attention_from_moments", "query_features", query_features,
                   {{"moments", &moments}, {"reference", &reference}});
   if (any_transformed({&query_features, &moments}, {})) {
-    check_from_moments_call(query_features, moments, reference, eps);
+    check_from_moments(query_features, moments, reference, eps);
     return reference_from_moments(query_features, moments, reference, eps);
   }
   if (!is_recorded({&query_features, &moments}, {})) {
@@ -194,7 +194,7 @@ FourTensors causal_autograd(const at::Tensor& query_features, const at::Tensor& 
                    {"moments", &moments},
                    {"reference", &reference}});
   if (any_transformed({&query_features, &key_features, &logits, &value, &moments}, {})) {
-    check_causal_call(query_features, key_features, logits, value, moments, reference, eps);
+    check_causal(query_features, key_features, logits, value, moments, reference, eps);
     return reference_causal(query_features, key_features, logits, value, moments, reference, eps);
   }
   if (!is_recorded({&query_features, &key_features, &logits, &value, &moments}, {})) {

@@ -28,33 +28,34 @@ void check_features(const char* function, const char* name, const at::Tensor& fe
               features.sizes());
 }
 
-void place_keys(const char* function, const at::Tensor& key_features, const at::Tensor& logits,
+bool place_keys(const char* function, const at::Tensor& key_features, const at::Tensor& logits,
                 const at::Tensor& value) {
-  check_placement(function, "key_features", key_features, {{"logits", &logits}, {"value", &value}});
+  return check_placement(function, "key_features", key_features,
+                         {{"logits", &logits}, {"value", &value}});
 }
 
-void place_queries(const char* function, const at::Tensor& query_features,
+bool place_queries(const char* function, const at::Tensor& query_features,
                    const at::Tensor& moments, const at::Tensor& reference) {
-  check_placement(function, "query_features", query_features,
-                  {{"moments", &moments}, {"reference", &reference}});
+  return check_placement(function, "query_features", query_features,
+                         {{"moments", &moments}, {"reference", &reference}});
 }
 
-void place_causal(const char* function, const at::Tensor& query_features,
+bool place_causal(const char* function, const at::Tensor& query_features,
                   const at::Tensor& key_features, const at::Tensor& logits, const at::Tensor& value,
                   const at::Tensor& moments, const at::Tensor& reference) {
-  check_placement(function, "query_features", query_features,
-                  {{"key_features", &key_features},
-                   {"logits", &logits},
-                   {"value", &value},
-                   {"moments", &moments},
-                   {"reference", &reference}});
+  return check_placement(function, "query_features", query_features,
+                         {{"key_features", &key_features},
+                          {"logits", &logits},
+                          {"value", &value},
+                          {"moments", &moments},
+                          {"reference", &reference}});
 }
 
 }  // namespace
 
 KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tensor& logits,
                                   const at::Tensor& value, const char* function) {
-  place_keys(function, key_features, logits, value);
+  if (!place_keys(function, key_features, logits, value)) return {};
   check_features(function, "key_features", key_features, "[B, K, S, F]");
   const int64_t B = key_features.size(0), K = key_features.size(1), S = key_features.size(2);
   check_float(function, "logits", logits);
@@ -67,13 +68,6 @@ KeyMomentsSizes check_key_moments(const at::Tensor& key_features, const at::Tens
               function, ": value must have shape [B, G, S, d_v] with B = ", B,
               ", heads that divide K = ", K, " and S = ", S, ", got ", value.sizes());
   return {B, K, value.size(1), S, key_features.size(3), value.size(3)};
-}
-
-void check_key_moments_call(const at::Tensor& key_features, const at::Tensor& logits,
-                            const at::Tensor& value) {
-  place_keys("key_moments", key_features, logits, value);
-  if (has_symbols({&key_features, &logits, &value})) return;
-  check_key_moments(key_features, logits, value);
 }
 
 KeyMomentsSizes check_add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
@@ -109,7 +103,7 @@ KeyMomentsSizes check_key_moments_backward(const at::Tensor& grad_moments,
 
 FromMomentsSizes check_from_moments(const at::Tensor& query_features, const at::Tensor& moments,
                                     const at::Tensor& reference, double eps, const char* function) {
-  place_queries(function, query_features, moments, reference);
+  if (!place_queries(function, query_features, moments, reference)) return {};
   check_features(function, "query_features", query_features, "[B, H, L, F]");
   const int64_t B = query_features.size(0), H = query_features.size(1), F = query_features.size(3);
   const int64_t E = F * (F + 1) / 2 + 1;
@@ -128,13 +122,6 @@ FromMomentsSizes check_from_moments(const at::Tensor& query_features, const at::
   TORCH_CHECK_VALUE(eps >= least, function, ": eps must be at least ", least, " for ", type,
                     " moments, got ", eps);
   return {B, H, K, query_features.size(2), F, moments.size(3) - 1};
-}
-
-void check_from_moments_call(const at::Tensor& query_features, const at::Tensor& moments,
-                             const at::Tensor& reference, double eps) {
-  place_queries("attention_from_moments", query_features, moments, reference);
-  if (has_symbols({&query_features, &moments, &reference})) return;
-  check_from_moments(query_features, moments, reference, eps);
 }
 
 FromMomentsSizes check_from_moments_backward(const at::Tensor& grad_output,
@@ -158,7 +145,9 @@ CausalSizes check_causal(const at::Tensor& query_features, const at::Tensor& key
                          const at::Tensor& logits, const at::Tensor& value,
                          const at::Tensor& moments, const at::Tensor& reference, double eps,
                          const char* function) {
-  place_causal(function, query_features, key_features, logits, value, moments, reference);
+  if (!place_causal(function, query_features, key_features, logits, value, moments, reference)) {
+    return {};
+  }
   const FromMomentsSizes queries =
       check_from_moments(query_features, moments, reference, eps, function);
   const KeyMomentsSizes keys = check_key_moments(key_features, logits, value, function);
@@ -172,15 +161,6 @@ CausalSizes check_causal(const at::Tensor& query_features, const at::Tensor& key
   TORCH_CHECK(keys.d_v == queries.d_v, function, ": value must have d_v = ", queries.d_v,
               " numbers, one less than moments, got ", value.sizes());
   return {queries, keys};
-}
-
-void check_causal_call(const at::Tensor& query_features, const at::Tensor& key_features,
-                       const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
-                       const at::Tensor& reference, double eps) {
-  place_causal("causal_attention_from_moments", query_features, key_features, logits, value,
-               moments, reference);
-  if (has_symbols({&query_features, &key_features, &logits, &value, &moments, &reference})) return;
-  check_causal(query_features, key_features, logits, value, moments, reference, eps);
 }
 
 CausalSizes check_causal_backward(const at::Tensor& grad_output,
@@ -211,40 +191,41 @@ void causal_backward(const at::Tensor& grad_output,
                      const at::Tensor& reference, const at::Tensor& output,
                      const at::Tensor& log_normalizer, double eps, std::array<bool, 5>) {
   const char* function = "causal_attention_from_moments_backward";
-  place_causal(function, query_features, key_features, logits, value, moments, reference);
-  check_placement(function, "query_features", query_features,
-                  {{"grad_output", &grad_output},
-                   {"grad_all_moments", address(grad_all_moments)},
-                   {"output", &output},
-                   {"log_normalizer", &log_normalizer}});
-  if (has_symbols({&grad_output, address(grad_all_moments), &query_features, &key_features, &logits,
-                   &value, &moments, &reference, &output, &log_normalizer})) {
-    return;
+  const bool are_numbers =
+      place_causal(function, query_features, key_features, logits, value, moments, reference);
+  if (check_placement(function, "query_features", query_features,
+                      {{"grad_output", &grad_output},
+                       {"grad_all_moments", address(grad_all_moments)},
+                       {"output", &output},
+                       {"log_normalizer", &log_normalizer}}) &&
+      are_numbers) {
+    check_causal_backward(grad_output, grad_all_moments, query_features, key_features, logits,
+                          value, moments, reference, output, log_normalizer, eps);
   }
-  check_causal_backward(grad_output, grad_all_moments, query_features, key_features, logits, value,
-                        moments, reference, output, log_normalizer, eps);
 }
 
 void add_key_moments(const at::Tensor& moments, const at::Tensor& reference,
                      const at::Tensor& key_features, const at::Tensor& logits,
                      const at::Tensor& value) {
   const char* function = "add_key_moments_";
-  place_keys(function, key_features, logits, value);
-  check_placement(function, "key_features", key_features,
-                  {{"moments", &moments}, {"reference", &reference}});
-  if (has_symbols({&moments, &reference, &key_features, &logits, &value})) return;
-  check_add_key_moments(moments, reference, key_features, logits, value);
+  const bool are_numbers = place_keys(function, key_features, logits, value);
+  if (check_placement(function, "key_features", key_features,
+                      {{"moments", &moments}, {"reference", &reference}}) &&
+      are_numbers) {
+    check_add_key_moments(moments, reference, key_features, logits, value);
+  }
 }
 
 void key_moments_backward(const at::Tensor& grad_moments, const at::Tensor& key_features,
                           const at::Tensor& logits, const at::Tensor& value,
                           const at::Tensor& reference, std::array<bool, 3>) {
   const char* function = "key_moments_backward";
-  place_keys(function, key_features, logits, value);
-  check_placement(function, "key_features", key_features,
-                  {{"grad_moments", &grad_moments}, {"reference", &reference}});
-  if (has_symbols({&grad_moments, &key_features, &logits, &value, &reference})) return;
-  check_key_moments_backward(grad_moments, key_features, logits, value, reference);
+  const bool are_numbers = place_keys(function, key_features, logits, value);
+  if (check_placement(function, "key_features", key_features,
+                      {{"grad_moments", &grad_moments}, {"reference", &reference}}) &&
+      are_numbers) {
+    check_key_moments_backward(grad_moments, key_features, logits, value, reference);
+  }
 }
 
 void from_moments_backward(const at::Tensor& grad_output, const at::Tensor& query_features,
@@ -252,20 +233,22 @@ void from_moments_backward(const at::Tensor& grad_output, const at::Tensor& quer
                            const at::Tensor& output, const at::Tensor& log_normalizer, double eps,
                            std::array<bool, 2>) {
   const char* function = "attention_from_moments_backward";
-  place_queries(function, query_features, moments, reference);
-  check_placement(
-      function, "query_features", query_features,
-      {{"grad_output", &grad_output}, {"output", &output}, {"log_normalizer", &log_normalizer}});
-  if (has_symbols(
-          {&grad_output, &query_features, &moments, &reference, &output, &log_normalizer})) {
-    return;
+  const bool are_numbers = place_queries(function, query_features, moments, reference);
+  if (check_placement(function, "query_features", query_features,
+                      {{"grad_output", &grad_output},
+                       {"output", &output},
+                       {"log_normalizer", &log_normalizer}}) &&
+      are_numbers) {
+    check_from_moments_backward(grad_output, query_features, moments, reference, output,
+                                log_normalizer, eps);
   }
-  check_from_moments_backward(grad_output, query_features, moments, reference, output,
-                              log_normalizer, eps);
 }
 
 TORCH_LIBRARY_FRAGMENT(ikattn, m) {
-  m.def("check_key_moments" IKATTN_KEY_MOMENTS_SCHEMA " -> ()", check_key_moments_call);
+  m.def("check_key_moments" IKATTN_KEY_MOMENTS_SCHEMA " -> ()",
+        [](const at::Tensor& key_features, const at::Tensor& logits, const at::Tensor& value) {
+          check_key_moments(key_features, logits, value);
+        });
   m.def(
       "check_add_key_moments_(Tensor moments, Tensor reference, Tensor key_features, Tensor "
       "logits, Tensor value) -> ()",
@@ -273,10 +256,16 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
   m.def("check_key_moments_backward" IKATTN_KEY_MOMENTS_BACKWARD_SCHEMA " -> ()",
         key_moments_backward);
   m.def("check_attention_from_moments" IKATTN_FROM_MOMENTS_SCHEMA " -> ()",
-        check_from_moments_call);
+        [](const at::Tensor& query_features, const at::Tensor& moments, const at::Tensor& reference,
+           double eps) { check_from_moments(query_features, moments, reference, eps); });
   m.def("check_attention_from_moments_backward" IKATTN_FROM_MOMENTS_BACKWARD_SCHEMA " -> ()",
         from_moments_backward);
-  m.def("check_causal_attention_from_moments" IKATTN_CAUSAL_SCHEMA " -> ()", check_causal_call);
+  m.def("check_causal_attention_from_moments" IKATTN_CAUSAL_SCHEMA " -> ()",
+        [](const at::Tensor& query_features, const at::Tensor& key_features,
+           const at::Tensor& logits, const at::Tensor& value, const at::Tensor& moments,
+           const at::Tensor& reference, double eps) {
+          check_causal(query_features, key_features, logits, value, moments, reference, eps);
+        });
   m.def("check_causal_attention_from_moments_backward" IKATTN_CAUSAL_BACKWARD_SCHEMA " -> ()",
         causal_backward);
 }

@@ -45,13 +45,13 @@ TORCH_LIBRARY_FRAGMENT(ikattn, m) {
 
 TwoTensors key_moments_reference_op(const at::Tensor& key_features, const at::Tensor& logits,
                                     const at::Tensor& value) {
-  check_key_moments_call(key_features, logits, value);
+  check_key_moments(key_features, logits, value);
   return reference_key_moments(key_features, logits, value);
 }
 
 TwoTensors from_moments_reference_op(const at::Tensor& query_features, const at::Tensor& moments,
                                      const at::Tensor& reference, double eps) {
-  check_from_moments_call(query_features, moments, reference, eps);
+  check_from_moments(query_features, moments, reference, eps);
   return reference_from_moments(query_features, moments, reference, eps);
 }
 
@@ -59,18 +59,18 @@ FourTensors causal_reference_op(const at::Tensor& query_features, const at::Tens
                                 const at::Tensor& logits, const at::Tensor& value,
                                 const at::Tensor& moments, const at::Tensor& reference,
                                 double eps) {
-  check_causal_call(query_features, key_features, logits, value, moments, reference, eps);
+  check_causal(query_features, key_features, logits, value, moments, reference, eps);
   return reference_causal(query_features, key_features, logits, value, moments, reference, eps);
 }
 
 void check_mergeable(const at::Tensor& moments, const at::Tensor& reference,
                      const at::Tensor& other_moments, const at::Tensor& other_reference) {
   const char* function = "merge_moments";
-  check_placement(function, "moments", moments,
-                  {{"reference", &reference},
-                   {"other_moments", &other_moments},
-                   {"other_reference", &other_reference}});
-  if (has_symbols({&moments, &reference, &other_moments, &other_reference})) return;
+  const bool are_numbers = check_placement(function, "moments", moments,
+                                           {{"reference", &reference},
+                                            {"other_moments", &other_moments},
+                                            {"other_reference", &other_reference}});
+  if (!are_numbers) return;
   const at::ScalarType type = moments.scalar_type();
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble, function,
                    ": moments must be float32 or float64, got ", type);

@@ -73,19 +73,16 @@ std::vector<int64_t> on_host(const char* function, const char* name, const at::T
 void check_packed_attention(const char* function, const PackedCall& call) {
   const at::Tensor& query = call.query;
   const AttentionOptions& options = call.options;
-  check_placement(function, "query", query,
-                  {{"key", &call.key},
-                   {"value", &call.value},
-                   {"w1", &call.w1},
-                   {"w2", address(call.w2)},
-                   {"key_bias", address(options.key_bias)},
-                   {"dropout_seed", address(options.dropout_seed)}});
+  const bool are_numbers = check_placement(function, "query", query,
+                                           {{"key", &call.key},
+                                            {"value", &call.value},
+                                            {"w1", &call.w1},
+                                            {"w2", address(call.w2)},
+                                            {"key_bias", address(options.key_bias)},
+                                            {"dropout_seed", address(options.dropout_seed)}});
   check_offsets(function, "cu_seqlens_q", call.cu_seqlens_q, query);
   check_offsets(function, "cu_seqlens_k", call.cu_seqlens_k, query);
-  if (has_symbols({&query, &call.key, &call.value, &call.w1, address(call.w2),
-                   address(options.key_bias), &call.cu_seqlens_q, &call.cu_seqlens_k})) {
-    return;
-  }
+  if (!are_numbers || has_symbols({&call.cu_seqlens_q, &call.cu_seqlens_k})) return;
   TORCH_CHECK_TYPE(is_supported_float(query.scalar_type()), function,
                    ": query must be float64, float32, bfloat16 or float16, got ",
                    query.scalar_type());
@@ -130,10 +127,12 @@ void check_packed_attention_backward(const at::Tensor& grad_output, const Packed
   const char* function = kPackedAttentionBackward;
   check_packed_attention(function, call);
   const auto& [output, log_normalizer] = results;
-  check_placement(
-      function, "query", call.query,
-      {{"grad_output", &grad_output}, {"output", &output}, {"log_normalizer", &log_normalizer}});
-  if (has_symbols({&grad_output, &output, &log_normalizer, &call.query, &call.value})) return;
+  const bool are_numbers = check_placement(function, "query", call.query,
+                                           {{"grad_output", &grad_output},
+                                            {"output", &output},
+                                            {"log_normalizer", &log_normalizer},
+                                            {"value", &call.value}});
+  if (!are_numbers) return;
   const int64_t T_q = call.query.size(0), H = call.query.size(1), d_v = call.value.size(2);
   const at::ScalarType type = call.query.scalar_type();
   check_like(function, "grad_output", grad_output, {T_q, H, d_v}, type, call.query.device());

@@ -22,16 +22,19 @@ void check_dense(const char* function, const char* name, const at::Tensor& tenso
               " must be a dense (strided) tensor, got layout ", tensor.layout());
 }
 
-void check_placement(const char* function, const char* first_name, const at::Tensor& first,
+bool check_placement(const char* function, const char* first_name, const at::Tensor& first,
                      std::initializer_list<NamedTensor> others) {
   check_dense(function, first_name, first);
+  bool are_numbers = !has_symbols({&first});
   for (const auto& [name, tensor] : others) {
     if (tensor == nullptr || !tensor->defined()) continue;
     check_dense(function, name, *tensor);
     TORCH_CHECK(tensor->device() == first.device(), function, ": ", name,
                 " must be on the device of ", first_name, ", ", first.device(), ", got ",
                 tensor->device());
+    are_numbers = are_numbers && !has_symbols({tensor});
   }
+  return are_numbers;
 }
 
 bool has_symbols(std::initializer_list<const at::Tensor*> tensors) {

@@ -47,8 +47,8 @@ void check_dense(const char* function, const char* name, const at::Tensor& tenso
 
 // Checks that every tensor is dense and on the device of the first. It must precede the choice of a
 // kernel by layouts and devices: a call that mixes them would reach the meta device's fake kernel,
-// or none.
-void check_placement(const char* function, const char* first_name, const at::Tensor& first,
+// or none. Returns whether all sizes are numbers, which may be checked, and no symbols.
+bool check_placement(const char* function, const char* first_name, const at::Tensor& first,
                      std::initializer_list<NamedTensor> others);
 
 // Tells whether sizes of these tensors, nullptr or undefined where absent, are symbols of

@@ -12,15 +12,6 @@
 namespace ikattn {
 namespace {
 
-// Whether there is a GPU that this machine's proofs may hold for.
-bool has_gpu() {
-#if defined(IKATTN_HAVE_CUDA)
-  return cuda::why_no_kernels(-1).empty();
-#else
-  return false;
-#endif
-}
-
 std::string quoted(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
@@ -36,7 +27,6 @@ std::string field(const char* name, const char* text) {
 
 std::string kernel_families() {
   const KernelList& list = kernel_list();
-  const bool asks = has_gpu();
   std::string found;
   for (size_t i = 0; i < kFamilies; ++i) {
     const auto family = static_cast<Family>(i);
@@ -46,7 +36,7 @@ std::string kernel_families() {
                      ? is_proven(family)
                      : list.of(family) == KernelList::Wish::kOn;
 #if defined(IKATTN_HAVE_CUDA)
-    if (asks) {
+    if (cuda::why_no_kernels(-1).empty()) {  // a GPU that this machine's proofs may hold for
       here = cuda::proven_here(family);
       is_on = cuda::is_on(family);
     }
@@ -63,7 +53,7 @@ std::string kernel_families() {
 
 std::string machine_key() {
 #if defined(IKATTN_HAVE_CUDA)
-  if (has_gpu()) return cuda::machine_key();
+  if (cuda::why_no_kernels(-1).empty()) return cuda::machine_key();
 #endif
   return "";
 }

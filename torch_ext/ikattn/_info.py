@@ -112,7 +112,7 @@ def info() -> str:
         "linear time": torch.ops.ikattn.linear_time(),
         "deterministic": torch.ops.ikattn.deterministic(),
         "CUDA kernels": cuda_kernels(build),
-        "CUDA families": "none" if "no_cuda_reason" in build else kernel_families(),
+        "CUDA families": "not built; " * ("no_cuda_reason" in build) + kernel_families(),
         "GPU": gpu(),
         "threads": str(torch.get_num_threads()),
         "OpenMP": several(openmp(), "two runtimes compete for the cores"),

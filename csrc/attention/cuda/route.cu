@@ -231,8 +231,6 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route = route_without_int8(params, in_double, pass);
   route.int8_scores = takes_int8(params, in_double, pass, route);
-  route.int8_gradients =
-      route.int8_scores && pass == Pass::kBackward && is_on(Family::kInt8Gradients);
   route.is_short = route.unit == Unit::kHopper && is_on(Family::kShort) &&
                    (pass == Pass::kForward ? fits_short_forward(params, route.int8_scores)
                                            : fits_short_backward(params));
@@ -253,7 +251,6 @@ std::vector<Family> families_of(const AttentionParams& params, const Route& rout
   add(is_linear && params.is_causal, Family::kCausalLinear);
   add(on_hopper, Family::kHopper);
   add(route.int8_scores, Family::kInt8);
-  add(route.int8_gradients, Family::kInt8Gradients);
   add(route.is_short, Family::kShort);
   return found;
 }

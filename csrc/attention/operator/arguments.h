@@ -152,12 +152,9 @@ AttentionSizes check_weights_backward(const at::Tensor& grad_weights, const at::
 struct FeatureSizes {
   int64_t B, H, N, d, M, frequency_batches;
 };
+// Checks a call of features; where sizes are symbols, those that it returns are 0.
 FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2);
-
-// Checks a call of features likewise.
-void check_features_call(const at::Tensor& x, const at::Tensor& w1,
-                         const std::optional<at::Tensor>& w2);
 FeatureSizes check_features_backward(const at::Tensor& grad_features, const at::Tensor& x,
                                      const at::Tensor& w1, const std::optional<at::Tensor>& w2,
                                      const std::array<bool, 3>& wanted);
@@ -168,7 +165,7 @@ struct FromFeaturesSizes {
 FromFeaturesSizes check_from_features(const at::Tensor& query_features,
                                       const at::Tensor& key_features, const at::Tensor& logits,
                                       const at::Tensor& value, double eps);
-void check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
+bool check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
                                    const at::Tensor& logits, const at::Tensor& value);
 
 // Checks a side input, which may have the type `wanted` of the tensor named `of`, or float32.
@@ -187,7 +184,7 @@ void check_dropout(const char* function, double dropout_p,
                    const std::optional<at::Tensor>& dropout_seed);
 
 // Checks the layout and the device of every tensor of a call; see support/checks.h.
-void check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
+bool check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const at::Tensor& w1,
                      const std::optional<at::Tensor>& w2, const AttentionOptions& options);
 

@@ -177,7 +177,7 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
                              const std::optional<at::Tensor>& w2, bool tokens_first) {
   check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
   if (any_transformed({&x, &w1}, {&w2})) {
-    check_features_call(x, w1, w2);
+    check_features(x, w1, w2);
     return reference_features(x, w1, w2).to(x.scalar_type());
   }
   if (!is_recorded({&x, &w1}, {&w2})) {
@@ -190,12 +190,11 @@ at::Tensor features_autograd(const at::Tensor& x, const at::Tensor& w1,
 // Takes the reference where a gradient is recorded, for decoding needs none.
 at::Tensor from_features_autograd(const at::Tensor& query_features, const at::Tensor& key_features,
                                   const at::Tensor& logits, const at::Tensor& value, double eps) {
-  check_from_features_placement(query_features, key_features, logits, value);
+  const bool are_numbers =
+      check_from_features_placement(query_features, key_features, logits, value);
   if (any_transformed({&query_features, &key_features, &logits, &value}, {}) ||
       is_recorded({&query_features, &key_features, &logits, &value}, {})) {
-    if (!has_symbols({&query_features, &key_features, &logits, &value})) {
-      check_from_features(query_features, key_features, logits, value, eps);
-    }
+    if (are_numbers) check_from_features(query_features, key_features, logits, value, eps);
     return reference_from_features(query_features, key_features, logits, value, eps);
   }
   at::AutoDispatchBelowADInplaceOrView guard;

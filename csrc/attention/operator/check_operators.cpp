@@ -22,16 +22,15 @@ void attention_backward(const at::Tensor& grad_output, const at::Tensor& query,
                         std::array<bool, kAttentionGradients> wanted) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const char* function = "implicit_kernel_attention_backward";
-  check_placement(function, query, key, value, w1, w2, options);
-  check_placement(
-      function, "query", query,
-      {{"grad_output", &grad_output}, {"output", &output}, {"log_normalizer", &log_normalizer}});
-  if (has_symbols({&grad_output, &query, &key, &value, &w1, address(w2), &output, &log_normalizer,
-                   address(key_bias), address(attn_mask)})) {
-    return;
+  const bool are_numbers = check_placement(function, query, key, value, w1, w2, options);
+  if (check_placement(function, "query", query,
+                      {{"grad_output", &grad_output},
+                       {"output", &output},
+                       {"log_normalizer", &log_normalizer}}) &&
+      are_numbers) {
+    check_attention_backward(grad_output, query, key, value, w1, w2, output, log_normalizer,
+                             options, wanted);
   }
-  check_attention_backward(grad_output, query, key, value, w1, w2, output, log_normalizer, options,
-                           wanted);
 }
 
 void weights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& w1,
@@ -46,33 +45,30 @@ void weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
                       bool average_heads, std::array<bool, kWeightsGradients> wanted) {
   const AttentionOptions options{IKATTN_OPTION_VALUES};
   const char* function = "implicit_kernel_weights_backward";
-  check_placement(function, query, key, at::Tensor(), w1, w2, options);
-  check_placement(function, "query", query, {{"grad_weights", &grad_weights}});
-  if (has_symbols(
-          {&grad_weights, &query, &key, &w1, address(w2), address(key_bias), address(attn_mask)})) {
-    return;
+  const bool are_numbers = check_placement(function, query, key, at::Tensor(), w1, w2, options);
+  if (check_placement(function, "query", query, {{"grad_weights", &grad_weights}}) && are_numbers) {
+    check_weights_backward(grad_weights, query, key, w1, w2, options, average_heads, wanted);
   }
-  check_weights_backward(grad_weights, query, key, w1, w2, options, average_heads, wanted);
 }
 
 void features(const at::Tensor& x, const at::Tensor& w1, const std::optional<at::Tensor>& w2,
               bool /*tokens_first*/) {
-  check_features_call(x, w1, w2);
+  check_features(x, w1, w2);
 }
 
 void features_backward(const at::Tensor& grad_features, const at::Tensor& x, const at::Tensor& w1,
                        const std::optional<at::Tensor>& w2, std::array<bool, 3> wanted) {
-  check_placement("spectral_features_backward", "x", x,
-                  {{"grad_features", &grad_features}, {"w1", &w1}, {"w2", address(w2)}});
-  if (has_symbols({&grad_features, &x, &w1, address(w2)})) return;
-  check_features_backward(grad_features, x, w1, w2, wanted);
+  if (check_placement("spectral_features_backward", "x", x,
+                      {{"grad_features", &grad_features}, {"w1", &w1}, {"w2", address(w2)}})) {
+    check_features_backward(grad_features, x, w1, w2, wanted);
+  }
 }
 
 void from_features(const at::Tensor& query_features, const at::Tensor& key_features,
                    const at::Tensor& logits, const at::Tensor& value, double eps) {
-  check_from_features_placement(query_features, key_features, logits, value);
-  if (has_symbols({&query_features, &key_features, &logits, &value})) return;
-  check_from_features(query_features, key_features, logits, value, eps);
+  if (check_from_features_placement(query_features, key_features, logits, value)) {
+    check_from_features(query_features, key_features, logits, value, eps);
+  }
 }
 
 void keep_mask(const at::Tensor& dropout_seed, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt,

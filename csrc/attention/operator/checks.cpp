@@ -114,17 +114,17 @@ void check_numbers(const char* function, const std::optional<double>& p, double 
                     ": magnitude_scale must be finite, got ", *magnitude_scale);
 }
 
-void check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
+bool check_placement(const char* function, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const at::Tensor& w1,
                      const std::optional<at::Tensor>& w2, const AttentionOptions& options) {
-  check_placement(function, "query", query,
-                  {{"key", &key},
-                   {"value", &value},
-                   {"w1", &w1},
-                   {"w2", address(w2)},
-                   {"key_bias", address(options.key_bias)},
-                   {"attn_mask", address(options.attn_mask)},
-                   {"dropout_seed", address(options.dropout_seed)}});
+  return check_placement(function, "query", query,
+                         {{"key", &key},
+                          {"value", &value},
+                          {"w1", &w1},
+                          {"w2", address(w2)},
+                          {"key_bias", address(options.key_bias)},
+                          {"attn_mask", address(options.attn_mask)},
+                          {"dropout_seed", address(options.dropout_seed)}});
 }
 
 void check_dropout(const char* function, double dropout_p,
@@ -245,7 +245,7 @@ AttentionSizes check_weights_backward(const at::Tensor& grad_weights, const at::
 FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
                             const std::optional<at::Tensor>& w2) {
   const char* function = "spectral_features";
-  check_placement(function, "x", x, {{"w1", &w1}, {"w2", address(w2)}});
+  if (!check_placement(function, "x", x, {{"w1", &w1}, {"w2", address(w2)}})) return {};
   TORCH_CHECK_TYPE(is_supported_float(x.scalar_type()), function,
                    ": x must be float64, float32, bfloat16 or float16, got ", x.scalar_type());
   check_main(function, "x", x, x, "[B, H, L, d]");
@@ -254,15 +254,6 @@ FeatureSizes check_features(const at::Tensor& x, const at::Tensor& w1,
               ": x must have at least one head and a head size of at least 1, got ", x.sizes());
   check_frequencies(function, "x", w1, w2, x.scalar_type(), B, H, H, d);
   return {B, H, x.size(2), d, w1.size(-1), w1.dim() == 4 ? w1.size(0) : 1};
-}
-
-void check_features_call(const at::Tensor& x, const at::Tensor& w1,
-                         const std::optional<at::Tensor>& w2) {
-  if (has_symbols({&x, &w1, address(w2)})) {
-    check_placement("spectral_features", "x", x, {{"w1", &w1}, {"w2", address(w2)}});
-  } else {
-    check_features(x, w1, w2);
-  }
 }
 
 FeatureSizes check_features_backward(const at::Tensor& grad_features, const at::Tensor& x,
@@ -276,10 +267,10 @@ FeatureSizes check_features_backward(const at::Tensor& grad_features, const at::
   return sizes;
 }
 
-void check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
+bool check_from_features_placement(const at::Tensor& query_features, const at::Tensor& key_features,
                                    const at::Tensor& logits, const at::Tensor& value) {
-  check_placement("attention_from_features", "query_features", query_features,
-                  {{"key_features", &key_features}, {"logits", &logits}, {"value", &value}});
+  return check_placement("attention_from_features", "query_features", query_features,
+                         {{"key_features", &key_features}, {"logits", &logits}, {"value", &value}});
 }
 
 FromFeaturesSizes check_from_features(const at::Tensor& query_features,

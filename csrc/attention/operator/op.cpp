@@ -66,15 +66,14 @@ at::Tensor weights_reference_op(const at::Tensor& query, const at::Tensor& key,
 
 at::Tensor features_reference_op(const at::Tensor& x, const at::Tensor& w1,
                                  const std::optional<at::Tensor>& w2, bool /*tokens_first*/) {
-  check_features_call(x, w1, w2);
+  check_features(x, w1, w2);
   return reference_features(x, w1, w2).to(x.scalar_type());
 }
 
 at::Tensor from_features_reference_op(const at::Tensor& query_features,
                                       const at::Tensor& key_features, const at::Tensor& logits,
                                       const at::Tensor& value, double eps) {
-  check_from_features_placement(query_features, key_features, logits, value);
-  if (!has_symbols({&query_features, &key_features, &logits, &value})) {
+  if (check_from_features_placement(query_features, key_features, logits, value)) {
     check_from_features(query_features, key_features, logits, value, eps);
   }
   return reference_from_features(query_features, key_features, logits, value, eps);

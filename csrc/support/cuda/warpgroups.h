@@ -166,8 +166,7 @@ IKATTN_WGMMA_8(BFloat16, "bf16")
 IKATTN_WGMMA_128(Half, "f16")
 IKATTN_WGMMA_128(BFloat16, "bf16")
 
-// Products of integers of 8 bits: a is [64][32], b [32][128 or 64] lies [column][inner]. Sums are
-// exact.
+// Products of integers of 8 bits: a is [64][32], b [32][128] lies [column][inner]. Sums are exact.
 #undef IKATTN_SUM
 #define IKATTN_SUM(i) "+r"(d[i])
 __device__ __forceinline__ void wgmma_int8(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t b,
@@ -178,14 +177,6 @@ __device__ __forceinline__ void wgmma_int8(int32_t (&d)[64], const uint32_t (&a)
       "}, {%64, %65, %66, %67}, %68, p;}"
       : IKATTN_32(IKATTN_SUM, 0), IKATTN_32(IKATTN_SUM, 32)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-__device__ __forceinline__ void wgmma_int8(int32_t (&d)[32], uint64_t a, uint64_t b,
-                                           bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %34, 0;"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " IKATTN_SUMS_32 "}, %32, %33, p;}"
-      : IKATTN_32(IKATTN_SUM, 0)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
 }
 #undef IKATTN_WGMMA_128
 #undef IKATTN_WGMMA_8

@@ -136,8 +136,8 @@ bool is_right(const char* name) {
   return error == nullptr && wrong == 0;
 }
 
-// Multiplies integers of 8 bits, K of them on the inner axis: by columns alone, N = 128 of a in
-// registers, N = 64 of both in shared memory. Two integers are a column of 16 bits.
+// Multiplies integers of 8 bits, K of them on the inner axis: by columns alone, of a in registers.
+// Two integers are a column of 16 bits.
 template <int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)
     int8_kernel(int32_t* out, const __grid_constant__ RowMap left_rows,
@@ -156,16 +156,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     Right::copy(right, right_rows, 0, 0, 0, copied);
   }
   barrier_wait(copied, 0);
-  [[maybe_unused]] uint32_t held[K / 32][4];
-  if constexpr (N == 128) load_left<K / 2>(held, left);
+  uint32_t held[K / 32][4];
+  load_left<K / 2>(held, left);
   int32_t sums[N / 2];
   wgmma_fence();
-  if constexpr (N == 128) {
-    begin_int8<N, K / 2>(sums, held, right);
-  } else {
-    const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
-    begin_int8<Left, Right>(sums, left + warpgroup * (64 * 128), right);
-  }
+  begin_int8<N, K / 2>(sums, held, right);
   wgmma_commit();
   wgmma_wait<0>();
 #pragma unroll
@@ -243,7 +238,6 @@ int main() {
       ikattn::cuda::are_right<ikattn::BFloat16>() &
       ikattn::cuda::is_right<ikattn::BFloat16, ikattn::cuda::Form::kByColumns, 8, 64>("by columns");
   std::puts("int8");
-  const bool int8 = ikattn::cuda::is_right_in_int8<128, 128>("a in registers") &
-                    ikattn::cuda::is_right_in_int8<64, 128>("both shared");
+  const bool int8 = ikattn::cuda::is_right_in_int8<128, 128>("a in registers");
   return half & bfloat16 & int8 ? 0 : 1;
 }

@@ -239,7 +239,7 @@ TEST(Route, TakesProvenFamiliesAlone) {
   set_families("+unproven");
   AttentionParams params = call_of(300, 64);
   params.query.type = params.key.type = ElementType::kBFloat16;
-  EXPECT_EQ(taken(params, Pass::kBackward), "hopper int8 int8_gradients short");
+  EXPECT_EQ(taken(params, Pass::kBackward), "hopper int8 short");
 }
 
 TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {

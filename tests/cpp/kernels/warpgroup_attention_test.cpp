@@ -73,8 +73,7 @@ int8_general L=70 S=140 d_v=8 M=64 causal magnitude=40
 )");
   for (Case c : cases) {
     SCOPED_TRACE(c.name);
-    // The gradients of keys take integers, or the same numbers in float16.
-    const Families others(turn_of(c) % 2 == 0 ? "-short" : "-short,-int8_gradients");
+    const Families others("-short");
     Call call(c = of_type(c, ElementType::kBFloat16));
     const int before = interpreter::launches_of("warpgroup_");
     const Results truth = truth_of(call, c), got = device_results(call, c);

@@ -246,7 +246,6 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 UNPROVEN = [
-    "int8_gradients",
     "short",
     "causal_linear",
     "split",

@@ -212,9 +212,6 @@ def gpu_checks(device: str) -> dict[str, Check]:
         ),
         "hopper": _attention(hopper, has_unit("hopper")),
         "int8": _attention(int8, has_scores("int8")),
-        "int8_gradients": _attention(
-            int8, has_scores("int8"), lambda: attention_call(BF16, 4, 32, 2048, 2048, 64, 64)
-        ),
         "short": _attention(
             short,
             lambda choice: choice.forward.unit == "hopper_short",

@@ -3,9 +3,6 @@
 // them, 64 at a time. Rows are keys: S^T = phi_k' phi_q^T and dP^T = V dO^T, and weights and
 // gradients made of them are the left operands of the sums.
 //
-// Where scores are products of integers of 8 bits (Int8Features), a tile has its queries' features
-// twice: as integers, which scores are made of, and in Half, of which grad_phi_k is a sum.
-//
 // Compiled for sm_90a alone.
 #include "attention/cuda/hopper/hopper.h"
 #include "attention/cuda/hopper/key_items.h"
@@ -17,19 +14,15 @@ namespace {
 template <int V>
 constexpr bool kHoldsValues = V <= 64;
 
-template <int F, int V, bool kInt8>
+template <int F, int V>
 struct KeyLayout {
-  static constexpr int kScoreColumns =
-      kInt8 ? Int8Features::kColumns / 2 : F;  // columns of 16 bits
-  using ScoreQueries = Boxes<kStep, kScoreColumns>;
   using Queries = Boxes<kStep, F>;
   using Gradients = Boxes<kStep, V>;
-  static constexpr uint32_t kQueries = kInt8 ? ScoreQueries::kBytes : 0;
-  static constexpr uint32_t kGradients = kQueries + Queries::kBytes;
+  static constexpr uint32_t kGradients = Queries::kBytes;
   static constexpr uint32_t kStage = kGradients + Gradients::kBytes;
   // An item's own keys and values are read from shared memory to its end, but for narrow values,
   // which registers hold. Where there is room, those of two items lie there.
-  using OwnKeys = Boxes<kWarpgroupRows, kScoreColumns>;
+  using OwnKeys = Boxes<kWarpgroupRows, F>;
   using OwnValues = Boxes<kWarpgroupRows, V>;
   static constexpr int kItems = F + V <= 192 ? 2 : 1;
   using Barriers = TileBarriers<kItems>;
@@ -45,7 +38,7 @@ struct KeyLayout {
 // Maps of the memory that an item's own tokens, and the tiles it passes along, are copied from.
 struct PairMaps {
   KeyMaps own;
-  RowMap score_queries, queries, gradients;  // the first of integers
+  RowMap queries, gradients;
 };
 
 // Copies a block's tokens and tiles; its third warpgroup does.
@@ -77,10 +70,7 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
         const int64_t row = bh * padded_tokens(params.L) + i0;
         const uint32_t place = base + stage * L::kStage;
         const uint32_t of_rows = base + L::kNormalizers + stage * L::kRowNumbers * 4;
-        if constexpr (L::kQueries > 0) {
-          L::ScoreQueries::copy(place, maps.score_queries, 0, bh, i0, barrier);
-        }
-        L::Queries::copy(place + L::kQueries, maps.queries, 0, bh, i0, barrier);
+        L::Queries::copy(place, maps.queries, 0, bh, i0, barrier);
         L::Gradients::copy(place + L::kGradients, maps.gradients, 0, bh, i0, barrier);
         begin_bytes(of_rows, rows.normalizer + row, kRowBytes, barrier);
         begin_bytes(of_rows + kRowBytes, rows.delta + row, kRowBytes, barrier);
@@ -91,20 +81,15 @@ __device__ __forceinline__ void copy_pairs(const AttentionBackwardParams& params
       });
 }
 
-// Begins a tile's scores, of integers where kInt8, and x = V dO^T.
+// Begins a tile's scores and x = V dO^T.
 //   own_keys, own_values: those of the thread's warpgroup; held_values: where registers hold them
-template <typename T, int V, typename L, bool kInt8>
-__device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
-                                            float (&x)[kStep / 2], uint32_t own_keys,
-                                            uint32_t own_values,
+template <typename T, int V, typename L>
+__device__ __forceinline__ void begin_pairs(float (&s)[kStep / 2], float (&x)[kStep / 2],
+                                            uint32_t own_keys, uint32_t own_values,
                                             const uint32_t (&held_values)[V / 16][4],
                                             uint32_t place) {
   wgmma_fence();
-  if constexpr (kInt8) {
-    begin_int8<typename L::OwnKeys, typename L::ScoreQueries>(scores, own_keys, place);
-  } else {
-    begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
-  }
+  begin_by_columns<Half, typename L::OwnKeys, typename L::Queries>(s, own_keys, place);
   if constexpr (kHoldsValues<V>) {
     begin_by_columns<T, kStep, V>(x, held_values, place + L::kGradients);
   } else {
@@ -139,15 +124,15 @@ __device__ __forceinline__ void store_keys(const AttentionBackwardParams& params
       [&](int half, int n, int c) { return sum_at(value_sums, half, n, c); });
 }
 
-template <typename T, int F, int V, bool kInt8, Pairs kPairs>
+template <typename T, int F, int V, Pairs kPairs>
 __global__ void __launch_bounds__(kWarpgroupThreads, 1)
     warpgroup_key_kernel(AttentionBackwardParams params, FoldedTokens tokens, FoldedRows rows,
                          const float* logits, FoldedGradients gradients, Items items,
                          const __grid_constant__ PairMaps maps) {
 #if IKATTN_WARPGROUP_CODE
-  using L = KeyLayout<F, V, kInt8>;
-  static_assert(kLiesInSharedMemory<L, L::kStage, L::kQueries, L::kGradients, L::kOwnAt, L::kOwn,
-                                    L::OwnKeys::kBytes>);
+  using L = KeyLayout<F, V>;
+  static_assert(
+      kLiesInSharedMemory<L, L::kStage, L::kGradients, L::kOwnAt, L::kOwn, L::OwnKeys::kBytes>);
   constexpr bool kOverlap = kOverlaps<F, V>;
   Shared<unsigned char> shared = dynamic_shared<unsigned char>();
   const uint32_t base = shared_address(shared);
@@ -182,7 +167,6 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 
     // 3. Tile by tile: scores and V dO^T, from both w and dS; dV += w^T dO, dphi_k += dS^T phi_q.
     float s[kStep / 2], x[kStep / 2];
-    int32_t scores[kStep / 2];
     uint32_t weights[kStep / 16][4], products[kStep / 16][4];
     float key_sums[F / kBoxColumns][32] = {}, value_sums[V / kBoxColumns][32] = {};
     float logit_sums[2] = {};
@@ -190,23 +174,22 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
       const uint32_t place = base + index_of_stage * L::kStage;
       wgmma_fence();
       begin_by_rows<T, kStep, V>(value_sums, weights, place + L::kGradients);
-      begin_by_rows<Half, kStep, F>(key_sums, products, place + L::kQueries);
+      begin_by_rows<Half, kStep, F>(key_sums, products, place);
       wgmma_commit();
     };
     Diagonal<kPairs> diagonal(params, at);
     bool has_before = false;
     for (int remaining = at.steps; remaining > 0; --remaining, stage.next()) {
       barriers.wait(stage);
-      begin_pairs<T, V, L, kInt8>(s, scores, x, own_keys, own_values, held_values,
-                                  base + stage.index * L::kStage);
+      begin_pairs<T, V, L>(s, x, own_keys, own_values, held_values, base + stage.index * L::kStage);
       if (kOverlap && has_before) {
         begin_sums(stage.before());
         wgmma_wait<1>();
       } else {
         wgmma_wait<0>();
       }
-      finish_pairs<T, kInt8, kPairs>(
-          keys, s, scores, x,
+      finish_pairs<T, kPairs>(
+          keys, s, x,
           shared_cast<float>(shared + (L::kNormalizers + stage.index * L::kRowNumbers * 4)),
           diagonal.now, logit_sums);
       if constexpr (kOverlap) {
@@ -244,32 +227,25 @@ __global__ void __launch_bounds__(kWarpgroupThreads, 1)
 #endif
 }
 
-template <typename T, int F, int V, bool kInt8>
+template <typename T, int F, int V>
 const char* queue_key_gradients(const AttentionBackwardParams& params,
                                 const DeviceExecutor& executor, const FoldedTokens& tokens,
                                 const FoldedRows& rows, const float* logits,
                                 const FoldedGradients& gradients) {
-  constexpr int kScoreColumns = kInt8 ? Int8Features::kColumns / 2 : F;
   const int64_t heads = params.B * params.H;
   const Items items(tokens.forms.item_counters + 1,
                     params.B * params.key_heads * ceil_div(params.S, kWarpgroupRows));
   PairMaps maps = {};
-  const void* keys = tokens.phi_k;
-  if constexpr (kInt8) keys = tokens.int8.phi_k;
-  const char* error = map_keys<kScoreColumns, kWarpgroupRows>(maps.own, params, tokens, keys);
-  if (kInt8 && error == nullptr) {
-    error =
-        map_features<kScoreColumns, kStep>(maps.score_queries, tokens.int8.phi_q, heads, params.L);
-  }
+  const char* error = map_keys<F, kWarpgroupRows>(maps.own, params, tokens, tokens.phi_k);
   if (error == nullptr) error = map_features<F, kStep>(maps.queries, tokens.phi_q, heads, params.L);
   if (error == nullptr) {
     error = map_features<V, kStep>(maps.gradients, rows.gradients, heads, params.L);
   }
   if (error != nullptr) return error;
   return launch_pairs(params, [&]<Pairs kPairs>() {
-    return launch(warpgroup_key_kernel<T, F, V, kInt8, kPairs>, items.blocks(),
-                  dim3(kWarpgroupThreads), KeyLayout<F, V, kInt8>::kBytes, executor.stream, params,
-                  tokens, rows, logits, gradients, items, maps);
+    return launch(warpgroup_key_kernel<T, F, V, kPairs>, items.blocks(), dim3(kWarpgroupThreads),
+                  KeyLayout<F, V>::kBytes, executor.stream, params, tokens, rows, logits, gradients,
+                  items, maps);
   });
 }
 
@@ -280,13 +256,7 @@ const char* warpgroup_key_gradients(const AttentionBackwardParams& params,
                                     const FoldedRows& rows, const float* logits,
                                     const FoldedGradients& gradients) {
   return launch_sizes(params, [&]<typename T, int F, int V>() {
-    if constexpr (std::is_same_v<T, BFloat16> && F == Int8Features::kColumns) {
-      if (tokens.int8.phi_k != nullptr) {
-        return queue_key_gradients<T, F, V, true>(params, executor, tokens, rows, logits,
-                                                  gradients);
-      }
-    }
-    return queue_key_gradients<T, F, V, false>(params, executor, tokens, rows, logits, gradients);
+    return queue_key_gradients<T, F, V>(params, executor, tokens, rows, logits, gradients);
   });
 }
 

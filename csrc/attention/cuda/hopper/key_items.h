@@ -15,7 +15,6 @@ constexpr bool kOverlaps = F + V <= 192;
 // Numbers of a thread's two keys that their pairs need.
 struct KeyNumbers {
   float fit[2], terms[2];
-  float of_integer[2];  // makes scores of sums of integers
 
   // Loads the numbers of keys j and j + 8. fit_of_head: KeyScales::fit; kMarks: a hidden key's fit
   // is -0, by which it is known in the end.
@@ -32,7 +31,6 @@ struct KeyNumbers {
       // sqrt(K e_j), with which the score is bounded.
       const float scale = there ? tokens.forms.scales[bk * params.S + j] : 0.0f;
       numbers.fit[half] = scale * fit;
-      numbers.of_integer[half] = scale * (4.0f / (Int8Features::kLargest * Int8Features::kLargest));
       if (kMarks && there && logits[bk * params.S + j] == minus_infinity<float>()) {
         numbers.fit[half] = -0.0f;
       }
@@ -62,21 +60,6 @@ struct Diagonal {
     if (now <= beyond) now = first;
   }
 };
-
-// Sums of integers become scores.
-template <bool kInt8>
-__device__ __forceinline__ void take_scores(float (&s)[kStep / 2], int32_t (&scores)[kStep / 2],
-                                            const KeyNumbers& keys) {
-  if constexpr (kInt8) {
-    sums_are_there(scores);
-#pragma unroll
-    for (int i = 0; i < kStep / 2; ++i) {
-      s[i] = static_cast<float>(scores[i]) * keys.of_integer[i % 4 / 2];
-    }
-  } else {
-    sums_are_there(s);
-  }
-}
 
 // Makes factors of the scores s and of x of a tile: s of grad_phi_k, x of grad_value; logit_sums:
 // the gradients of the keys' logits.
@@ -108,15 +91,14 @@ __device__ __forceinline__ void to_factors(float (&s)[kStep / 2], float (&x)[kSt
   }
 }
 
-// Makes factors of a tile's scores s, or sums of integers, and x, whose products are over.
+// Makes factors of a tile's scores s and x, whose products are over.
 //   numbers: of its queries
-template <typename T, bool kInt8, Pairs kPairs>
+template <typename T, Pairs kPairs>
 __device__ __forceinline__ void finish_pairs(const KeyNumbers& keys, float (&s)[kStep / 2],
-                                             int32_t (&scores)[kStep / 2], float (&x)[kStep / 2],
-                                             Shared<const float> numbers, int diagonal,
-                                             float (&logit_sums)[2]) {
+                                             float (&x)[kStep / 2], Shared<const float> numbers,
+                                             int diagonal, float (&logit_sums)[2]) {
   sums_are_there(x);
-  take_scores<kInt8>(s, scores, keys);
+  sums_are_there(s);
   to_factors<T, kPairs>(s, x, numbers, keys, diagonal, logit_sums);
   fence_async();
 }

@@ -339,14 +339,6 @@ __device__ __forceinline__ void begin_by_columns(float (&sums)[32], uint32_t a, 
     wgmma_by_columns<T>(sums, Left::by_columns(left, k), Right::by_columns(right, k), k > 0);
   }
 }
-template <typename Left, typename Right>
-__device__ __forceinline__ void begin_int8(int32_t (&sums)[32], uint32_t a, uint32_t b) {
-  const uint64_t left = wgmma_operand(a), right = wgmma_operand(b);
-#pragma unroll
-  for (int k = 0; k < Right::kCount * kBoxColumns / 16; ++k) {
-    wgmma_int8(sums, Left::by_columns(left, k), Right::by_columns(right, k), k > 0);
-  }
-}
 // Begins sums[box] += a b, kRows on the inner axis.
 template <typename T, int kRows, int kWidth>
 __device__ __forceinline__ void begin_by_rows(float (&sums)[kWidth / kBoxColumns][32],

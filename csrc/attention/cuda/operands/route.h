@@ -28,8 +28,6 @@ struct Route {
   // Tensor cores and Hopper: the forward's scores are products of integers of 8 bits, and the
   // backward makes the same scores.
   bool int8_scores = false;
-  // The backward: the kernel of keys multiplies these integers, too, and not the same in Half.
-  bool int8_gradients = false;
   // On Hopper (hopper/short.h). The forward: its kernel makes the features, too. The backward: one
   // kernel makes all gradients of pairs, if those of both sides are asked for.
   bool is_short = false;

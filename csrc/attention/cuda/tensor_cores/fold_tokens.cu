@@ -154,23 +154,17 @@ const char* choose_forms(const AttentionParams& params, const DeviceExecutor& ex
                 KeyForms{logits, scales, keys, magnitudes, bounds});
 }
 
-// Takes memory for features in 8 bits.
-void take_integers(const AttentionParams& params, const DeviceExecutor& executor,
-                   FeatureDestination& to, FoldedTokens& folded) {
-  to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
-  to.int8_k =
-      executor.take<int8_t>(params.B * params.key_heads * params.S * Int8Features::kColumns);
-  folded.int8.phi_q = to.int8_q;
-  folded.int8.phi_k = to.int8_k;
-}
-
 // Makes features of all heads in 8 bits: integers have one scale, whatever the form and the largest
 // logit are.
 const char* make_integers(const AttentionParams& params, const DeviceExecutor& executor,
                           const AngleOperands& operands, FeatureDestination to,
                           FoldedTokens& folded) {
   to.are_integers = true;
-  take_integers(params, executor, to, folded);
+  to.int8_q = executor.take<int8_t>(params.B * params.H * params.L * Int8Features::kColumns);
+  to.int8_k =
+      executor.take<int8_t>(params.B * params.key_heads * params.S * Int8Features::kColumns);
+  folded.int8.phi_q = to.int8_q;
+  folded.int8.phi_k = to.int8_k;
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
 }
 
@@ -184,10 +178,7 @@ const char* make_features(const AttentionParams& params, const DeviceExecutor& e
   to.scales = folded.forms.scales;
   // has_others: of heads in the general form alone
   if (has_others || route.int8_scores) to.state = folded.forms.state;
-  if (!has_others && route.int8_scores) {
-    to.are_integers = true;
-    if (route.int8_gradients) take_integers(params, executor, to, folded);
-  }
+  to.are_integers = !has_others && route.int8_scores;
   folded.phi_q = to.phi_q;
   folded.phi_k = to.phi_k;
   return write_features_on_tensor_cores(params, operands, to, executor.stream);
