@@ -37,6 +37,9 @@ REGRESSIONS = (
     "causal=True, p=1.5, gradients=('query',))",
     "AttentionCall(seed=17050710742189916618, L=15, S=8, H=2, G=2, d=1, d_v=31, M=1, "
     "dtype='float32', values='wide', causal=True, frequencies='G', gradients=('query',))",
+    "AttentionCall(seed=16868372414225507578, L=60, S=30, d=8, d_v=7, M=4, dtype='float32', "
+    "values='wide', layouts=('contiguous', 'expanded columns', 'contiguous', 'columns'), "
+    "eps=1e-08, gradients=('query',))",
     # Weights of a row that is NaN, in tiles that the diagonal crosses: finite where it sees a key,
     "AttentionCall(seed=16660752492686136942, L=65, S=50, values='special', causal=True, "
     "bias='H1', laws=('weights',))",

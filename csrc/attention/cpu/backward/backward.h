@@ -56,11 +56,11 @@ inline double largest_magnitude(const Array& x, int64_t b, int64_t h, int64_t ro
 }
 
 // Takes the general form where 1/Z times dO and a value might leave the range of T: 1/Z is large in
-// a row that does not see the largest keys.
+// a row that does not see the largest keys, or is not similar to them.
 template <typename T>
 void keep_in_range(const AttentionBackwardParams& params, const AttentionLayout<T>& layout,
                    const Unit& unit, KeyForm& form) {
-  if (!form.folded || params.d_v == 0 || !(params.mask || params.is_causal)) return;
+  if (!form.folded || params.d_v == 0) return;
   const Array &log_normalizer = params.log_normalizer, &gradient = params.grad_output;
   double least = infinity<double>(), incoming = 0;
   const int64_t end = unit.first_query_head + layout.heads_per_unit;
