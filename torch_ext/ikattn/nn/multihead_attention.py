@@ -219,7 +219,8 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         return super().merge_masks(attn_mask, key_padding_mask, query)
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={self.p}"
+        p = self.p if self.magnitude is None else "learned"
+        return f"embed_dim={self.embed_dim}, kernel={self.kernel!r}, p={p!r}"
 
     def _attend(
         self,

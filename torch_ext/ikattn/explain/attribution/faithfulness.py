@@ -54,6 +54,11 @@ class Faithfulness:
         """For each share the part of the texts whose class stays, ``[K]``."""
         return self.unchanged.double().mean(0)
 
+    def __str__(self) -> str:
+        low, high = self.interval()
+        scores = f"AOPC {self.aopc:.3f} ({low:.3f} to {high:.3f})"
+        return f"{scores}, sufficiency {self.mean_sufficiency:.3f}, {len(self.unchanged)} texts"
+
     def interval(
         self, draws: int = 1000, level: float = 0.95, seed: int = 0
     ) -> tuple[float, float]:

@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.Optimizer, None]:
+def optimizers(
+    model: nn.Module, args: TrainingArguments, frequency_lr: float | None = None
+) -> tuple[torch.optim.Optimizer, None]:
     """Makes what ``Trainer(optimizers=)`` takes, so that frequencies have steps of their own.
 
-    Frequencies have a tenth of ``args.learning_rate`` and no decay, as
-    :func:`ikattn.parameter_groups` says. The class of the optimiser and its options are those of
-    ``args``; Trainer makes its schedule, which scales every group.
+    Frequencies have no decay, as :func:`ikattn.parameter_groups` says. The class of the optimiser
+    and its options are those of ``args``; Trainer makes its schedule, which scales every group.
 
     Args:
         model: A model with implicit attention; adapters of PEFT may be around it.
         args: Of the Trainer.
+        frequency_lr: Learning rate of frequencies. None: a tenth of ``args.learning_rate``.
 
     Returns:
         The optimiser, and None in the place of the schedule. Where Trainer refuses ``optimizers=``
@@ -58,4 +60,4 @@ def optimizers(model: nn.Module, args: TrainingArguments) -> tuple[torch.optim.O
             "expected an optimiser that takes groups, such as 'adamw_torch'"
         )
     rates = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    return kind(parameter_groups(model, **rates), **options), None
+    return kind(parameter_groups(model, **rates, frequency_lr=frequency_lr), **options), None
