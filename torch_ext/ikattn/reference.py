@@ -70,32 +70,3 @@ def implicit_kernel_weights(
 def spectral_features(x: Tensor, w1: Tensor, w2: Tensor | None = None) -> Tensor:
     """Computes :func:`ikattn.ops.spectral_features` in torch's own functions."""
     return torch.ops.ikattn.spectral_features_reference(x, w1, w2)  # type: ignore[no-any-return]
-
-
-def attention_from_features(
-    query_features: Tensor,
-    key_features: Tensor,
-    logits: Tensor,
-    value: Tensor,
-    *,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Computes :func:`ikattn.ops.attention_from_features` in torch's own functions.
-
-    Args:
-        query_features, key_features, logits, value, eps: As there.
-
-    Returns:
-        ``[B, H, L, d_v]`` in the type of value.
-
-    Example:
-        >>> import torch, ikattn
-        >>> phi_q, phi_k, v = (torch.randn(1, 2, n, 8) for n in (1, 5, 5))
-        >>> slow = ikattn.reference.attention_from_features(phi_q, phi_k, torch.zeros(5), v)
-        >>> fast = ikattn.ops.attention_from_features(phi_q, phi_k, torch.zeros(5), v)
-        >>> torch.allclose(slow, fast, atol=1e-5)
-        True
-    """
-    return torch.ops.ikattn.attention_from_features_reference(  # type: ignore[no-any-return]
-        query_features, key_features, logits, value, eps
-    )

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import ikattn
 from agreement import assert_close, assert_identical
 from ikattn.ops import causal_attention_from_moments, key_moments
 
@@ -83,7 +82,7 @@ def by_pairs(case: Case, query: Tensor, key: Tensor, logits: Tensor, value: Tens
     sees = torch.ones(case.L, case.before + case.L, dtype=torch.bool).tril(case.before)
     spread = logits.repeat_interleave(case.H // case.K, 1).unsqueeze(-2)
     spread = spread.masked_fill(~sees, -math.inf)
-    return ikattn.reference.attention_from_features(query, key, spread, value)
+    return torch.ops.ikattn.attention_from_features_reference(query, key, spread, value)
 
 
 # --- Numbers --------------------------------------------------------------------------------------

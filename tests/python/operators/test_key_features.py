@@ -57,7 +57,7 @@ def test_values_of_any_type_and_strides(value_type: torch.dtype) -> None:
     value = value.to(value_type)
     strided = torch.full((2, 2, 20, 200), torch.nan, dtype=value_type).mT[:, :, ::2]
     strided.copy_(value)
-    expected = ikattn.reference.attention_from_features(query, key, logits, value)
+    expected = torch.ops.ikattn.attention_from_features_reference(query, key, logits, value)
     for given in (value, strided):
         found = ikattn.ops.attention_from_features(query, key, logits, given)
         assert found.dtype == value_type
@@ -140,7 +140,7 @@ def test_large_logits_do_not_overflow() -> None:
     for shift in (-1e4, 1e4):
         shifted = logits.nan_to_num(neginf=0).double().round() * 8 + shift
         call = (query, key, shifted.float(), value)
-        truth = ikattn.reference.attention_from_features(*(x.double() for x in call))
+        truth = torch.ops.ikattn.attention_from_features_reference(*(x.double() for x in call))
         assert_close(ikattn.ops.attention_from_features(*call), truth, 1e-5)
 
 

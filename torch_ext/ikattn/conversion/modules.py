@@ -10,7 +10,7 @@ from torch import nn
 
 from ikattn.conversion._torch import TorchAttention
 from ikattn.nn.kinds import Kind
-from ikattn.nn.selection import Selection, check_selection, is_selected, path_to
+from ikattn.nn.selection import Selection, is_selected, path_to
 
 _TORCH = TorchAttention()
 
@@ -133,7 +133,6 @@ def select_modules(model: nn.Module, select: Selection | None) -> list[Attention
     """Returns the selected attention modules, each once, in the order of their first names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check_selection(select)
     report = conversion_report(model)
     if not report:
         types = sorted({type(module).__name__ for module in model.modules()})

@@ -59,25 +59,23 @@ def check_unwrapped(function: str, model: nn.Module) -> None:
         )
 
 
-def check_selection(select: object, name: str = "select") -> None:
-    """Raises TypeError unless ``select``, an argument of that name, is a selection."""
-    several = isinstance(select, Collection) and all(isinstance(x, str | type) for x in select)
-    if select is not None and not callable(select) and not several:
-        raise TypeError(
-            f"{name} must be a predicate of name and module, a pattern of names, a type, or a list "
-            f"of patterns and types, got {select!r}"
-        )
-
-
 def is_selected(
     names: Sequence[str], module: nn.Module, path: Iterable[nn.Module], select: Selection | None
 ) -> bool:
-    """Whether ``select`` names the module, which has these names; ``path`` leads to it."""
+    """Whether ``select`` names the module, which has these names; ``path`` leads to it.
+
+    TypeError tells of a ``select``, or ``layers=``, that is no selection.
+    """
     if select is None:
         return True
     if callable(select) and not isinstance(select, type):
         return any(select(name, module) for name in names)
-    wanted: list[Any] = [select] if isinstance(select, str | type) else list(select)
+    wanted: Any = [select] if isinstance(select, str | type) else select
+    if not (isinstance(wanted, Collection) and all(isinstance(x, str | type) for x in wanted)):
+        raise TypeError(
+            "select must be a predicate of name and module, a pattern of names, a type, or a list "
+            f"of patterns and types, got {select!r}"
+        )
     types = tuple(part for part in wanted if isinstance(part, type))
     patterns = [part for part in wanted if isinstance(part, str)]
     by_name = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

@@ -94,6 +94,6 @@ class RoutedHeads(NamedTuple):
 
     @property
     def projection(self) -> Projection:
-        """The out-projections of all experts as one, of ``[B, L, E G d_v]``."""
-        weight = self.experts.output_linear.weight  # [E, D, G d_v]
-        return Projection(weight.transpose(0, 1).flatten(1), getattr(self.experts, "bias", None))
+        """The out-projections of all experts, ``[E, D, G d_v]``, as one."""
+        weight = self.experts.output_linear.weight.transpose(0, 1).flatten(1)
+        return Projection(weight, getattr(self.experts, "bias", None))

@@ -12,13 +12,7 @@ from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.integrations.transformers.interface import calls_interface
-from ikattn.nn.selection import (
-    Selection,
-    check_selection,
-    describe_unseen,
-    is_selected,
-    unseen_attention,
-)
+from ikattn.nn.selection import Selection, describe_unseen, is_selected, unseen_attention
 from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.calls.products import writes_out_attention
 from ikattn.recorder.calls.sdpa import calls_sdpa
@@ -149,7 +143,6 @@ def plan_layers(
         NotImplementedError: One of them cannot be recorded.
         TypeError: The out-projection of an nn.MultiheadAttention holds no plain tensors.
     """
-    check_selection(layers, "record: layers")
     sites = find_attention(model)
     unseen = unseen_attention(model, (x.module for x in sites)) if layers is None else []
     if not sites and may_be_none:
