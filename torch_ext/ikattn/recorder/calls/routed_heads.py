@@ -1,11 +1,9 @@
 """Mixtures of attention heads: each token has the heads of the experts that it is routed to.
 
-Such a layer (JetMoE) is attention with the heads of all experts, of which a token has few: its
-other heads see no key. The router's weights multiply heads before the out-projection, which has
-one block of columns an expert.
+Such a layer (JetMoE) is attention with the heads of all experts; those that a token lacks see no
+key. The router multiplies heads before the out-projection, which has a block of columns an expert.
 
-Sizes: B batch, L queries, S keys, E experts, k experts of a token, G heads of an expert, d head
-size, d_v head size of value, D model size.
+Sizes as elsewhere, with E experts, k experts of a token, and G heads of an expert.
 """
 
 from __future__ import annotations

@@ -210,9 +210,7 @@ class Opener:
         if len(sizes) < 3 or (len(sizes) == 3 and (is_of_text or L in sizes[:2])):
             return False
         call.reports[plan.module] = call.reports.get(plan.module, 0) + 1
-        self.left_out[plan.name] = (
-            f"has {L} queries an item, which are not the tokens of its input {list(sizes)}"
-        )
+        self.left_out[plan.name] = f"has {L} queries, no tokens of its input {list(sizes)}"
         return True
 
     def _mask_of_tokens(self, call: Call, attention: AttentionCall) -> Tensor | None:
