@@ -33,12 +33,14 @@ void make_key_gradients(const BackwardPlan<T>& plan, const Unit& unit, int64_t s
   store_sweep(plan, unit, sweep, state, scratch);
 }
 
-// Returns the largest magnitude among rows of one head of a tensor.
-inline double largest_magnitude(const Array& x, int64_t b, int64_t h, int64_t rows,
-                                int64_t columns) {
+// Returns the largest magnitude among rows of one head of a tensor; where logits are given, among
+// those of keys that count.
+inline double largest_magnitude(const Array& x, int64_t b, int64_t h, int64_t rows, int64_t columns,
+                                const double* logits = nullptr) {
   double largest = 0;
   const bool is_plain = x.type == ElementType::kFloat32 && x.stride[3] == 1;
   for (int64_t r = 0; r < rows; ++r) {
+    if (logits && !is_finite(logits[r])) continue;
     const int64_t row = b * x.stride[0] + h * x.stride[1] + r * x.stride[2];
     int32_t most = 0;  // whose bits are in the order of magnitudes, which compilers vectorise
     for (int64_t c = 0; is_plain && c < columns; ++c) {
@@ -59,7 +61,7 @@ inline double largest_magnitude(const Array& x, int64_t b, int64_t h, int64_t ro
 // a row that does not see the largest keys, or is not similar to them.
 template <typename T>
 void keep_in_range(const AttentionBackwardParams& params, const AttentionLayout<T>& layout,
-                   const Unit& unit, KeyForm& form) {
+                   const Unit& unit, const double* logits, KeyForm& form) {
   if (!form.folded || params.d_v == 0) return;
   const Array &log_normalizer = params.log_normalizer, &gradient = params.grad_output;
   double least = infinity<double>(), incoming = 0;
@@ -79,7 +81,8 @@ void keep_in_range(const AttentionBackwardParams& params, const AttentionLayout<
     const double found = largest_magnitude(gradient, unit.b, h, params.L, params.d_v);
     incoming = incoming < found ? found : incoming;
   }
-  const double value = largest_magnitude(params.value, unit.b, unit.group, params.S, params.d_v);
+  const double value =
+      largest_magnitude(params.value, unit.b, unit.group, params.S, params.d_v, logits);
   if (factor * value * incoming * static_cast<double>(params.d_v) >= kRoom) form = {false, 0};
 }
 
@@ -147,7 +150,7 @@ void attention_backward(const AttentionBackwardParams& params, const Route& rout
   const KeyStages keys{params, layout, memory, plan.is_linear};
   const Stage range{int64_t{!params.grad_weights}, [&](const Place& at, int64_t, int) {
                       keep_in_range(params, layout, unit_at(params, layout, at.unit),
-                                    memory.slots[at.slot].keys.form);
+                                    keys.logits_of(at.slot), memory.slots[at.slot].keys.form);
                     }};
   const Stage centre{int64_t{layout.bfloat16_products}, [&](const Place& at, int64_t, int) {
                        find_centre(plan, memory.slots[at.slot]);
