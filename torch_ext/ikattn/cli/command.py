@@ -162,8 +162,8 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--maps",
         default="usual",
         help=f"any of {', '.join(_KNOWN_MAPS)}, with commas; each layer gives those that it has; "
-        "usual: all but similarity, magnitude and per_head (default: %(default)s); ledger: these "
-        "three, weights and value_norms",
+        "usual: all but similarity, magnitude, per_head, alti and projection (default: "
+        "%(default)s); ledger: the first three of these, weights and value_norms",
     )
     add(
         "--layers",
@@ -184,7 +184,7 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         required=True,
         type=_directory,
         metavar="DIR",
-        help="receives a file for each line, and index.html",
+        help="receives a file for each line and, with html, index.html; with sums, their page",
     )
     add("--batch-size", type=_positive, default=8, metavar="N", help="default: %(default)s")
     add("--max-length", type=_positive, metavar="N", help="in tokens; longer lines are cut")

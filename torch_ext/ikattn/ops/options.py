@@ -63,7 +63,7 @@ def changed(
     try:
         for name, x in options.items():
             default = known[name]
-            if x is not default and (x is None or default is None or x != default):
+            if x is not default and not (type(x) is type(default) and x == default):
                 named[name] = x
     except KeyError as unknown:
         raise TypeError(
