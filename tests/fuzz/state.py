@@ -253,7 +253,8 @@ class Machine:
         S = self.k.shape[2]
         rows = S if call.causal else min(S, 33)
         query = self.draw("token", 100, self.B, call.H, rows, call.d)
-        given = {"query": query, "key": self.k, "value": self.v, "key_bias": self.bias}
+        # A key's gradient is a sum of two, whose parts may leave float16.
+        given = {"query": query, "key": self.k.to(wide), "value": self.v, "key_bias": self.bias}
         given = {
             x: y.detach().clone().requires_grad_() for x, y in (given | {"w1": self.w1}).items()
         }
@@ -296,7 +297,6 @@ class Machine:
         )  # fmt: skip
         expected, bound = truth.output
         assert_bounded("output by moments", output, (expected, bound))
-        # A key's gradient is a sum of two, each of its type.
         truth.arithmetic = replace(truth.arithmetic, stored=3 * made.stored)
         incoming = numbers("exact", "value", call.seed + 77, *output.shape)
         wanted = [x for i, x in enumerate(given) if call.seed >> i & 1]
