@@ -325,6 +325,9 @@ def write_pages(folder: Path) -> None:
     pages["headers.md"] = headers(folder.parents[3] / "headers")
     pages["models.md"] = models()
     folder.mkdir(parents=True, exist_ok=True)
+    for page in folder.glob("names/*.rst"):  # of names that are gone
+        if not any(page.stem in text for text in pages.values()):
+            page.unlink()
     for name, text in pages.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
