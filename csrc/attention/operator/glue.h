@@ -424,7 +424,7 @@ struct AttentionOperators {
     const at::Tensor keep = with_memory_for("dropout_keep_mask", "the mask", [&] {
       return at::ones({B, H, L, S}, dropout_seed.options().dtype(at::kBool));
     });
-    if (dropout_p == 0) return keep;
+    if (dropout_p == 0 || keep.numel() == 0) return keep;  // an axis may be huge beside one of 0
     const at::Tensor seed = dropout_seed.contiguous();
     AttentionParams params;
     params.B = B;

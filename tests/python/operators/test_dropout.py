@@ -155,3 +155,8 @@ def test_the_authors_dropout_of_norms_happens_only_where_asked() -> None:
     assert error(dropped, attention(**arguments)) > 1e-4
     torch.manual_seed(0)
     assert torch.equal(reference(**arguments, norm_dropout_p=0.1), dropped)
+
+
+def test_a_mask_without_numbers_takes_no_time_whatever_its_sizes_are() -> None:
+    made = torch.ops.ikattn.dropout_keep_mask(torch.tensor([1, 2]), 1, 1, 2**62, 0, 0.5)
+    assert made.shape == (1, 1, 2**62, 0)
