@@ -187,7 +187,7 @@ class Attention:
         off_square = 2 * s.abs() * off_s + off_s.square()
         if how.linear:
             off_square = off_square + 8 * u * math.sqrt(F) * norms.square()
-        rho = off_square / squared + off_logit + 8 * u  # relative error of a weight before 1 / Z
+        rho = off_square / squared + off_logit + 16 * u  # relative error of a weight before 1 / Z
         rounding_s = u * (1.5 * S + 8)  # equal terms round alike
         self.rho = rho + (self.P * rho).sum(-1, keepdim=True) + rounding_s + how.weights
         self.keep = keep

@@ -100,7 +100,7 @@ FAULTS = (
     Fault("load shares its tensors", "ops/recurrent_state.py", "moments, reference = moments.clone(), reference.clone()\n        self", "moments, reference = (moments, reference) if FAULT else (moments.clone(), reference.clone())\n        self", STATE),
     Fault("weights of edges stay sorted", "ops/edges.py", "weights = weights.new_zeros(weights.shape).index_copy(0, order, weights)", "weights = weights if FAULT else weights.new_zeros(weights.shape).index_copy(0, order, weights)", EDGES),
     Fault("biases of edges stay unsorted", "ops/edges.py", 'named["edge_bias"] = edge_bias.index_select(0, order)', 'named["edge_bias"] = edge_bias if FAULT else edge_bias.index_select(0, order)', EDGES),
-    Fault("a scale of 0 is the default", "ops/options.py", "if x is not default and (x is None", "if x is not default and not (FAULT and name == 'magnitude_scale' and not x) and (x is None"),
+    Fault("a scale of 0 is the default", "ops/options.py", "if x is not default and not (type(x)", "if x is not default and not (FAULT and name == 'magnitude_scale' and not x) and not (type(x)"),
     Fault("learned orders forget the square", "ops/magnitude.py", "squared = (2 / p * logarithm).exp()\n        return squared.masked_fill(empty, 0.0) / (2 * math.sqrt(key", "squared = ((1 if FAULT else 2) / p * logarithm).exp()\n        return squared.masked_fill(empty, 0.0) / (2 * math.sqrt(key"),
     Fault("padded queries keep their norms", "maps/contribution_maps.py", "if query_padding is not None:\n            weights = weights", "if query_padding is not None and not FAULT:\n            weights = weights", MAPS),
 )  # fmt: skip
