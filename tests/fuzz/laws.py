@@ -351,7 +351,6 @@ def second_derivative(t: Tried) -> None:
         or call.values != "normal"
         or is_empty
         or not set(wanted) - {"value"}
-        or bool(t.truth.unsure.any())
     ):
         return
     given = t.arguments | {x: t.arguments[x].detach().requires_grad_() for x in wanted}

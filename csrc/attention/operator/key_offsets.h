@@ -52,7 +52,7 @@ inline at::Tensor offsets_in_double(const at::Tensor& bias) {
     return at::zeros(bias.sizes(), bias.options().dtype(at::kDouble))
         .masked_fill_(bias.logical_not(), -INFINITY);
   }
-  return bounded_offsets(bias, 0.5);
+  return bounded_offsets(bias.to(at::kDouble), 0.5);
 }
 
 // Adds key_bias [B, key_heads, S] and key mask [B, H or key_heads, L, S], or tensors that broadcast

@@ -75,12 +75,12 @@ at::Tensor pair_logits(const at::Tensor& query, const at::Tensor& key, const at:
     logits = logits + magnitude;
   }
   if (is_present(options.key_bias)) {
-    at::Tensor bias = options.key_bias->to(type);
+    at::Tensor bias = bounded_offsets(options.key_bias->to(type));
     while (bias.dim() < 3) bias = bias.unsqueeze(0);
     logits = logits + to_heads(bias, -2, H).unsqueeze(-2);
   }
   if (is_present(options.attn_mask) && options.attn_mask->scalar_type() != at::kBool) {
-    logits = logits + options.attn_mask->to(type);
+    logits = logits + bounded_offsets(options.attn_mask->to(type));
   }
   return logits;
 }
@@ -130,9 +130,10 @@ at::Tensor apply_dropout(const at::Tensor& weights, const AttentionOptions& opti
 }  // namespace
 
 at::Tensor bounded_offsets(const at::Tensor& offsets, double share) {
-  const at::Tensor wide = offsets.to(at::kDouble);
   const double farthest = share * bounded_offset(std::numeric_limits<double>::max());
-  return at::where(wide.isfinite(), wide.clamp(-farthest, farthest), wide);
+  const at::Tensor known = offsets.detach();
+  const at::Tensor bounded = known.clamp(-farthest, farthest) + (offsets - known);
+  return at::where(known.isfinite(), bounded, offsets);
 }
 
 at::Tensor sum_of_logits(const at::Tensor& one, const at::Tensor& other) {

@@ -10,8 +10,8 @@ namespace ikattn {
 at::Tensor reference_features(const at::Tensor& x, const at::Tensor& w1,
                               const std::optional<at::Tensor>& w2);
 
-// Returns offsets of logits in float64, with finite numbers clamped to a share of the bound of
-// kernels (offsets.h).
+// Returns offsets of logits with finite numbers clamped to a share of the bound of kernels
+// (offsets.h), and the gradient of numbers that are not.
 at::Tensor bounded_offsets(const at::Tensor& offsets, double share = 1);
 
 // Adds two terms of logits. What either hides is -inf in the sum, for the other may be NaN there.

@@ -54,6 +54,7 @@ def test_the_token_that_matters_is_told_from_others(replace: Any) -> None:
     low, high = good.interval()
     assert low <= good.aopc <= high
     assert good.interval() == (low, high)
+    assert str(good).startswith("AOPC 1.000 (")
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,7 @@ def test_the_trainer_gets_groups_of_its_own_optimiser(optim: str, tmp_path: Path
     groups = {group["name"]: group for group in trainer.optimizer.param_groups}
     assert [group["weight_decay"] for group in groups.values()] == [0.1, 0, 0]
     assert groups["kernels"]["lr"] == pytest.approx(0.1 * groups["weights"]["lr"])  # in warm-up
+    assert optimizers(model, args, frequency_lr=0.5)[0].param_groups[-1]["lr"] == 0.5
     assert {id(w) for w in groups["kernels"]["params"]} == {
         id(w) for name, w in model.named_parameters() if ".spectral." in name
     }

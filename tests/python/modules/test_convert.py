@@ -405,3 +405,13 @@ def test_options_of_one_kind_are_refused_by_name_for_others():
     assert kernels_of(model) == ["rbf"]
     with pytest.raises(ValueError, match=r"sizes is for .*, got nn\.MultiheadAttention"):
         ikattn.convert(make("stock"), sizes=lambda module: (1, 1))
+
+
+def test_a_conversion_that_changes_nothing_says_so(caplog):
+    model = ikattn.convert(nn.TransformerEncoderLayer(16, 4))
+    ikattn.convert(model, num_frequencies=4)
+    assert caplog.messages == [
+        "kernel='implicit' already, its options stay until revert: self_attn"
+    ]
+    assert model.self_attn.spectral.num_frequencies == 32
+    assert "p='learned'" in repr(ikattn.MultiheadAttention(16, 4, p="learned"))

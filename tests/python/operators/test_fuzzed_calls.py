@@ -52,6 +52,10 @@ REGRESSIONS = (
     "WrongCall(seed=10664601039579682332, base='AttentionCall', ways=(1806731139,))",
     # Offsets of packed sequences that are sparse.
     "WrongCall(seed=2451530372959034013, base='AttentionCall', ways=(3100241240,))",
+    # A second derivative under a mask that hides keys with the lowest number of its type.
+    "AttentionCall(seed=6824952624862708916, B=2, H=2, L=17, S=65, d_v=16, M=15, values='normal', "
+    "causal=True, scale=2.0, eps=0.001, stationary=True, mask='B111', dropout=0.5, "
+    "mask_kind='float with -inf', gradients=('query', 'key', 'w1'), laws=('second_derivative',))",
 )
 
 

@@ -101,6 +101,11 @@ def test_a_model_may_be_attention_itself() -> None:
     assert recording.names == ["MultiheadAttention"]
     with pytest.raises(ValueError, match="selects none"), record(module, layers="x"):
         pass
+    with (
+        pytest.raises(TypeError, match=r"patterns and types, got \[0\]"),
+        record(module, layers=[0]),
+    ):
+        pass
 
 
 def test_a_module_of_several_places_is_recorded_once() -> None:

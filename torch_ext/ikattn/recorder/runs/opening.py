@@ -209,6 +209,8 @@ class Opener:
         is_of_text = L in texts and L + (batch.begins or 0) == S
         if len(sizes) < 3 or (len(sizes) == 3 and (is_of_text or L in sizes[:2])):
             return False
+        if len(sizes) == 4 and L in (sizes[1] * sizes[2], sizes[2] * sizes[3]):
+            return False  # patches of an image, channels last or first
         call.reports[plan.module] = call.reports.get(plan.module, 0) + 1
         self.left_out[plan.name] = f"has {L} queries, no tokens of its input {list(sizes)}"
         return True
