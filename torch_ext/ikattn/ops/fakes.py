@@ -53,38 +53,6 @@ def _attention(
     return output, query.new_empty((batch, heads, length), dtype=torch.float64)
 
 
-def _gradients(
-    tokens: Sequence[Tensor], others: Sequence[Tensor | None], wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """Makes gradients like the tokens, contiguous for the others, empty if unwanted."""
-    first = next(tensor for tensor in (*tokens, *others) if tensor is not None)
-    results = [torch.empty_like(tensor) for tensor in tokens]
-    results += [first if tensor is None else tensor.new_empty(tensor.shape) for tensor in others]
-    return tuple(
-        result if want else first.new_empty((0,))
-        for result, want in zip(results, wanted, strict=True)
-    )
-
-
-def _each_like(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Makes a gradient like each tensor, empty if unwanted."""
-    return tuple(
-        torch.empty_like(tensor) if want else tensor.new_empty((0,))
-        for tensor, want in zip(tensors, wanted, strict=False)
-    )
-
-
-@_fake("implicit_kernel_attention_backward")
-def _attention_backward(
-    *tensors: Any,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    wanted: Sequence[bool],
-    **_: Any,
-) -> tuple[Tensor, ...]:
-    return _gradients(tensors[1:4], (*tensors[4:6], key_bias, attn_mask), wanted)
-
-
 @_fake("implicit_kernel_attention_varlen")
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
@@ -94,13 +62,6 @@ def _packed_attention(
         query.new_empty((tokens, heads, value.shape[-1])),
         query.new_empty((heads, tokens), dtype=torch.float64),
     )
-
-
-@_fake("implicit_kernel_attention_varlen_backward")
-def _packed_attention_backward(
-    *tensors: Any, key_bias: Tensor | None = None, wanted: Sequence[bool], **_: Any
-) -> tuple[Tensor, ...]:
-    return _gradients((), (*tensors[3:8], key_bias), wanted)
 
 
 @_fake("implicit_kernel_weights")
@@ -118,22 +79,6 @@ def _weights(
     return query.new_empty(shape)
 
 
-@_fake("implicit_kernel_weights_backward")
-def _weights_backward(
-    grad_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    w1: Tensor,
-    w2: Tensor | None = None,
-    *,
-    key_bias: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    wanted: Sequence[bool],
-    **_: Any,
-) -> tuple[Tensor, ...]:
-    return _gradients((query, key), (w1, w2, key_bias, attn_mask), wanted)
-
-
 @_fake("spectral_features")
 def _features(
     x: Tensor, w1: Tensor, w2: Tensor | None = None, tokens_first: bool = False
@@ -143,13 +88,6 @@ def _features(
     if tokens_first:
         return x.new_empty((batch, tokens, heads, 2 * w1.shape[-1])).transpose(1, 2)
     return x.new_empty((batch, heads, tokens, 2 * w1.shape[-1]))
-
-
-@_fake("spectral_features_backward")
-def _features_backward(
-    grad_features: Tensor, x: Tensor, w1: Tensor, w2: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    return _gradients((x,), (w1, w2), wanted)
 
 
 @_fake("attention_from_features")
@@ -185,11 +123,6 @@ def _add_key_moments(
     return None
 
 
-@_fake("key_moments_backward")
-def _key_moments_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return _each_like(arguments[1:4], arguments[-1])
-
-
 @_fake("attention_from_moments")
 def _from_moments(
     query_features: Tensor, moments: Tensor, reference: Tensor, eps: float = 1e-5
@@ -197,12 +130,6 @@ def _from_moments(
     batch, heads, length, _features = query_features.shape
     output = query_features.new_empty((batch, length, heads, moments.shape[3] - 1)).transpose(1, 2)
     return output, query_features.new_empty((batch, heads, length), dtype=torch.float64)
-
-
-@_fake("attention_from_moments_backward")
-def _from_moments_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    features, moments, wanted = arguments[1], arguments[2], arguments[-1]
-    return *_each_like((features,), wanted), moments.new_empty(moments.shape if wanted[1] else (0,))
 
 
 @_fake("causal_attention_from_moments")
@@ -219,11 +146,41 @@ def _causal(
     return *found, moments.new_empty(moments.shape), reference.new_empty(reference.shape)
 
 
-@_fake("causal_attention_from_moments_backward")
-def _causal_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    moments, wanted = arguments[6], arguments[-1]
-    gradients = _each_like(arguments[2:6], wanted)
-    return *gradients, moments.new_empty(moments.shape if wanted[4] else (0,))
+# Inputs of a backward that have gradients: those whose gradient is laid out as they are, those with
+# a contiguous one, and options. An empty tensor stands for a gradient that is not wanted, in the
+# type of the first input, or, of moments, of the input itself.
+_GRADIENTS = {
+    "implicit_kernel_attention": (slice(1, 4), slice(4, 6), ("key_bias", "attn_mask")),
+    "implicit_kernel_attention_varlen": (slice(0), slice(3, 8), ("key_bias",)),
+    "implicit_kernel_weights": (slice(1, 3), slice(3, 5), ("key_bias", "attn_mask")),
+    "spectral_features": (slice(1, 2), slice(2, 4), ()),
+    "key_moments": (slice(1, 4), slice(0), ()),
+    "attention_from_moments": (slice(1, 2), slice(2, 3), ()),
+    "causal_attention_from_moments": (slice(2, 6), slice(6, 7), ()),
+}
+
+
+def _gradients(
+    name: str, *given: Any, wanted: Sequence[bool] | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    alike, contiguous, named = _GRADIENTS[name]
+    wanted = given[-1] if wanted is None else wanted
+    given = (*given, None)  # w2 may be left out
+    inputs = [*given[alike], *given[contiguous], *(options.get(option) for option in named)]
+    of_moments = "moments" in name
+    results = []
+    for i, (x, want) in enumerate(zip(inputs, wanted, strict=False)):
+        if not want or x is None:
+            results.append((x if of_moments else inputs[0]).new_empty((0,)))
+        elif i < len(given[alike]):
+            results.append(torch.empty_like(x))
+        else:
+            results.append(x.new_empty(x.shape))
+    return tuple(results)
+
+
+for _name in _GRADIENTS:
+    _fake(f"{_name}_backward")(functools.partial(_gradients, _name))
 
 
 @_fake("dropout_keep_mask")
