@@ -150,7 +150,7 @@ full-interpreter: $(stamps)/extra-test $(stamps)/googletest
 	$(pytest) tests/python/gpu/test_cuda_edges.py tests/python/gpu/test_cuda_contributions.py -k "not 192"
 	selected="$$nan or (as_accurate and bfloat16) or lone_key"
 	IKATTN_INTERPRETER_HOPPER=1 interpreted_pytest -k "$$selected"
-	IKATTN_INTERPRETER_HOPPER=1 $(pytest) tests/python/gpu/test_cuda_short.py tests/python/gpu/test_cuda_int8.py
+	IKATTN_INTERPRETER_HOPPER=1 $(pytest) tests/python/gpu/test_cuda_int8.py
 	IKATTN_LINEAR_TIME=always interpreted_pytest -k "($$selected) and not mask and not dropout"
 
 # Every instruction set the processor has, one after the other. torch is not instrumented: what it

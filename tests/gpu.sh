@@ -81,7 +81,7 @@ programs() {
 suite() {
   IKATTN_KERNELS=+unproven IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" \
     "$tests/gpu/test_cuda_contributions.py" "$tests/gpu/test_cuda_edges.py" "$tests/gpu/test_cuda_record.py" \
-    "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" "$tests/gpu/test_cuda_short.py" \
+    "$tests/gpu/test_cuda_decoding.py" "$tests/gpu/test_cuda_int8.py" \
     "$tests/operators/test_which_kernels.py" "$tests/operators/test_key_masks.py" "${of_all_devices[@]}" &&
     IKATTN_TEST_DEVICE=cuda shared_tests "$tests/gpu/test_cuda.py" "$tests/gpu/test_cuda_int8.py" \
       "$tests/gpu/test_cuda_contributions.py"
@@ -130,12 +130,9 @@ table() {
     --lengths 256 512 1024 2048 4096 16384 --rounds 5 &&
     IKATTN_LINEAR_TIME=always python benchmarks/gpu.py --no-flex --lengths 8192 16384 65536 --rounds 5
 }
-# What is beside the table: the kernels of short calls, forward and backward; mma.sync; steps of decoding
-# by kernels.
+# What is beside the table: mma.sync; steps of decoding by kernels.
 compare() {
-  IKATTN_KERNELS=+short IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex \
-    --lengths 256 512 1024 --rounds 3 &&
-    IKATTN_KERNELS=-hopper IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex --lengths 4096 --rounds 3 &&
+  IKATTN_KERNELS=-hopper IKATTN_LINEAR_TIME=never python benchmarks/gpu.py --no-flex --lengths 4096 --rounds 3 &&
     IKATTN_KERNELS=+decoding python benchmarks/gpu.py --decoding --rounds 3
 }
 maps() { IKATTN_KERNELS=+given_maps,+streamed_maps python benchmarks/gpu.py --contributions --rounds 5; }

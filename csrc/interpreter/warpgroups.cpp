@@ -102,19 +102,6 @@ bool reads(const Begun& begun, std::vector<float>& a, std::vector<float>& b) {
   const Product& product = begun.lanes[0];
   if (!read(b_of(product), product.type, begun.place, b)) return false;
   const int inner = inner_of(product), each = inner / 8;  // numbers of a register
-  if (product.a_by_rows) {
-    // All that the warpgroup's rows are in, of which a warp takes its own.
-    std::vector<float> transposed;
-    if (!read({product.shared_a, inner, 128}, product.type, begun.place, transposed)) return false;
-    a.resize(static_cast<size_t>(16 * inner));
-    for (int row = 0; row < 16; ++row) {
-      for (int k = 0; k < inner; ++k) {
-        const int from = k * 64 + warp_of_operation() % 4 * 16 + row;
-        a[static_cast<size_t>(row * inner + k)] = transposed[static_cast<size_t>(from)];
-      }
-    }
-    return true;
-  }
   if (!product.a) return read(a_of(product), product.type, begun.place, a);
   a.resize(static_cast<size_t>(16 * inner));
   for (int lane = 0; lane < kLanes; ++lane) {

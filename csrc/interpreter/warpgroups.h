@@ -22,7 +22,6 @@ struct Product {
   uint64_t shared_a, b;
   bool accumulate, b_by_rows;
   ProductType type;
-  bool a_by_rows = false;  // shared_a lies [inner][row]
 };
 void begin_product(void* const* arguments, Place place);
 void commit_products(void* const* arguments, Place place);
@@ -30,11 +29,6 @@ void wait_for_products(void* const* arguments, Place place);  // an int: groups 
 
 inline void begin_product(Product product, Place place) {
   warp_operation(static_cast<WarpOperation>(begin_product), &product, 0xffffffffu, "wgmma", place);
-}
-template <typename T>
-void begin_transposed_product(float (&d)[32], uint64_t a, uint64_t b, bool accumulate,
-                              Place place = Place::current()) {
-  begin_product({d, 32, nullptr, a, b, accumulate, true, kProductType<T>, true}, place);
 }
 
 }  // namespace interpreter

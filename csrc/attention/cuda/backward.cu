@@ -2,7 +2,6 @@
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/hopper/hopper.h"
-#include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/initial_sums.h"
@@ -19,16 +18,14 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
   const Stream stream = executor.stream;
   const float* logits = keys.high;
   const bool on_hopper = route.unit == Unit::kHopper;
-  const bool in_one = route.is_short && wants_queries(params) && wants_keys(params);
   InitialGradients initial;
   const char* error = nullptr;
   if (route.algorithm == Algorithm::kLinear) {
     error = linear_backward(params, executor, tokens, rows, logits, gradients, initial);
   }
-  if (in_one) error = warpgroup_short_backward(params, executor, tokens, rows, logits, gradients);
   if (error == nullptr && wants_queries(params)) {
     const FeatureGradients& to = gradients.phi_q;
-    if (on_hopper && !in_one) error = warpgroup_query_gradients(params, executor, tokens, rows, to);
+    if (on_hopper) error = warpgroup_query_gradients(params, executor, tokens, rows, to);
     if (error == nullptr) {
       error = route.is_wide
                   ? wide_query_gradients(params, stream, tokens, rows, to)
@@ -36,7 +33,7 @@ const char* pairs_on_tensor_cores(const AttentionBackwardParams& params,
     }
   }
   if (error == nullptr && wants_keys(params)) {
-    if (on_hopper && !in_one) {
+    if (on_hopper) {
       error = warpgroup_key_gradients(params, executor, tokens, rows, logits, gradients);
     }
     if (error == nullptr) {

@@ -2,7 +2,6 @@
 #include "attention/cuda/cuda_cores/cuda_cores.h"
 #include "attention/cuda/features/angle_products.h"
 #include "attention/cuda/hopper/hopper.h"
-#include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/split/split.h"
 #include "attention/cuda/tensor_cores/epilogue_forward.h"
@@ -34,8 +33,6 @@ const char* forward_on_tensor_cores(const AttentionParams& params, const DeviceE
     const bool on_hopper = route.unit == Unit::kHopper;
     if (route.algorithm == Algorithm::kLinear) {
       error = linear_forward(params, executor, tokens, initial);
-    } else if (route.is_short) {
-      error = warpgroup_short_forward(params, stream, operands, tokens, route.int8_scores);
     } else if (on_hopper) {
       error = route.int8_scores ? warpgroup_int8_forward(params, executor, tokens)
                                 : warpgroup_forward(params, executor, tokens);

@@ -6,7 +6,6 @@
 #include "attention/calls/determinism.h"
 #include "attention/calls/tensor_core_calls.h"
 #include "attention/cuda/hopper/pipeline.h"
-#include "attention/cuda/hopper/short.h"
 #include "attention/cuda/linear/linear.h"
 #include "attention/cuda/operands/route.h"
 #include "support/cuda/families.h"
@@ -231,9 +230,6 @@ bool takes_int8(const AttentionParams& params, bool in_double, Pass pass, const 
 Route route_of(const AttentionParams& params, bool in_double, Pass pass) {
   Route route = route_without_int8(params, in_double, pass);
   route.int8_scores = takes_int8(params, in_double, pass, route);
-  route.is_short = route.unit == Unit::kHopper && is_on(Family::kShort) &&
-                   (pass == Pass::kForward ? fits_short_forward(params, route.int8_scores)
-                                           : fits_short_backward(params));
   return route;
 }
 
@@ -251,7 +247,6 @@ std::vector<Family> families_of(const AttentionParams& params, const Route& rout
   add(is_linear && params.is_causal, Family::kCausalLinear);
   add(on_hopper, Family::kHopper);
   add(route.int8_scores, Family::kInt8);
-  add(route.is_short, Family::kShort);
   return found;
 }
 

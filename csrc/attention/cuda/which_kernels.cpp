@@ -32,8 +32,7 @@ KernelChoice kernels(const AttentionParams& params, at::ScalarType type, c10::De
   const char* const scores = route.split_products ? "float16x2" : route.int8_scores ? "int8" : "";
   const char* units[] = {"cuda_cores", "tensor_cores", "hopper"};
   return {route.algorithm == Algorithm::kLinear ? "linear" : "quadratic",
-          route.is_short ? "hopper_short" : units[static_cast<int>(route.unit)],
-          route.reason == nullptr ? "" : route.reason, scores,
+          units[static_cast<int>(route.unit)], route.reason == nullptr ? "" : route.reason, scores,
           proven_by_all(families_of(params, route))};
 }
 

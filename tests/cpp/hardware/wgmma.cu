@@ -5,30 +5,24 @@
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icsrc -Icsrc/include -Itests/cpp
 //     tests/cpp/hardware/wgmma.cu -o wgmma
 #include <cstdio>
-#include <type_traits>
 
 #include "attention/cuda/hopper/pipeline.h"
 #include "hardware/managed.h"
-#include "support/cuda/narrow_products.h"
-#include "support/cuda/transposed_products.h"
 
 namespace ikattn::cuda {
 namespace {
 
-enum class Form { kByColumns, kByColumnsBothShared, kByRows, kTransposed };
+enum class Form { kByColumns, kByColumnsBothShared, kByRows };
 
-// out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N]; transposed a
-// does, too, as [K][128].
+// out [128][N] = a [128][K] b; b lies [N][K]. By rows out += a b, and b lies [K][N].
 template <typename T, Form kForm, int N, int K>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_kernel(float* out, const __grid_constant__ RowMap left_rows,
                    const __grid_constant__ RowMap right_rows) {
 #if IKATTN_WARPGROUP_CODE
-  constexpr bool kIsTransposed = kForm == Form::kTransposed,
-                 kIsByRows = kForm == Form::kByRows || kIsTransposed;
+  constexpr bool kIsByRows = kForm == Form::kByRows;
   constexpr int kRows = kIsByRows ? K : N, kColumns = kIsByRows ? N : K;
-  using Left =
-      std::conditional_t<kIsTransposed, Boxes<K, kWarpgroupRows>, Boxes<kWarpgroupRows, K>>;
+  using Left = Boxes<kWarpgroupRows, K>;
   using Right = Boxes<kRows, kColumns>;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int row0 = warp * 16 + g;
@@ -43,7 +37,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   }
   barrier_wait(copied, 0);
   [[maybe_unused]] uint32_t held[K / 16][4];
-  if constexpr (!kIsTransposed) load_left<K>(held, left);
+  load_left<K>(held, left);
   const auto place_of = [&](int i) {
     return (row0 + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2;
   };
@@ -53,22 +47,6 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   wgmma_fence();
   if constexpr (kForm == Form::kByRows) {
     begin_by_rows<T, K, N>(reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums), held, right);
-  } else if constexpr (kIsTransposed) {
-    const uint32_t warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
-    auto& boxes = reinterpret_cast<float (&)[N / kBoxColumns][32]>(sums);
-#pragma unroll
-    for (int k = 0; k < K / 16; ++k) {
-#pragma unroll
-      for (int box = 0; box < N / kBoxColumns; ++box) {
-        wgmma_transposed<T>(boxes[box], Left::by_rows(wgmma_operand(left), warpgroup, k),
-                            Right::by_rows(wgmma_operand(right), box, k), true);
-      }
-    }
-  } else if constexpr (kForm == Form::kByColumns && N < 64 && N > 8) {
-#pragma unroll
-    for (int k = 0; k < K / 16; ++k) {
-      wgmma_narrow<T>(sums, held[k], Right::by_columns(wgmma_operand(right), k), k > 0);
-    }
   } else if constexpr (kForm == Form::kByColumns) {
     begin_by_columns<T, N, K>(sums, held, right);
   } else {
@@ -102,13 +80,11 @@ bool is_right(const char* name) {
   for (int i = 0; i < kRows * K; ++i) a[i] = draw();
   for (int i = 0; i < N * K; ++i) b[i] = draw();
   for (int i = 0; i < kRows * N; ++i) out[i] = before[i] = to_float(draw());
-  constexpr bool kIsTransposed = kForm == Form::kTransposed,
-                 kIsByRows = kForm == Form::kByRows || kIsTransposed;
+  constexpr bool kIsByRows = kForm == Form::kByRows;
   constexpr int kRightRows = kIsByRows ? K : N;
   constexpr int64_t kRightColumns = kIsByRows ? N : K;
   RowMap left, right;
-  const char* error = kIsTransposed ? map_rows(left, a, {1, 1, K, kRows}, {0, 0, kRows, 1}, K)
-                                    : map_rows(left, a, {1, 1, kRows, K}, {0, 0, K, 1}, kRows);
+  const char* error = map_rows(left, a, {1, 1, kRows, K}, {0, 0, K, 1}, kRows);
   if (error == nullptr) {
     error =
         map_rows(right, b, {1, 1, kRightRows, kRightColumns}, {0, 0, kRightColumns, 1}, kRightRows);
@@ -127,7 +103,7 @@ bool is_right(const char* name) {
     float sum = kIsByRows ? before[i] : 0;
     for (int k = 0; k < K; ++k) {
       const T other = b[kIsByRows ? k * N + i % N : i % N * K + k];
-      sum += to_float(a[kIsTransposed ? k * kRows + i / N : i / N * K + k]) * to_float(other);
+      sum += to_float(a[i / N * K + k]) * to_float(other);
     }
     wrong += sum != out[i];
   }
@@ -213,8 +189,6 @@ template <typename T>
 bool are_right() {
   return is_right<T, Form::kByColumns, 128, 64>("by columns") &
          is_right<T, Form::kByColumns, 128, 128>("by columns") &
-         is_right<T, Form::kByColumns, 16, 64>("by columns") &
-         is_right<T, Form::kByColumns, 32, 64>("by columns") &
          is_right<T, Form::kByColumns, 64, 64>("by columns") &
          is_right<T, Form::kByColumns, 64, 128>("by columns") &
          is_right<T, Form::kByColumnsBothShared, 64, 64>("by columns, both shared") &
@@ -222,9 +196,7 @@ bool are_right() {
          is_right<T, Form::kByRows, 64, 64>("by rows") &
          is_right<T, Form::kByRows, 64, 128>("by rows") &
          is_right<T, Form::kByRows, 128, 64>("by rows") &
-         is_right<T, Form::kByRows, 128, 128>("by rows") &
-         is_right<T, Form::kTransposed, 64, 64>("turned") &
-         is_right<T, Form::kTransposed, 128, 128>("turned");
+         is_right<T, Form::kByRows, 128, 128>("by rows");
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #include "interpreter/sample_warpgroups.h"
 #include "support/cuda/intrinsics.h"
-#include "support/cuda/transposed_products.h"
+#include "support/cuda/warpgroups.h"
 
 namespace ikattn::sample {
 namespace {
@@ -64,40 +64,6 @@ __global__ void __launch_bounds__(128)
 #endif
 }
 
-// out [64][64] = a^T b, of which a [64][64] lies [inner][row] and b [64][64] [inner][column].
-template <typename T>
-__global__ void __launch_bounds__(128) transposed_kernel(const T* a, const T* b, float* out) {
-#if IKATTN_WARPGROUP_CODE
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const uint32_t base = shared_address(dynamic_shared<unsigned char>());
-  for (int chunk = threadIdx.x; chunk < 2 * 64 * 8; chunk += 128) {
-    const uint32_t row = chunk / 8;
-    cp_async_16(base + row * 128 + ((chunk ^ row) & 7) * 16,
-                row < 64 ? a + chunk * 8 : b + (chunk - 64 * 8) * 8);
-  }
-  cp_async_commit();
-  cp_async_wait<0>();
-  fence_async();
-  __syncthreads();
-  float sums[32] = {};
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    wgmma_transposed<T>(sums, wgmma_operand(base + k * 2048),
-                        wgmma_operand(base + 64 * 128 + k * 2048), k > 0);
-  }
-  wgmma_commit();
-  wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const int row = warp * 16 + g + 8 * (i % 4 / 2), column = i / 4 * 8 + 2 * t + i % 2;
-    out[row * 64 + column] = sums[i];
-  }
-#else
-  trap_without_warpgroups(a, b, out);
-#endif
-}
-
 }  // namespace
 
 const char* product_by_columns(const Half* a, const Half* b, float* out, Misuse misuse) {
@@ -107,12 +73,6 @@ template <typename T>
 const char* product_by_rows(const T* a, const T* b, float* out) {
   return launch(warpgroup_kernel<T, true>, 1, 128, 64 * 128, nullptr, a, b, out, Misuse::kNone);
 }
-template <typename T>
-const char* transposed_product(const T* a, const T* b, float* out) {
-  return launch(transposed_kernel<T>, 1, 128, 2 * 64 * 128, nullptr, a, b, out);
-}
-template const char* transposed_product(const Half*, const Half*, float*);
-template const char* transposed_product(const BFloat16*, const BFloat16*, float*);
 template const char* product_by_rows(const Half*, const Half*, float*);
 template const char* product_by_rows(const BFloat16*, const BFloat16*, float*);
 

@@ -12,8 +12,5 @@ const char* product_by_columns(const Half* a, const Half* b, float* out, Misuse 
 // out [64][64] = a [64][64] b, b [64][64].
 template <typename T>
 const char* product_by_rows(const T* a, const T* b, float* out);
-// out [64][64] = a^T b, a [64][64], b [64][64].
-template <typename T>
-const char* transposed_product(const T* a, const T* b, float* out);
 
 }  // namespace ikattn::sample

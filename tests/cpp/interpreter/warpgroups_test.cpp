@@ -54,20 +54,6 @@ TYPED_TEST(WarpgroupFormats, MultiplyByRows) {
   EXPECT_EQ(out, expected);
 }
 
-TYPED_TEST(WarpgroupFormats, MultiplyTransposedOperands) {
-  const auto a = random_values<TypeParam>(64 * 64), b = random_values<TypeParam>(64 * 64);
-  std::vector<float> expected(64 * 64), out(64 * 64, NAN);
-  for (int i = 0; i < 64; ++i) {
-    for (int k = 0; k < 64; ++k) {
-      for (int j = 0; j < 64; ++j) {
-        expected[i * 64 + j] += to_float(a[k * 64 + i]) * to_float(b[k * 64 + j]);
-      }
-    }
-  }
-  ASSERT_STREQ(sample::transposed_product(a.data(), b.data(), out.data()), nullptr);
-  EXPECT_EQ(out, expected);
-}
-
 std::string error_of(sample::Misuse misuse) {
   const auto a = random_values<Half>(64 * 64), b = random_values<Half>(128 * 64);
   std::vector<float> out(64 * 128);

@@ -165,7 +165,6 @@ TEST(Route, SaysWhatHoldsACallBack) {
   const Route backward = route_of(params, false, Pass::kBackward);
   EXPECT_EQ(backward.algorithm, Algorithm::kLinear);
   EXPECT_FALSE(backward.int8_scores);
-  EXPECT_FALSE(route_of(params, false, Pass::kForward).is_short);
   // With a backward in linear time there are no scores in int8, which would hold the forward back.
   AttentionParams one_head = call_of(45000, 64);
   one_head.H = one_head.B = one_head.G = one_head.key_heads = 1;
@@ -236,10 +235,6 @@ TEST(Route, TakesProvenFamiliesAlone) {
   EXPECT_EQ(taken(call_of(512), Pass::kForward), "mma");
   set_families("-mma");
   EXPECT_EQ(reason_of(call_of(512)), "IKATTN_KERNELS turns the family mma off");
-  set_families("+unproven");
-  AttentionParams params = call_of(300, 64);
-  params.query.type = params.key.type = ElementType::kBFloat16;
-  EXPECT_EQ(taken(params, Pass::kBackward), "hopper int8 short");
 }
 
 TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {
@@ -247,18 +242,18 @@ TEST(Route, ListsOfKernelsAreReadFromLeftToRight) {
     return KernelList::parsed(text).of(family);
   };
   using enum KernelList::Wish;
-  EXPECT_EQ(wish("", Family::kShort), kNone);
-  EXPECT_EQ(wish("short", Family::kShort), kOn);
-  EXPECT_EQ(wish("+unproven,-short", Family::kShort), kOff);
-  EXPECT_EQ(wish("-short, +unproven", Family::kShort), kOn);
+  EXPECT_EQ(wish("", Family::kWeights), kNone);
+  EXPECT_EQ(wish("weights", Family::kWeights), kOn);
+  EXPECT_EQ(wish("+unproven,-weights", Family::kWeights), kOff);
+  EXPECT_EQ(wish("-weights, +unproven", Family::kWeights), kOn);
   EXPECT_EQ(wish("+unproven", Family::kHopper), kNone);
   EXPECT_EQ(wish("-hopper -int8", Family::kInt8), kOff);
   try {
-    KernelList::parsed("+shrot");
+    KernelList::parsed("+wieghts");
     ADD_FAILURE();
   } catch (const std::runtime_error& error) {
     const std::string said = error.what();
-    EXPECT_NE(said.find("\"shrot\""), std::string::npos) << said;
+    EXPECT_NE(said.find("\"wieghts\""), std::string::npos) << said;
     for (const Proof& proof : kLedger) EXPECT_NE(said.find(proof.name), std::string::npos) << said;
   }
 }
@@ -270,21 +265,21 @@ TEST(Route, AMachineMayProveFamilies) {
   mkdir(folder.c_str(), 0700);
   mkdir((folder + "/ikattn").c_str(), 0700);
   std::ofstream(folder + "/ikattn/proven")
-      << machine_key() << "\tshort\t2026-11-28\nanother build\tGPU\t0\tsplit\t2026-11-28\n";
+      << machine_key() << "\tweights\t2026-11-28\nanother build\tGPU\t0\tsplit\t2026-11-28\n";
   setenv("XDG_CACHE_HOME", folder.c_str(), 1);
   set_families("");
   forget_proofs();
-  EXPECT_EQ(proven_here(Family::kShort), "2026-11-28");
-  EXPECT_TRUE(is_on(Family::kShort));
-  EXPECT_EQ(proven_by(Family::kShort), "this machine, on 2026-11-28");
+  EXPECT_EQ(proven_here(Family::kWeights), "2026-11-28");
+  EXPECT_TRUE(is_on(Family::kWeights));
+  EXPECT_EQ(proven_by(Family::kWeights), "this machine, on 2026-11-28");
   EXPECT_FALSE(is_on(Family::kSplit));
   EXPECT_EQ(proven_by(Family::kSplit), "");
-  set_families("-short");
-  EXPECT_FALSE(is_on(Family::kShort));
+  set_families("-weights");
+  EXPECT_FALSE(is_on(Family::kWeights));
   set_families("+unproven");
   unsetenv("XDG_CACHE_HOME");
   forget_proofs();
-  EXPECT_EQ(proven_here(Family::kShort), "");
+  EXPECT_EQ(proven_here(Family::kWeights), "");
 }
 
 }  // namespace

@@ -6,10 +6,7 @@
 namespace ikattn {
 namespace {
 
-// Hopper's own kernels but that of short calls.
-class WarpgroupAttentionOnDevice : public OnHopper {
-  const Families setting_{"-short"};
-};
+class WarpgroupAttentionOnDevice : public OnHopper {};
 
 // Hopper's own kernels, of heads in either form.
 TEST_F(WarpgroupAttentionOnDevice, ErrsByItsRoundings) {
@@ -73,7 +70,6 @@ int8_general L=70 S=140 d_v=8 M=64 causal magnitude=40
 )");
   for (Case c : cases) {
     SCOPED_TRACE(c.name);
-    const Families others("-short");
     Call call(c = of_type(c, ElementType::kBFloat16));
     const int before = interpreter::launches_of("warpgroup_");
     const Results truth = truth_of(call, c), got = device_results(call, c);

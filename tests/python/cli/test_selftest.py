@@ -38,11 +38,11 @@ def test_every_instruction_set_of_this_processor_passes(tmp_path, capsys):
 def test_a_family_that_hangs_dies_or_errs_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(body: str) -> Result:
         monkeypatch.setattr(selftest, "child_program", lambda *_: body)
-        return selftest._in_a_process("short", "cuda", {}, is_timed=False)
+        return selftest._in_a_process("weights", "cuda", {}, is_timed=False)
 
     monkeypatch.setattr(selftest, "SECONDS", 0.5)
     hung = program("import time; time.sleep(60)")
-    assert (hung.family, hung.passed, hung.says) == ("short", False, "was ended after 0.5 s")
+    assert (hung.family, hung.passed, hung.says) == ("weights", False, "was ended after 0.5 s")
     monkeypatch.setattr(selftest, "SECONDS", 30)
     assert program("raise SystemExit('no memory')").says == "no memory"
     assert program("import os; os.abort()").passed is False
@@ -74,19 +74,19 @@ def test_a_proof_holds_what_passed_and_is_faster(tmp_path, monkeypatch):
     file.write_text("another build\tGPU\t13000\tsplit\t2026-01-01\n")
     results = [
         Result("hopper", "H200 at c2071f5", True, 0.5, 1.0),
-        Result("short", None, True, 0.5, 1.0, ratio=0.8),
+        Result("weights", None, True, 0.5, 1.0, ratio=0.8),
         Result("split", None, True, 0.5, 1.0, ratio=1.2),
         Result("decoding", None, False, 2.5, 1.0),
     ]
-    assert selftest.enable(results, KEY, "2026-11-28") == ["short"]
-    assert selftest.enable(results, KEY, "2026-11-29") == ["short"]
+    assert selftest.enable(results, KEY, "2026-11-28") == ["weights"]
+    assert selftest.enable(results, KEY, "2026-11-29") == ["weights"]
     assert file.read_text().splitlines() == [
         "another build\tGPU\t13000\tsplit\t2026-01-01",
-        f"{KEY}\tshort\t2026-11-29",
+        f"{KEY}\tweights\t2026-11-29",
     ]
     selftest.forget(KEY)
     assert file.read_text() == "another build\tGPU\t13000\tsplit\t2026-01-01\n"
-    assert "short" in selftest.table(results)
+    assert "weights" in selftest.table(results)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -24,7 +24,7 @@ from agreement import (
     gradients,
     in_float64,
 )
-from gpu import DEVICE, assert_on_tensor_cores, drawn_on_gpu, large, needs_a_gpu, on_gpu, turn
+from gpu import DEVICE, assert_on_tensor_cores, drawn_on_gpu, large, needs_a_gpu, on_gpu
 from samples import BY_NAME, DTYPES, FEW, SAMPLES, Arguments, Sample, converted, name_of
 from tiers import each_call
 
@@ -258,8 +258,7 @@ def test_lowest_numbers_leave_weights_of_float16_in_its_range(call: Arguments, m
 
 @pytest.mark.parametrize("form", ["plain", "causal", "bias", "float mask", "grouped"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_each_gradient_alone_is_what_it_is_among_all(monkeypatch, form, dtype):
-    turn(monkeypatch, "-short")  # which makes all of them at once
+def test_each_gradient_alone_is_what_it_is_among_all(form, dtype):
     call = drawn_on_gpu(2, 4, 70, 140, 40, 32, dtype)
     if form == "causal":
         call["is_causal"] = True
@@ -277,9 +276,8 @@ def test_each_gradient_alone_is_what_it_is_among_all(monkeypatch, form, dtype):
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=name_of)
-def test_causal_chunks(monkeypatch: pytest.MonkeyPatch, grouped: bool, dtype: torch.dtype) -> None:
+def test_causal_chunks(grouped: bool, dtype: torch.dtype) -> None:
     """Where all calls take linear time, two chunks; each gradient alone, too."""
-    turn(monkeypatch, "-short")  # as above
     call = drawn_on_gpu(1, 2, 300, 300, 64, 8, dtype) | {"is_causal": True}
     shared = {name: call[name][..., :1, :, :] for name in OF_TOKENS[1:] if grouped}
     call |= {name: x.expand_as(call[name]) for name, x in shared.items()}

@@ -23,7 +23,6 @@ from gpu import (
     large,
     memory_limited_to,
     needs_a_gpu,
-    turn,
 )
 from samples import DTYPES, Arguments, name_of
 
@@ -258,9 +257,8 @@ def test_a_call_runs_on_the_device_of_its_tensors() -> None:
 
 @large
 @pytest.mark.parametrize("dtype", DTYPES[1:3], ids=name_of)
-def test_many_heads(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_many_heads(dtype: torch.dtype) -> None:
     """More than a grid has along its other axes, on CUDA cores and on tensor cores."""
-    turn(monkeypatch, "-short")  # which is for many heads alone, and adds up in another order
     call = drawn_on_gpu(1, 70_000, 3, 2, 8, 4, dtype)
     for name in GRADIENTS:
         call[name].requires_grad_()

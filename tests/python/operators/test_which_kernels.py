@@ -188,7 +188,6 @@ def test_a_choice_of_kernels_prints_as_a_sentence() -> None:
     for choice, sentence in (
         (("quadratic", "hopper", None), "quadratic time on Hopper's tensor cores"),
         (("quadratic", "hopper", None, "int8"), "... on Hopper's tensor cores, scores in int8"),
-        (("quadratic", "hopper_short", None), "... on Hopper's tensor cores, in one kernel"),
         (("linear", "tensor_cores", "it is late"), "linear time on tensor cores: it is late"),
         (("none", "none", "no GPU"), "no kernels: no GPU"),
     ):
@@ -228,7 +227,6 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     is_hopper = torch.cuda.get_device_capability()[0] == 9
     by_mma = KernelChoice("quadratic", "tensor_cores", None, None, "H100 at 167924f")
     without_mask = by_mma._replace(unit="hopper", proven="H200 at c2071f5") if is_hopper else by_mma
-    monkeypatch.setenv("IKATTN_KERNELS", "-short")
     assert said(*half) == (without_mask, without_mask)
     linear = by_mma._replace(algorithm="linear")
     assert said(*long_call(20000, dtype=torch.float16)) == (linear, linear)
@@ -238,15 +236,11 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert forward == by_mma._replace(reason=reason if is_hopper else None)
     of_keys = torch.zeros(2, 1, 1, 10, requires_grad=True)
     assert said(*half, attn_mask=of_keys) == (without_mask, without_mask)
-    if is_hopper:
-        monkeypatch.setenv("IKATTN_KERNELS", "+short")
-        assert said(*half).forward.unit == "hopper_short"
     reason = "the gradient of attn_mask is computed on CUDA cores"
     assert backward == by_mma._replace(reason=reason)
 
 
 UNPROVEN = [
-    "short",
     "causal_linear",
     "split",
     "weights",
@@ -264,12 +258,12 @@ def test_no_family_is_on_that_no_gpu_has_proven(monkeypatch: pytest.MonkeyPatch)
     for family in ledger.values():
         assert family["on"] == (family["gpu"] is not None or family["here"] is not None)
         assert (family["gpu"] is None) == (family["commit"] is None)
-    monkeypatch.setenv("IKATTN_KERNELS", "+unproven,-short,-int8")
+    monkeypatch.setenv("IKATTN_KERNELS", "+unproven,-split,-int8")
     on = {family["name"]: family["on"] for family in families()}
-    assert not on["short"]
+    assert not on["split"]
     assert not on["int8"]
-    assert all(on[name] for name in UNPROVEN if name != "short")
-    assert "off: int8, short" in ikattn.info()
+    assert all(on[name] for name in UNPROVEN if name != "split")
+    assert "off: int8, split" in ikattn.info()
 
 
 def test_an_unknown_family_is_an_error_that_lists_the_names(monkeypatch):

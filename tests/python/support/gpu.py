@@ -87,7 +87,7 @@ def assert_on_tensor_cores(call: Arguments) -> None:
 
 
 def turn(patch: pytest.MonkeyPatch, setting: str) -> None:
-    """Turns families of kernels on and off, beside what the environment says: ``"-short"``."""
+    """Turns families of kernels on and off, beside what the environment says: ``"-int8"``."""
     patch.setenv("IKATTN_KERNELS", f"{os.environ.get('IKATTN_KERNELS', '')},{setting}")
 
 

@@ -199,7 +199,6 @@ def gpu_checks(device: str) -> dict[str, Check]:
     mma += [attention_call(BF16, 1, 2, 100, 100, 16, 20, is_causal=True)]
     mma += [attention_call(F16, 1, 2, 40, 70, 24, 100)]  # wide rows
     hopper = [attention_call(BF16, S=200, M=32, **many), attention_call(F16, S=70, M=40, **many)]
-    short = [attention_call(F16, S=200, M=32, **many), attention_call(BF16, S=130, M=64, **many)]
     int8 = [attention_call(BF16, S=200, M=64, **many)]
     causal = [attention_call(F16, 1, 2, 1200, 1200, 16, 16, is_causal=True)]
     weights = [attention_call(dtype, 2, 2, 70, 90) for dtype in (F16, BF16)]
@@ -212,11 +211,6 @@ def gpu_checks(device: str) -> dict[str, Check]:
         ),
         "hopper": _attention(hopper, has_unit("hopper")),
         "int8": _attention(int8, has_scores("int8")),
-        "short": _attention(
-            short,
-            lambda choice: choice.forward.unit == "hopper_short",
-            lambda: attention_call(BF16, 32, 33, 512, 512, 64, 32),
-        ),
         "causal_linear": _attention(
             causal,
             is_linear,

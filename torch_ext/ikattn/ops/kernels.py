@@ -22,9 +22,7 @@ class KernelChoice(NamedTuple):
             kernels.
         unit: On CPU the instruction set: ``"avx512"``, ``"avx2"`` or ``"baseline"``; with products
             of 16 bits ``"avx512_vnni"``, ``"avx512_bf16"`` or ``"amx"``. On CUDA ``"cuda_cores"``,
-            ``"tensor_cores"`` (mma.sync), ``"hopper"`` (its wgmma), or ``"hopper_short"``: for
-            short calls one kernel makes features and pairs of the forward, another one the
-            gradients of both sides. ``"none"``, likewise.
+            ``"tensor_cores"`` (mma.sync), or ``"hopper"`` (its wgmma). ``"none"``, likewise.
         reason: Why nothing faster computes the pass, or nothing does. None: this is the fastest.
         scores: ``"int8"`` where features are rounded to integers of 8 bits, which are multiplied at
             twice the rate; ``"float16x2"`` where tensor cores multiply float32, in full precision,
@@ -52,7 +50,6 @@ class KernelChoice(NamedTuple):
             "cuda_cores": "CUDA cores",
             "tensor_cores": "tensor cores",
             "hopper": "Hopper's tensor cores",
-            "hopper_short": "Hopper's tensor cores, in one kernel",
         }.get(self.unit, self.unit)
         said = "no kernels" if self.unit == "none" else f"{self.algorithm} time on {unit}"
         if self.scores is not None:

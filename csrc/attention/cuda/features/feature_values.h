@@ -47,18 +47,6 @@ __device__ __forceinline__ void sine_and_cosine(float angle, float unit, float& 
   }
 }
 
-// Computes half of cos a + cos b and of sin a + sin b, for angles in units of `unit` of a cycle: as
-// products of the half sum and the half difference, three sines in the place of four, which short
-// calls need the registers for.
-template <FeatureForm kForm>
-__device__ __forceinline__ void half_sums_of_products(float a, float b, float unit, float& sine,
-                                                      float& cosine) {
-  float unused, common;
-  sine_and_cosine<kForm>(a + b, 0.5f * unit, sine, cosine);
-  sine_and_cosine<kForm>(a - b, 0.5f * unit, unused, common);
-  sine *= common;
-  cosine *= common;
-}
 // Computes the sums of two cosines and of two sines, without a scale.
 template <FeatureForm kForm>
 __device__ __forceinline__ void half_sums(float a, float b, float unit, float& sine,

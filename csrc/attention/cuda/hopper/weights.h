@@ -65,33 +65,5 @@ __device__ __forceinline__ uint32_t seen_of_two(int diagonal, int n, int half) {
   return seen > 0 ? 0xffffffffu : seen == 0 ? 0x0000ffffu : 0u;
 }
 
-// Makes weights as A of scores of integers, rounded to bfloat16, two at a time.
-//   magnitudes: e_j of the tile's keys, by pairs
-__device__ __forceinline__ void to_int8_weights(const int32_t (&scores)[kKeys / 2],
-                                                Shared<const uint32_t> magnitudes, uint32_t eps,
-                                                uint32_t (&weights)[kKeys / 16][4]) {
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < kKeys / 8; ++n) {
-    const uint32_t of_keys = magnitudes[n * 4 + t];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t* const two = scores + 4 * n + 2 * half;
-      const uint32_t pair = pack<BFloat16>(static_cast<float>(two[0]), static_cast<float>(two[1]));
-      weights[n / 2][n % 2 * 2 + half] = int8_weights(pair, of_keys, eps);
-    }
-  }
-}
-// Clears the weights of pairs beyond `diagonal`.
-__device__ __forceinline__ void hide_beyond(int diagonal, uint32_t (&weights)[kKeys / 16][4]) {
-#pragma unroll
-  for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      weights[n / 2][n % 2 * 2 + half] &= seen_of_two(diagonal, n, half);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace ikattn::cuda

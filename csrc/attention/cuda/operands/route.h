@@ -28,9 +28,6 @@ struct Route {
   // Tensor cores and Hopper: the forward's scores are products of integers of 8 bits, and the
   // backward makes the same scores.
   bool int8_scores = false;
-  // On Hopper (hopper/short.h). The forward: its kernel makes the features, too. The backward: one
-  // kernel makes all gradients of pairs, if those of both sides are asked for.
-  bool is_short = false;
   // Tensor cores: split products of float32, two operands of Half for each number, in the place of
   // CUDA cores.
   bool split_products = false;

@@ -190,7 +190,6 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
                         const AngleOperands& operands, const SplitLogits<float>& logits,
                         const Route& route, bool for_backward, FoldedTokens& folded) {
   const bool has_integers = route.int8_scores && !for_backward;
-  const bool are_made_later = route.is_short && !for_backward;
   FeatureDestination to;
   to.poison = for_backward ? nullptr : executor.take<float>(params.B * params.H * params.L);
   to.logits = logits;
@@ -201,13 +200,12 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (!error) {
     error = choose_forms(params, executor, logits, route, bounds, has_integers, folded);
   }
-  if (!error && has_integers && !are_made_later) {
+  if (!error && has_integers) {
     error = make_integers(params, executor, operands, to, folded);
   }
-  // Where integers serve all heads, or the kernel of pairs makes features, no others are needed.
-  const bool has_others = has_integers || are_made_later;
-  if (!error && !(has_others && every_row_sees_all(params))) {
-    error = make_features(params, executor, operands, route, has_others, to, folded);
+  // Where integers serve all heads, no features are needed.
+  if (!error && !(has_integers && every_row_sees_all(params))) {
+    error = make_features(params, executor, operands, route, has_integers, to, folded);
   }
   return error ? error : place_values(params, executor, route, bounds, folded);  // scaled by bounds
 }
