@@ -40,6 +40,16 @@ function ramp(norms) {
   });
 }
 
+// Returns a canvas with one pixel of the colour [r, g, b] of each cell.
+function pixels(colours, { L, S }) {
+  const canvas = element("canvas", { width: S, height: L });
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(S, L);
+  colours.forEach((colour, i) => image.data.set([...colour, 255], 4 * i));
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
+
 const css = (colour) => `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
 
 // Takes the theme of the reader's system, until they press the button.

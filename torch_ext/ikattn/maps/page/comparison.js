@@ -31,45 +31,33 @@ function plates() {
   const [a, b] = [rowsOf(0), rowsOf(1)];
   const top = Math.max(largest(a), largest(b));
   const apart = a.map((value, i) => b[i] - value);
-  const [blue, orange] = [colourOf(false), colourOf(true)];
+  // What A takes is blue and what B takes orange, also where one takes more than the other: hues told
+  // apart without red and green.
   const shown = {
-    a: plateOf(a, top, "A", contents.models[0], blue),
-    b: plateOf(b, top, "B", contents.models[1], orange),
-    difference: plateOf(apart, largest(apart), "B \u2212 A", "blue: A takes more, orange: B takes more",
-      (share) => share < 0 ? blue(-share) : orange(share), true),
+    a: plateOf(a, top, "A", contents.models[0], false),
+    b: plateOf(b, top, "B", contents.models[1], true),
+    difference: plateOf(apart, largest(apart), "B \u2212 A", "blue: A takes more, orange: B takes more", true, true),
   };
   view = { key, plates: shown };
   return shown;
 }
 
 // Makes a plate of values [L, S], of which `top` has the full colour.
-function plateOf(values, top, caption, meaning, colour, signed = false) {
-  const cells = pixels(Array.from(values, (value) => colour(scaled(value, top))), layerOf());
+function plateOf(values, top, caption, meaning, norms, signed = false) {
+  const cells = pixels(Array.from(values, (value) => colourOf(scaled(value, top), norms)), layerOf());
   return {
     values, top, caption, meaning, cells: () => cells,
     textOf: (value) => percent(value, signed),
     legend: () => ({
       lowest: signed ? percent(-top) : "0", highest: percent(top, signed),
-      colourAt: (share) => colour(scaled(signed ? 2 * share - 1 : share, 1)),
+      colourAt: (share) => colourOf(scaled(signed ? 2 * share - 1 : share, 1), norms),
     }),
   };
 }
 
 const largest = (values) => values.reduce((top, value) => Math.max(top, Math.abs(value) || 0), 0);
 
-// --- Colours and numbers -----------------------------------------------------------------------------
-
-// Returns the colour of a share of the largest value, 0 to 1. What A takes is blue and what B takes
-// orange, also where one takes more than the other: hues told apart without red and green.
-function colourOf(norms) {
-  const levels = ramp(norms);
-  return (share) => Number.isNaN(share) ? [190, 40, 120] : levels[Math.round(255 * Math.min(share, 1))];
-}
-
-function scaled(value, top) {
-  const share = top > 0 ? value / top : value * 0;
-  return state.scale === "root" ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share;
-}
+// --- Numbers -----------------------------------------------------------------------------------------
 
 function percent(value, signed = false) {
   if (Number.isNaN(value)) return "not finite";

@@ -211,19 +211,16 @@ function showLegend(legend, plate, here) {
   legend.replaceChildren(lowest, bar, highest, element("span", {}, `\u00b7 here ${here}`));
 }
 
-// Returns a canvas with one pixel of the colour [r, g, b] of each cell.
-function pixels(colours, { L, S }) {
-  const canvas = element("canvas", { width: S, height: L });
-  const context = canvas.getContext("2d");
-  const image = context.createImageData(S, L);
-  colours.forEach(([red, green, blue], i) => {
-    image.data[4 * i] = red;
-    image.data[4 * i + 1] = green;
-    image.data[4 * i + 2] = blue;
-    image.data[4 * i + 3] = 255;
-  });
-  context.putImageData(image, 0, 0);
-  return canvas;
+// Returns the colour of a share of the largest value, -1 to 1; below 0 it is one of the other colours.
+function colourOf(share, norms) {
+  if (Number.isNaN(share)) return [190, 40, 120];
+  return ramp(share < 0 ? !norms : norms)[Math.round(255 * Math.min(Math.abs(share), 1))];
+}
+
+// Returns the share that a value has of the largest, or its square root, with the value's sign.
+function scaled(value, top, scale = state.scale) {
+  const share = top > 0 ? value / top : value * 0;
+  return scale === "root" ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share;
 }
 
 // Writes which token reads which, in both modes before what the mode says of them.

@@ -70,13 +70,10 @@ function sortBy(by) {
 // L x S bytes, the square roots of the cells over the largest.
 function drawMap(item) {
   const [name, L, S, codes] = item.dataset.map.split(" ");
-  const canvas = item.querySelector("canvas") || element("canvas", { width: Number(S), height: Number(L) });
-  canvas.setAttribute("aria-hidden", "true");
-  const context = canvas.getContext("2d");
-  const image = context.createImageData(canvas.width, canvas.height);
   const colours = ramp(name !== "weights");
-  bytesOf(codes).forEach((level, cell) => image.data.set([...colours[level], 255], 4 * cell));
-  context.putImageData(image, 0, 0);
+  const canvas = pixels(Array.from(bytesOf(codes), (level) => colours[level]), { L: Number(L), S: Number(S) });
+  canvas.setAttribute("aria-hidden", "true");
+  item.querySelector("canvas")?.remove();
   item.prepend(canvas);
 }
 

@@ -50,11 +50,9 @@ const plateOf = (values, caption, meaning, norms) => ({
     const { L, S } = layerOf();
     const top = state.scale === "row" ? "row maximum" : number(maximum(values, 0, L, S, state.layer));
     const kind = state.scale === "root" ? " (square root)" : "";
-    if (!values.some((value) => value < 0)) {
-      return { lowest: "0", highest: `${top}${kind}`, colourAt: (share) => ramp(norms)[Math.round(255 * share)] };
-    }
-    const colourAt = (share) => ramp(share < 0.5 ? !norms : norms)[Math.round(255 * Math.abs(2 * share - 1))];
-    return { lowest: `\u2212${top}`, highest: `${top}${kind}`, colourAt };
+    const isSigned = values.some((value) => value < 0);
+    const colourAt = (share) => colourOf(isSigned ? 2 * share - 1 : share, norms);
+    return { lowest: isSigned ? `\u2212${top}` : "0", highest: `${top}${kind}`, colourAt };
   },
 });
 
@@ -92,7 +90,7 @@ function normsPlate(layer = state.layer, head = state.head) {
 
 const plates = () => ({ left: weightsPlate(), right: normsPlate() });
 
-// --- Levels and numbers ------------------------------------------------------------------------------
+// --- Colours and numbers -----------------------------------------------------------------------------
 
 function isSelf(layer = state.layer) {
   return contents.layers[layer].kind === "self";
@@ -111,31 +109,21 @@ function maximum(values, from, to, S, layer) {
   return largest;
 }
 
-// Returns levels 0..255 of a map's cells, 256 more below 0; -1: left out, -2: no finite number.
-function levelsOf(values, layer, scale = state.scale) {
+// Returns the colours of a map's cells; those left out have that of the paper.
+function coloursOf(values, norms, layer, scale = state.scale) {
   const { L, S } = layerOf(layer);
   const whole = maximum(values, 0, L, S, layer);
-  const levels = new Int16Array(L * S);
+  const paper = dark() ? [20, 23, 27] : [251, 250, 248];
+  const colours = [];
   for (let t = 0; t < L; t++) {
     const top = scale === "row" ? maximum(values, t, t + 1, S, layer) : whole;
     for (let s = 0; s < S; s++) {
       const value = values[t * S + s];
-      if (Number.isNaN(value)) levels[t * S + s] = -2;
-      else if (state.diagonal && isSelf(layer) && t === s) levels[t * S + s] = -1;
-      else {
-        const share = top > 0 ? Math.min(Math.abs(value) / top, 1) : 0;
-        const level = Math.round(255 * (scale === "root" ? Math.sqrt(share) : share));
-        levels[t * S + s] = value < 0 ? 256 + level : level;
-      }
+      const isOut = state.diagonal && isSelf(layer) && t === s && !Number.isNaN(value);
+      colours.push(isOut ? paper : colourOf(scaled(value, top, scale), norms));
     }
   }
-  return levels;
-}
-
-function levelColour(level, norms) {
-  if (level === -1) return dark() ? [20, 23, 27] : [251, 250, 248];
-  if (level === -2) return [190, 40, 120];
-  return level > 255 ? ramp(!norms)[level - 256] : ramp(norms)[level];
+  return colours;
 }
 
 // --- Tokens ------------------------------------------------------------------------------------------
@@ -162,8 +150,7 @@ function thumbnail(plate, layer) {
 }
 
 function cellsOf(values, norms, layer, scale = state.scale) {
-  const levels = Array.from(levelsOf(values, layer, scale), (level) => levelColour(level, norms));
-  return pixels(levels, layerOf(layer));
+  return pixels(coloursOf(values, norms, layer, scale), layerOf(layer));
 }
 
 function showRest() {
@@ -228,8 +215,9 @@ function readingRows() {
   const { S } = layerOf();
   const [q] = pair();
   const ofPlate = (plate, title, symbol) => {
-    const [values, levels] = [plate.values, levelsOf(plate.values, state.layer)].map((all) => all.subarray(q * S, (q + 1) * S));
-    return { title, symbol, values, colourOf: (s) => levelColour(levels[s], plate.norms) };
+    const all = [plate.values, coloursOf(plate.values, plate.norms, state.layer)];
+    const [values, colours] = all.map((each) => each.slice(q * S, (q + 1) * S));
+    return { title, symbol, values, colourOf: (s) => colours[s] };
   };
   const { left, right } = plates();
   const norms = shownValueNorms();
@@ -296,19 +284,11 @@ function showLedger() {
     ["contribution", pairOf(perHead("per_head", state.layer)), true],
     ["part", pairOf(array("projection")), false],
   ].filter(([, value]) => value);
+  const rows = Array.from({ length: heads }, (_, head) => element("tr", { className: head === state.head ? "chosen" : "" },
+    element("td", {}, String(head)), ...columns.map(([, value, coloured]) =>
+      element("td", {}, number(value(head)), ...(coloured === undefined ? [] : [barOf(value, head, heads, coloured)])))));
   const table = element("table", {}, element("thead", {}, element("tr", {}, element("th", {}, "head"),
-    ...columns.map(([title]) => element("th", {}, title)))));
-  const body = element("tbody");
-  for (let head = 0; head < heads && columns.length; head++) {
-    const row = element("tr", { className: head === state.head ? "chosen" : "" }, element("td", {}, String(head)));
-    for (const [, value, coloured] of columns) {
-      const cell = element("td", {}, number(value(head)));
-      if (coloured !== undefined) cell.append(barOf(value, head, heads, coloured));
-      row.append(cell);
-    }
-    body.append(row);
-  }
-  table.append(body);
+    ...columns.map(([title]) => element("th", {}, title)))), element("tbody", {}, ...rows));
   byId("ledger").replaceChildren(...(columns.length ? [table] : []), sums(q, k, columns));
 }
 
@@ -371,23 +351,22 @@ function showPair() {
   showReading();
   const { left, right } = plates();
   document.querySelector(".plates").classList.toggle("alone", !left || !right);
-  draw(byId("left"), left);
-  draw(byId("right"), right);
-  showLedger();
+  drawPair();
   showFlow();
+}
+
+function drawPair() {
+  for (const [name, plate] of Object.entries(plates())) draw(byId(name), plate);
+  showLedger();
 }
 
 // Shows the pair everywhere, and replaces no button under the pointer.
 function markPair() {
   const [q] = pair();
-  const buttons = [...byId("queries").children];
-  buttons.forEach((button, t) => button.setAttribute("aria-checked", String(t === q)));
+  [...byId("queries").children].forEach((button, t) => button.setAttribute("aria-checked", String(t === q)));
   const rows = readingRows();
   byId("draws").querySelectorAll(".tokens").forEach((row, i) => paint([...row.children], rows[i]));
-  const { left, right } = plates();
-  draw(byId("left"), left);
-  draw(byId("right"), right);
-  showLedger();
+  drawPair();
 }
 
 listenToFlow();
