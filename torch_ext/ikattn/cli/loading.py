@@ -7,32 +7,26 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ikattn._optional import optional
 from ikattn.cli.errors import AnalyzeError, Notice, doing
 from ikattn.integrations.transformers import from_pretrained
 from ikattn.integrations.transformers.conversion import settings_of
 
 _TRIED = 4  # tokens
-
-
-def the_transformers() -> Any:
-    """Returns the library, or raises AnalyzeError."""
-    if find_spec("transformers") is None:
-        raise AnalyzeError("this needs transformers: pip install 'ikattn[analyze]'")
-    return import_module("transformers")
+_transformers = partial(optional, "transformers", "this", "'ikattn[analyze]'")
 
 
 @contextmanager
 def hushed() -> Iterator[None]:
     """A context in which transformers shows neither bars nor what it logs below errors."""
-    logging = the_transformers().utils.logging
+    logging = _transformers().utils.logging
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -79,7 +73,7 @@ def load(
     are for config, tokenizer and model, others for the model alone, and no device leaves it to
     these. AnalyzeError says what is not there or not whole, or that the model does not read text.
     """
-    transformers = the_transformers()
+    transformers = _transformers()
     with doing(f"cannot load the model {name}"):
         config = transformers.AutoConfig.from_pretrained(name, **about)
     base = transformers.MODEL_MAPPING.get(type(config), None)

@@ -9,8 +9,10 @@ import csv
 import io
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,18 +268,14 @@ class EdgeMaps:
 
 def _numbered(keys: Tensor) -> list[tuple[int, int]]:
     """Each key, and how often it has been before."""
-    seen: dict[int, int] = {}
-    result = []
-    for key in keys.tolist():
-        seen[key] = seen.get(key, -1) + 1
-        result.append((key, seen[key]))
-    return result
+    before: defaultdict[int, Iterator[int]] = defaultdict(count)
+    return [(key, next(before[key])) for key in keys.tolist()]
 
 
 def _star(
     node: int,
     edges: Sequence[tuple[int, float]],
-    count: int,
+    total: int,
     labels: Sequence[str] | Mapping[int, str] | None,
 ) -> Any:
     """A node in the middle, its sources around it, the largest on top and on clockwise."""
@@ -308,6 +306,6 @@ def _star(
     axes.text(0, -0.13, f"{name(node)}" + (f"\nitself {own:.3g}" if own else ""), ha="center",
               va="top", fontsize=9, color=INK, zorder=4,
               bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})  # fmt: skip
-    shown = "" if len(edges) == count else f", the largest {len(edges)} of {count} edges"
+    shown = "" if len(edges) == total else f", the largest {len(edges)} of {total} edges"
     figure.text(0.03, 0.955, f"What node {name(node)} draws from{shown}", fontsize=11, color=INK)
     return figure

@@ -17,15 +17,11 @@ from ikattn.maps.files._common import MapFileError
 _METADATA = "metadata.json"
 
 
-def _import_numpy() -> Any:
-    return optional("numpy", "a .npz file", "numpy")
-
-
 class NumpySink:
     """A ZIP archive of .npy files, stored as they are; its directory comes last, so it streams."""
 
     def __init__(self, file: BinaryIO, path: Path, stack: ExitStack) -> None:
-        self._numpy = _import_numpy()
+        self._numpy = optional("numpy", "a .npz file", "numpy")
         self._archive = stack.enter_context(zipfile.ZipFile(file, "w"))
         self._widened: dict[str, str] = {}
 
@@ -42,7 +38,7 @@ class NumpySink:
 
 
 def read_npz(path: Path) -> tuple[bytes | None, dict[str, Tensor]]:
-    numpy = _import_numpy()
+    numpy = optional("numpy", "a .npz file", "numpy")
     try:
         with zipfile.ZipFile(path) as archive:
             if _METADATA not in archive.namelist():
