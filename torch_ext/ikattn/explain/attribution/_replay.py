@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn.explain.attribution._linear import Activation, LinearModel
-from ikattn.explain.attribution._torch import SUMS, detached, name_of
+from ikattn.explain.attribution._torch import SUMS, detached, mapped, name_of
 from ikattn.recorder.calls.sdpa import sdpa_call
 
 # Functions that take a tensor without its waiting bias.
@@ -42,7 +42,7 @@ class Replay(LinearModel):
     ) -> None:
         super().__init__(activation)
         self.caller = caller
-        self._biases = biases
+        self.shares_biases = biases == "absdot"  # among the vectors
         self._kept: list[Any] = []
         self._next: int | None = None  # None: numbers are being fixed
         self._own: Tensor | None = None
@@ -53,11 +53,6 @@ class Replay(LinearModel):
         # Biases of out-projections, which wait for the sum of their output and the residual.
         self._waiting: Any = WeakTensorKeyDictionary()
 
-    @property
-    def shares_biases(self) -> bool:
-        """Whether biases are shared among the vectors."""
-        return self._biases == "absdot"
-
     def enter_block(self, x: Tensor) -> None:
         """Notes that a block is called with ``x``."""
 
@@ -65,19 +60,15 @@ class Replay(LinearModel):
         """Returns what is wanted of a block that just ran; None: it has no such part."""
         return output
 
-    def begin(self, own: Tensor) -> None:
+    def begin(self, own: Tensor | None) -> None:
         """Has the next call use what the first one fixed.
 
         ``own``, bool ``[K, L]``, says which token each of the vectors that go through belongs to.
-        With "absdot" the last belongs to none: it takes biases that are still to be shared.
+        With "absdot" the last belongs to none: it takes biases that are still to be shared. None:
+        vectors are whole, and every bias is as it is.
         """
-        self._next, self._own, self._event = 0, own.unsqueeze(-1), 0
-        self._is_whole, self._count = False, own.size(0)
-
-    def begin_whole(self) -> None:
-        """Has the next call be one of whole vectors, with every bias as it is."""
-        self._next, self._own, self._event = 0, None, 0
-        self._is_whole = True
+        self._next, self._own, self._event = 0, own, 0
+        self._is_whole, self._count = own is None, 1 if own is None else own.size(0)
 
     @property
     def is_fixing(self) -> bool:
@@ -107,17 +98,12 @@ class Replay(LinearModel):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self._waiting and name_of(func) not in _UNASKING:
-            args, kwargs = self._with_waiting(args), self._with_waiting(kwargs or {})
+            args, kwargs = mapped(self._whole, args), mapped(self._whole, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _with_waiting(self, x: Any) -> Any:
-        if isinstance(x, Tensor) and x in self._waiting:
-            return self._shared(x, self._waiting[x])
-        if type(x) in (tuple, list):
-            return type(x)(self._with_waiting(each) for each in x)
-        if type(x) is dict:
-            return {name: self._with_waiting(each) for name, each in x.items()}
-        return x
+    def _whole(self, x: Tensor) -> Tensor:
+        """Returns a tensor with the bias that waits for it, if one does."""
+        return self._shared(x, self._waiting[x]) if x in self._waiting else x
 
     def _linear(
         self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -153,7 +139,7 @@ class Replay(LinearModel):
         if not waiting:
             return super()._sum(func, *args, **kwargs)
         if not all(self._depends(x) for x in args) or kwargs or "sub" in name_of(func):
-            return super()._sum(func, *self._with_waiting(args), **kwargs)
+            return super()._sum(func, *mapped(self._whole, args), **kwargs)
         result = func(*args)
         for constant in waiting:
             result = self._shared(result, constant)
@@ -210,7 +196,7 @@ class Replay(LinearModel):
             return made.flatten(0, 1)
         if self._own is not None:  # before tokens are mixed a bias belongs to its token
             return x + c * self._own_of(x)
-        if self._biases == "none":
+        if not self.shares_biases:
             return x
         # one that is given for each of a batch is the same for all that go through
         return self._shared(x, c[:1] if c.dim() == x.dim() else c)
@@ -221,7 +207,7 @@ class Replay(LinearModel):
         ``x`` is ``[K, L, ..]``, ``[L, K, ..]`` or, of heads, ``[K, H, L, ..]``.
         """
         assert self._own is not None
-        own = self._own[..., 0]
+        own = self._own
         K, L = own.shape
         if x.dim() >= 3 and x.shape[:2] == (K, L):
             return own.view(K, L, *(1,) * (x.dim() - 2))
@@ -264,13 +250,9 @@ class BlockReplay(Replay):
         self._added: list[Tensor] | None = None
         self._last: list[Tensor] = []
 
-    def begin(self, own: Tensor) -> None:
+    def begin(self, own: Tensor | None) -> None:
         super().begin(own)
-        self._vectors_own = self._own
-
-    def begin_whole(self) -> None:
-        super().begin_whole()
-        self._vectors_own = None
+        self._vectors_own = own
 
     def enter_block(self, x: Tensor) -> None:
         self._own = self._vectors_own

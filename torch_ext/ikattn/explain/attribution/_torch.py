@@ -111,17 +111,22 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def mapped(change: Callable[[Tensor], Any], x: Any) -> Any:
+    """Returns tuples, lists and dictionaries with their tensors changed."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if type(x) in (tuple, list):
+        return type(x)(mapped(change, each) for each in x)
+    if hasattr(x, "_fields"):
+        return type(x)(*(mapped(change, each) for each in x))
+    if type(x) is dict:
+        return {name: mapped(change, each) for name, each in x.items()}
+    return x
+
+
 def detached(x: Any) -> Any:
     """Returns tuples, lists and dictionaries with tensors that have no gradient."""
-    if isinstance(x, Tensor):
-        return x.detach()
-    if type(x) in (tuple, list):
-        return type(x)(detached(each) for each in x)
-    if hasattr(x, "_fields"):
-        return type(x)(*(detached(each) for each in x))
-    if type(x) is dict:
-        return {name: detached(each) for name, each in x.items()}
-    return x
+    return mapped(Tensor.detach, x)
 
 
 @contextmanager

@@ -79,7 +79,6 @@ def decomposed_norms(
     """
     if biases not in ("none", "absdot"):
         raise ValueError(f'{_DECOMPOSED}: biases must be "none" or "absdot", got {biases!r}')
-
     replay = partial(Replay, activation, biases, _DECOMPOSED)
     return _of_sequences(model, inputs, sources, _DECOMPOSED, replay)
 
@@ -130,7 +129,6 @@ def block_maps(
     """
     if scope not in ("block", "feed_forward"):
         raise ValueError(f'{_BLOCKS}: scope must be "block" or "feed_forward", got {scope!r}')
-
     replay = partial(BlockReplay, activation, _BLOCKS, scope)
     return _of_sequences(model, inputs, sources, _BLOCKS, replay)
 
@@ -204,7 +202,7 @@ def _followed(
             model(**inputs)
         if not given:
             raise ValueError(f"{caller}: {stack.name or 'the model'} was called with no tensor")
-        replay.begin_whole()
+        replay.begin(None)
         with entered(whole), _outputs_of(stack) as made:
             model(**inputs)
         _check_vectors(stack, made, expected, caller)
