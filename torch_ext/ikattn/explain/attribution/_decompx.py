@@ -46,9 +46,22 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
         opened.enter_context(called_linear(model, linear))
-        make = partial(_entering, entered, B, readers_of(task, stacks), len(stacks) == 1)
+        readers = readers_of(task, stacks)
+
+        def entering(stack: Stack, x: Tensor) -> Tensor:
+            """Returns a leaf in the place of what a stack is called with, if it is of B sequences.
+
+            Other stacks read what an earlier one made, or the patches of all pictures in a row,
+            which enter the vectors of tokens, and keep it.
+            """
+            entered.append((stack, x.shape))
+            is_of_tokens = x.dim() > 2 and B in x.shape[:2]
+            is_one_row = len(stacks) == 1 and B == 1 and x.dim() == 2
+            is_made = stack not in readers and x.requires_grad
+            return x if is_made or not (is_of_tokens or is_one_row) else x.detach().requires_grad_()
+
         for stack in stacks:
-            opened.enter_context(replaced(stack, partial(make, stack)))
+            opened.enter_context(replaced(stack, partial(entering, stack)))
         values = task.values(linear)
         order = [stack for stack, _ in entered]
         ran = order
@@ -91,28 +104,6 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
     if not each:
         values, expected = values.sum(0, keepdim=True), expected.sum(0, keepdim=True)
     return _found(rows, values.T, expected.T, sources[0], task, each)
-
-
-def _entering(
-    entered: list[tuple[Stack, torch.Size]],
-    B: int,
-    readers: Sequence[Stack],
-    is_only: bool,
-    stack: Stack,
-    x: Tensor,
-) -> Tensor:
-    """Returns a leaf in the place of what a stack is called with, if it is of B sequences.
-
-    Other stacks read what an earlier one made, or the patches of all pictures in a row, which enter
-    the vectors of tokens, and keep it.
-    """
-    entered.append((stack, x.shape))
-    if stack not in readers and x.requires_grad:
-        return x
-    is_of_tokens = x.dim() > 2 and B in x.shape[:2]
-    if not is_of_tokens and not (is_only and B == 1 and x.dim() == 2):
-        return x
-    return x.detach().requires_grad_()
 
 
 def has_tokens_first(x: Tensor, values: Tensor) -> bool:

@@ -319,8 +319,7 @@ def _check(found: Attribution) -> None:
 def _sequence(found: Attribution, b: int) -> dict[str, Any]:
     """Gathers a sequence: its texts, and what was attributed."""
     names = (found.target_tokens[b] or None) if found.target_tokens else None
-    rows = _rows(found.scores, b)  # [n, S]
-    n = rows.size(0)
+    n = found.scores.size(1) if found.scores.dim() == 3 else 1
     if found.scores.dim() == 3 and names is not None:
         if len(names) > n:
             raise ValueError(
@@ -328,12 +327,8 @@ def _sequence(found: Attribution, b: int) -> dict[str, Any]:
                 f"got {len(names)}"
             )
         n = len(names)  # a sequence with fewer targets than others has 0 for the rest
-    has_two = found.prefix_scores is not None
-    kind = found.byte_level
-    parts = [_text("Encoder" if has_two else "Text", found.tokens, rows[:n], b, "tokens", kind)]
-    if found.prefix_scores is not None:
-        prefix = _rows(found.prefix_scores, b)[:n]
-        parts.append(_text("Decoder", found.prefix_tokens, prefix, b, "prefix_tokens", kind))
+    titles = {"": "Text"} if found.prefix_scores is None else {"": "Encoder", "prefix_": "Decoder"}
+    parts = [_text(found, b, n, part, title) for part, title in titles.items()]
     opening = "".join(parts[0]["texts"]).strip()
     return {
         "title": " ".join(opening[:400].split())[:100],
@@ -344,38 +339,31 @@ def _sequence(found: Attribution, b: int) -> dict[str, Any]:
     }
 
 
-def _text(
-    title: str,
-    tokens: list[list[str]] | None,
-    rows: Tensor,
-    b: int,
-    argument: str,
-    byte_level: bool,
-) -> dict[str, Any]:
-    """Gathers a text without its padding, and the scores ``[n, S]`` of its tokens."""
+def _text(found: Attribution, b: int, n: int, part: str, title: str) -> dict[str, Any]:
+    """Gathers a text without its padding, and the scores ``[n, S]`` of its tokens.
+
+    part: What the names of its fields begin with, "prefix_" for the decoder's.
+    """
+    scores, tokens = getattr(found, f"{part}scores"), getattr(found, f"{part}tokens")
+    rows = torch.atleast_2d(scores[b].detach().to("cpu", torch.float32))[:n]
     S = rows.size(1)
     names = [str(j) for j in range(S)] if tokens is None else tokens[b]
     if len(names) != S:
         raise ValueError(
-            f"to_html: {argument}[{b}] must hold the {S} tokens that have scores, got {len(names)}"
+            f"to_html: {part}tokens[{b}] must hold the {S} tokens that have scores, got "
+            f"{len(names)}"
         )
     has_part = (rows != 0).any(0).tolist()  # NaN, too
     span = text_span(names, has_part)
     shown = rows[:, span].contiguous()
     return {
         "title": title,
-        "texts": texts_of(names[span], byte_level=byte_level),
+        "texts": texts_of(names[span], byte_level=found.byte_level),
         "special": [j for j, name in enumerate(names[span]) if is_special(name)],
         "first": span.start,
         "padding": S - shown.size(1),
         "scores": as_base64(shown),
     }
-
-
-def _rows(scores: Tensor, b: int) -> Tensor:
-    """Returns the scores of one sequence, float32 ``[n, S]``; n is 1 where targets are summed."""
-    own = scores[b].detach().to("cpu", torch.float32)
-    return own if own.dim() == 2 else own.unsqueeze(0)
 
 
 def _numbers(x: Tensor) -> list[float | None]:
