@@ -44,13 +44,14 @@ function plates() {
 
 // Makes a plate of values [L, S], of which `top` has the full colour.
 function plateOf(values, top, caption, meaning, norms, signed = false) {
-  const cells = pixels(Array.from(values, (value) => colourOf(scaled(value, top), norms)), layerOf());
+  const colour = colourOf(norms);
+  const cells = pixels(Array.from(values, (value) => colour(scaled(value, top))), layerOf());
   return {
     values, top, caption, meaning, cells: () => cells,
     textOf: (value) => percent(value, signed),
     legend: () => ({
       lowest: signed ? percent(-top) : "0", highest: percent(top, signed),
-      colourAt: (share) => colourOf(scaled(signed ? 2 * share - 1 : share, 1), norms),
+      colourAt: (share) => colour(scaled(signed ? 2 * share - 1 : share, 1)),
     }),
   };
 }

@@ -211,10 +211,10 @@ function showLegend(legend, plate, here) {
   legend.replaceChildren(lowest, bar, highest, element("span", {}, `\u00b7 here ${here}`));
 }
 
-// Returns the colour of a share of the largest value, -1 to 1; below 0 it is one of the other colours.
-function colourOf(share, norms) {
-  if (Number.isNaN(share)) return [190, 40, 120];
-  return ramp(share < 0 ? !norms : norms)[Math.round(255 * Math.min(Math.abs(share), 1))];
+// Gives the colour of a share of the largest value, -1 to 1; below 0 it is one of the other colours.
+function colourOf(norms) {
+  const [own, other] = [ramp(norms), ramp(!norms)];
+  return (share) => Number.isNaN(share) ? [190, 40, 120] : (share < 0 ? other : own)[Math.round(255 * Math.min(Math.abs(share), 1))];
 }
 
 // Returns the share that a value has of the largest, or its square root, with the value's sign.

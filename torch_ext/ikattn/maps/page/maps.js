@@ -19,8 +19,8 @@ const MEANINGS = {
 // --- Arrays ------------------------------------------------------------------------------------------
 
 function array(name, layer = state.layer) {
-  const shown = layerOf(layer);
-  return shown && shown.maps[name] ? decode(shown.maps[name]) : null;
+  const entry = layerOf(layer)?.maps[name];
+  return entry ? decode(entry) : null;
 }
 
 // Returns [L, S] of one head of a map, or the mean over heads; of signed parts the sum, for they add.
@@ -51,7 +51,7 @@ const plateOf = (values, caption, meaning, norms) => ({
     const top = state.scale === "row" ? "row maximum" : number(maximum(values, 0, L, S, state.layer));
     const kind = state.scale === "root" ? " (square root)" : "";
     const isSigned = values.some((value) => value < 0);
-    const colourAt = (share) => colourOf(isSigned ? 2 * share - 1 : share, norms);
+    const colourAt = (share) => colourOf(norms)(isSigned ? 2 * share - 1 : share);
     return { lowest: isSigned ? `\u2212${top}` : "0", highest: `${top}${kind}`, colourAt };
   },
 });
@@ -66,12 +66,12 @@ function weightsPlate(layer = state.layer, head = state.head) {
 function normsPlate(layer = state.layer, head = state.head) {
   if (!layerOf(layer)) return null;
   const title = (MAPS.find(([name]) => name === state.map) || MAPS[0])[2];
+  if (state.map === "projection") {
+    const parts = headOrMean("projection", layer, head);
+    const which = head === null ? "all heads" : `head ${head}`;
+    return parts && plateOf(parts, `${title}, ${which}`, MEANINGS.projection, false);
+  }
   if (state.map !== "norms") {
-    if (state.map === "projection") {
-      const parts = headOrMean("projection", layer, head);
-      const which = head === null ? "all heads" : `head ${head}`;
-      return parts && plateOf(parts, `${title}, ${which}`, MEANINGS.projection, false);
-    }
     const values = array(state.map, layer);
     const note = head === null ? "" : " (all heads together)";
     return values && plateOf(values, title + note, MEANINGS[state.map], true);
@@ -114,13 +114,14 @@ function coloursOf(values, norms, layer, scale = state.scale) {
   const { L, S } = layerOf(layer);
   const whole = maximum(values, 0, L, S, layer);
   const paper = dark() ? [20, 23, 27] : [251, 250, 248];
+  const colour = colourOf(norms);
   const colours = [];
   for (let t = 0; t < L; t++) {
     const top = scale === "row" ? maximum(values, t, t + 1, S, layer) : whole;
     for (let s = 0; s < S; s++) {
       const value = values[t * S + s];
       const isOut = state.diagonal && isSelf(layer) && t === s && !Number.isNaN(value);
-      colours.push(isOut ? paper : colourOf(scaled(value, top, scale), norms));
+      colours.push(isOut ? paper : colour(scaled(value, top, scale)));
     }
   }
   return colours;
@@ -243,17 +244,11 @@ function paint(chips, { values, colourOf }) {
   });
 }
 
-// Returns the norms that stand between weight and contribution, which is their product; a long text has
-// no room for a third copy.
+// Returns |f(x)| of each key for the chosen head, or the mean over heads. They stand between weight and
+// contribution, which is their product; a long text has no room for a third copy.
 function shownValueNorms() {
-  return state.map === "norms" && layerOf().S <= 48 ? valueNorms() : null;
-}
-
-// Returns |f(x)| of each key for the chosen head, or the mean over heads.
-function valueNorms() {
-  const norms = array("value_norms");
-  if (!norms) return null;
-  return overHeads(norms, state.head, contents.layers[state.layer].heads, `${state.sequence}/${state.layer}/norms`);
+  const norms = state.map === "norms" && layerOf().S <= 48 ? array("value_norms") : null;
+  return norms && overHeads(norms, state.head, contents.layers[state.layer].heads, `${state.sequence}/${state.layer}/norms`);
 }
 
 function grey(level) {
@@ -284,9 +279,10 @@ function showLedger() {
     ["contribution", pairOf(perHead("per_head", state.layer)), true],
     ["part", pairOf(array("projection")), false],
   ].filter(([, value]) => value);
+  const cellOf = (head, [, value, coloured]) =>
+    element("td", {}, number(value(head)), ...(coloured === undefined ? [] : [barOf(value, head, heads, coloured)]));
   const rows = Array.from({ length: heads }, (_, head) => element("tr", { className: head === state.head ? "chosen" : "" },
-    element("td", {}, String(head)), ...columns.map(([, value, coloured]) =>
-      element("td", {}, number(value(head)), ...(coloured === undefined ? [] : [barOf(value, head, heads, coloured)])))));
+    element("td", {}, String(head)), ...columns.map((column) => cellOf(head, column))));
   const table = element("table", {}, element("thead", {}, element("tr", {}, element("th", {}, "head"),
     ...columns.map(([title]) => element("th", {}, title)))), element("tbody", {}, ...rows));
   byId("ledger").replaceChildren(...(columns.length ? [table] : []), sums(q, k, columns));
@@ -306,16 +302,13 @@ function sums(q, k, columns) {
   const heads = contents.layers[state.layer].heads;
   const contribution = columns.find(([title]) => title === "contribution");
   const rows = [];
-  let total = null;
-  if (contribution) {
-    total = 0;
-    for (let head = 0; head < heads; head++) total += contribution[1](head);
-    rows.push(["the heads' contributions added up", number(total)]);
-  }
+  const parts = contribution ? Array.from({ length: heads }, (_, head) => contribution[1](head)) : [];
+  const whole = total(parts);
+  if (contribution) rows.push(["the heads' contributions added up", number(whole)]);
   const summed = array("summed");
   if (summed) {
     const norm = summed[q * S + k];
-    const lost = total > 0 ? `, ${Math.max(0, Math.round(100 * (1 - norm / total)))} % cancels` : "";
+    const lost = whole > 0 ? `, ${Math.max(0, Math.round(100 * (1 - norm / whole)))} % cancels` : "";
     rows.push([`norm of their sum, N${lost}`, number(norm)]);
   }
   for (const [name, text] of [["with_residual", "with the residual"], ["with_norm", "after the norm"], ["encoder", "after the whole block"], ["alti", "ALTI"]]) {
@@ -326,9 +319,8 @@ function sums(q, k, columns) {
     const ratio = array(`mixing_ratio.${name}`);
     if (ratio) rows.push([`share from other tokens, ${text}`, `${(100 * ratio[q]).toFixed(1)} %`]);
   }
-  const table = element("table", { className: "sums" });
-  table.append(...rows.map(([text, value]) => element("tr", {}, element("td", {}, text), element("td", {}, value))));
-  return table;
+  return element("table", { className: "sums" },
+    ...rows.map(([text, value]) => element("tr", {}, element("td", {}, text), element("td", {}, value))));
 }
 
 // --- What the reader does ----------------------------------------------------------------------------
