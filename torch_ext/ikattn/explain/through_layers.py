@@ -80,20 +80,18 @@ def alti_plus(recording: RecordedMaps, *, batch: int = 0) -> tuple[Tensor, Tenso
         raise ValueError(
             f"alti_plus: attention was left out of the recording: {', '.join(recording.left_out)}"
         )
+    altis: list[Tensor] = []
     for name in names:
         check_whole(maps[name], name, "alti_plus")
-        if maps[name].alti is None:
-            raise ValueError(f"alti_plus: {name} has no map 'alti'; record it with maps=('alti',)")
-    first = crossing[0] - 1  # the decoder's first self-attention
-    first_map, cross_map = maps[names[first]].alti, maps[names[crossing[0]]].alti
-    assert first_map is not None
-    assert cross_map is not None
-    encoder = rollout(maps, map="alti", layers=names[:first], normalize=False)
-    own = torch.eye(first_map.size(-1)).to(cross_map).expand_as(first_map)
-    source = torch.zeros_like(cross_map)
-    for name in names[first:]:
         map_ = maps[name].alti
-        assert map_ is not None
+        if map_ is None:
+            raise ValueError(f"alti_plus: {name} has no map 'alti'; record it with maps=('alti',)")
+        altis.append(map_)
+    first = crossing[0] - 1  # the decoder's first self-attention
+    encoder = rollout(maps, map="alti", layers=names[:first], normalize=False)
+    own = torch.eye(altis[first].size(-1)).to(altis[first + 1]).expand_as(altis[first])
+    source = torch.zeros_like(altis[first + 1])
+    for name, map_ in zip(names[first:], altis[first:], strict=True):
         of = own if recording.layers[name].kind == "self" else encoder
         if map_.size(-1) != of.size(-2):
             raise ValueError(

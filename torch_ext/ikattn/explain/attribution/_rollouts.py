@@ -46,62 +46,48 @@ _ADVICE = re.compile(
 )
 
 
-class _Writings:
-    """Yields the direct part of each layer's attention in a logit, and ALTI's map of the layer.
+@torch.no_grad()
+def _writing_of(run: Run, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the direct part of a layer's attention in a logit, ``[B, S]``, and ALTI's map of it.
 
     The gradient ``[B, L, D]`` is that of the logit in the residual stream after the last block.
     """
+    block = run.plan.parts.block
+    if run.attention.kind != "self" or block != "pre":
+        raise ValueError(
+            'attribute: "alti_logit" needs self-attention whose block adds to a residual '
+            f"stream (pre-norm), got {run.name}, {run.attention.kind}-attention whose block "
+            f'is {block!r}: take "decompx"'
+        )
+    assert run.projection is not None
+    assert run.maps is not None
+    assert run.maps.alti is not None
+    call, around = run.attention, run.around
+    value = call.value
+    u = gradient.to(value.dtype)
+    rows = u.ne(0).any(-1).any(0).nonzero()[:, 0]
+    u = u[:, rows]
+    if isinstance(around.scale, Tensor):
+        u = u * around.scale.to(u.dtype)
+    elif around.scale is not None:
+        u = u * around.scale
+    if around.output_norm is not None:
+        stats = around.output_norm
+        u = u * stats.weight.to(u.dtype) / stats.scale.to(u.dtype)[:, rows].unsqueeze(-1)
+        u = u - u.mean(-1, keepdim=True) if stats.centered else u
+    heads = (u @ run.projection.weight.to(u.dtype)).unflatten(-1, (call.query.size(1), -1))
+    heads = heads.transpose(1, 2)  # [B, H, n, d_v]
+    heads = heads if call.gate is None else heads * call.gate[:, :, rows].to(heads)
+    value = value.repeat_interleave(call.query.size(1) // value.size(1), 1)
+    weights = call.weights[:, :, rows]
+    pairs = weights * (heads @ value.nan_to_num(0.0).mT)  # [B, H, n, S]
+    return pairs.sum((1, 2)), run.maps.alti.to(u.device)
 
-    def __init__(self, gradient: Tensor) -> None:
-        self._gradient = gradient
-        self._layers: list[tuple[Tensor, Tensor]] = []
 
-    @torch.no_grad()
-    def note(self, run: Run) -> None:
-        """Takes up a layer's attention."""
-        block = run.plan.parts.block
-        if run.attention.kind != "self" or block != "pre":
-            raise ValueError(
-                'attribute: "alti_logit" needs self-attention whose block adds to a residual '
-                f"stream (pre-norm), got {run.name}, {run.attention.kind}-attention whose block "
-                f'is {block!r}: take "decompx"'
-            )
-        assert run.projection is not None
-        assert run.maps is not None
-        assert run.maps.alti is not None
-        call, around = run.attention, run.around
-        value = call.value
-        u = self._gradient.to(value.dtype)
-        rows = u.ne(0).any(-1).any(0).nonzero()[:, 0]
-        u = u[:, rows]
-        if isinstance(around.scale, Tensor):
-            u = u * around.scale.to(u.dtype)
-        elif around.scale is not None:
-            u = u * around.scale
-        if around.output_norm is not None:
-            stats = around.output_norm
-            u = u * stats.weight.to(u.dtype) / stats.scale.to(u.dtype)[:, rows].unsqueeze(-1)
-            u = u - u.mean(-1, keepdim=True) if stats.centered else u
-        heads = (u @ run.projection.weight.to(u.dtype)).unflatten(-1, (call.query.size(1), -1))
-        heads = heads.transpose(1, 2)  # [B, H, n, d_v]
-        heads = heads if call.gate is None else heads * call.gate[:, :, rows].to(heads)
-        value = value.repeat_interleave(call.query.size(1) // value.size(1), 1)
-        weights = call.weights[:, :, rows]
-        pairs = weights * (heads @ value.nan_to_num(0.0).mT)  # [B, H, n, S]
-        self._layers.append((pairs.sum((1, 2)), run.maps.alti.to(u.device)))
-
-    def followed_back(self) -> Tensor:
-        """Returns what each token of the input wrote, ``[B, S]``."""
-        written, _ = self._layers[-1]
-        for below, map_ in reversed(self._layers[:-1]):
-            written = below + (self._of_tokens(written, map_).unsqueeze(1) @ map_.to(written))[:, 0]
-        return self._of_tokens(written, self._layers[0][1])
-
-    @staticmethod
-    def _of_tokens(written: Tensor, map_: Tensor) -> Tensor:
-        """Returns what the layer's tokens wrote, without keys before them, such as a prefix."""
-        L, S = map_.shape[-2:]
-        return written[:, S - L :]
+def _of_tokens(written: Tensor, map_: Tensor) -> Tensor:
+    """Returns what a layer's tokens wrote, without keys before them, such as a prefix."""
+    L, S = map_.shape[-2:]
+    return written[:, S - L :]
 
 
 def alti_logit(task: Task) -> Attribution:
@@ -112,9 +98,16 @@ def alti_logit(task: Task) -> Attribution:
             f'{type(task.model).__name__} is set: take "decompx"'
         )
     stack, gradient, values = _hidden_gradients(task)
-    writings, layers = _Writings(gradient), attention_of(task.model, stack)
-    _record(task, "alti", layers, to_cpu=False, on_run=writings.note)
-    scores = writings.followed_back()
+    made: list[tuple[Tensor, Tensor]] = []  # by layer
+
+    def note(run: Run) -> None:
+        made.append(_writing_of(run, gradient))
+
+    _record(task, "alti", attention_of(task.model, stack), to_cpu=False, on_run=note)
+    written, _ = made[-1]
+    for below, map_ in reversed(made[:-1]):
+        written = below + (_of_tokens(written, map_).unsqueeze(1) @ map_.to(written))[:, 0]
+    scores = _of_tokens(written, made[0][1])
     return Attribution(scores, values, values - scores.sum(-1))
 
 
