@@ -19,7 +19,7 @@ from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.recording import Recording
 from ikattn.maps.sequences import batch_of_one, cut
-from ikattn.maps.tokens import readable_tokens
+from ikattn.maps.tokens import tokens_of_ids
 from ikattn.nn.selection import Selection, describe_unseen
 from ikattn.recorder.entry import recorded
 from ikattn.recorder.plan.parts import AttentionParts
@@ -95,7 +95,8 @@ class AnalyzedModel:
             target_mask = labels["attention_mask"]
             inputs["decoder_input_ids"] = torch.cat([first, ids[:, :-1]], 1)
             inputs["decoder_attention_mask"] = target_mask
-            target_tokens = self._tokens(inputs["decoder_input_ids"], target_mask)
+            ids = inputs["decoder_input_ids"]
+            target_tokens = tokens_of_ids(self.loaded.tokenizer, ids, target_mask)
             lengths = [max(pair) for pair in zip(lengths, target_lengths, strict=True)]
         modules = {name.partition("#")[0] for name in self.layers}
         recording = self._recorded(inputs, lambda name, _: name in modules)
@@ -141,13 +142,7 @@ class AnalyzedModel:
         lengths = [len(ids) if len(ids) > self.max_length else 0 for ids in whole]
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         self.loaded.check(ids)
-        return dict(encoded), self._tokens(ids, mask), lengths
-
-    def _tokens(self, ids: Tensor, mask: Tensor) -> list[list[str]]:
-        return [
-            readable_tokens(self.loaded.tokenizer, row[kept.bool()].tolist())
-            for row, kept in zip(ids, mask, strict=True)
-        ]
+        return dict(encoded), tokens_of_ids(self.loaded.tokenizer, ids, mask), lengths
 
 
 def _first_token(job: Job, config: Any) -> int:
@@ -229,7 +224,6 @@ def _with_padding(
     layer: Layer, maps: Contributions, mask: Tensor, target_mask: Tensor | None
 ) -> Contributions:
     """The maps with padding as the tokenizer made it: a model without a mask may not know it."""
-    decoder = layer.side == "decoder" and target_mask is not None
-    own = target_mask if decoder and target_mask is not None else mask
+    own = target_mask if layer.side == "decoder" and target_mask is not None else mask
     of_keys = mask if layer.kind == "cross" else own
     return replace(maps, query_padding=~own.bool(), key_padding=~of_keys.bool())

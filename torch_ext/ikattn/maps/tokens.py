@@ -7,6 +7,7 @@ import re
 from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ikattn.maps.layers import Batch
@@ -78,19 +79,16 @@ def tokens_of_batch(
     tokenizer: Any, batch: Batch
 ) -> tuple[list[list[str]] | None, list[list[str]] | None]:
     """The tokens of a recorded call and of its decoder, without padding; None where unknown."""
+    given = (batch.input_ids, batch.input_mask), (batch.target_ids, batch.target_mask)
+    own, of_target = (x if x is None else tokens_of_ids(tokenizer, x, mask) for x, mask in given)
+    return own, of_target
 
-    def of(ids: Tensor | None, mask: Tensor | None) -> list[list[str]] | None:
-        if ids is None:
-            return None
-        rows = ids.tolist()
-        if mask is None or mask.shape != ids.shape:
-            return [readable_tokens(tokenizer, row) for row in rows]
-        return [
-            readable_tokens(tokenizer, [x for x, kept in zip(row, there, strict=True) if kept])
-            for row, there in zip(rows, mask.tolist(), strict=True)
-        ]
 
-    return of(batch.input_ids, batch.input_mask), of(batch.target_ids, batch.target_mask)
+def tokens_of_ids(tokenizer: Any, ids: Tensor, mask: Tensor | None) -> list[list[str]]:
+    """The tokens of sequences, ``[B, S]``, without padding where the mask has their shape."""
+    there = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
+    rows = zip(ids.cpu(), there.cpu().bool(), strict=True)
+    return [readable_tokens(tokenizer, row[kept].tolist()) for row, kept in rows]
 
 
 def is_byte_level(tokenizer: Any) -> bool:
