@@ -128,8 +128,7 @@ def _ask(question: Question, loaded: Loaded) -> Attribution:
     model, tokenizer = loaded.model, loaded.tokenizer
     inputs = _inputs(question, model, tokenizer)
     against = None if question.against is None else _number(question.against, model, tokenizer)
-    options: dict[str, Any] = {"method": question.method, "against": against}
-    options |= {"tokenizer": tokenizer}
+    options: Any = {"method": question.method, "against": against, "tokenizer": tokenizer}
     loaded.check(inputs["input_ids"])
     room = loaded.positions - inputs["input_ids"].size(1)
     if room < 0:
@@ -172,8 +171,7 @@ def _generated(question: Question, model: Any, inputs: dict[str, Tensor], room: 
     """Returns the model's greedy answer."""
     count = min(question.new_tokens, room)
     made = model.generate(**inputs, max_new_tokens=max(count, 1), do_sample=False)
-    is_two_sided = bool(model.config.is_encoder_decoder)
-    begins = 1 if is_two_sided else inputs["input_ids"].size(1)
+    begins = 1 if model.config.is_encoder_decoder else inputs["input_ids"].size(1)
     return [int(i) for i in made[0, begins:]]
 
 
@@ -194,11 +192,9 @@ def _number(text: str, model: Any, tokenizer: Any) -> int:
 
 
 def _record(found: Attribution) -> dict[str, Any]:
-    tensors = {"scores": found.scores, "prefix_scores": found.prefix_scores}
-    tensors |= {"value": found.value, "bias": found.bias}
+    tensors = {n: getattr(found, n) for n in ("scores", "prefix_scores", "value", "bias")}
     numbers = {n: None if x is None else x[0].tolist() for n, x in tensors.items()}
-    bias = found.bias[0]
-    numbers["bias"] = None if bool(bias.isnan().any()) else numbers["bias"]
-    names = {"tokens": found.tokens, "prefix_tokens": found.prefix_tokens}
-    names |= {"target_tokens": found.target_tokens}
+    if bool(found.bias[0].isnan().any()):
+        numbers["bias"] = None
+    names = {n: getattr(found, n) for n in ("tokens", "prefix_tokens", "target_tokens")}
     return {"method": found.method, **numbers, **{n: x and x[0] for n, x in names.items()}}

@@ -95,12 +95,10 @@ class Source:
             for text in Source(texts, column):
                 digest.update(text.encode() + b"\n")
                 count += 1
-        except UnicodeDecodeError as error:
-            raise AnalyzeError(f"{place}, line {count + 1}: must be UTF-8; {error}") from error
-        except UnicodeEncodeError as error:
-            raise AnalyzeError(f"{place}, line {count + 1}: must be text; {error}") from error
         except ValueError as error:
-            raise AnalyzeError(f"{place}, line {count + 1}: {error}") from error
+            rules = {UnicodeDecodeError: "must be UTF-8; ", UnicodeEncodeError: "must be text; "}
+            said = f"{rules.get(type(error), '')}{error}"
+            raise AnalyzeError(f"{place}, line {count + 1}: {said}") from error
         except OSError as error:
             cause = error.strerror or sentence(error)
             raise AnalyzeError(f"cannot read {place}: {cause}") from error

@@ -100,14 +100,13 @@ def run(device: str, *, unproven: bool = False, enable: bool = False) -> list[Re
                 chosen[name] = checks[name].environment
                 proven[name] = on_gpu or here
 
-    def one(item: tuple[str, dict[str, str]]) -> Result:
-        name, environment = item
+    def one(name: str, environment: dict[str, str]) -> Result:
         is_timed = enable and proven[name] is None
         result = _in_a_process(name, device, environment, is_timed)
         return result._replace(proven=proven[name])
 
     with ThreadPoolExecutor(1 if enable else 2) as pool:
-        return list(pool.map(one, chosen.items()))
+        return list(pool.map(one, chosen.keys(), chosen.values()))
 
 
 # --- The proof of this machine

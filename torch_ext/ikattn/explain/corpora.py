@@ -320,10 +320,8 @@ class CorpusSums:
                 f"CorpusSums.add: types_of must give each of {len(tokens)} tokens one of "
                 f"{', '.join(self.types)}, got {types}"
             )
-        found = torch.zeros(len(tokens), len(self.types), dtype=torch.float64, device="cpu")
-        for place, kind in enumerate(types):
-            found[place, self.types.index(kind)] = 1
-        return found
+        rows = torch.eye(len(self.types), dtype=torch.float64, device="cpu")
+        return rows[[self.types.index(kind) for kind in types]]
 
     def _rows_of_table(self, sums: Sums) -> Iterator[tuple[int | None, dict[str, Any]]]:
         rows, taken, bits = sums["rows"], sums["sum_of_shares"], sums["sum_of_entropies"]

@@ -135,19 +135,12 @@ def joined_calls(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> Batch:
 
     target_mask = along("target_mask")
     if target_mask is None:  # transformers gives none; sequences that have ended are padding
-        target_mask = _mask_of_decoder(layers, maps)
+        decoder = [n for n in maps if (layers[n].side, layers[n].kind) == ("decoder", "self")]
+        padding = maps[decoder[0]].query_padding if decoder else None
+        target_mask = None if padding is None else (~padding).long()
     ids: dict[str, Any] = {x: along(x) for x in ("input_ids", "input_mask", "target_ids")}
     ids |= {"target_mask": target_mask, "begins": calls[0].begins}
     return replace(calls[-1], layers=maps, **ids)
-
-
-def _mask_of_decoder(
-    layers: Mapping[str, Layer], maps: Mapping[str, Contributions]
-) -> Tensor | None:
-    for name, own in maps.items():
-        if layers[name].side == "decoder" and layers[name].kind == "self":
-            return None if own.query_padding is None else (~own.query_padding).long()
-    return None
 
 
 def with_encoders(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> list[Batch]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ikattn._memory import takes_memory_for
 from ikattn.maps.contribution_maps import Contributions
-from ikattn.maps.layers import Batch, RecordedMaps, check_whole, name_of_layer
+from ikattn.maps.layers import RecordedMaps, check_whole, name_of_layer
 from ikattn.maps.summary import without_padding
 
 LEDGER = ("weights", "similarity", "magnitude", "value_norms")  # maps that hold the factors
@@ -189,8 +189,7 @@ def shares(maps: RecordedMaps | Mapping[str, Contributions]) -> Shares:
     if isinstance(maps, RecordedMaps):
         maps.check_recorded()
     found = Shares()
-    for batch in batches:
-        layers = batch.layers if isinstance(batch, Batch) else batch
+    for layers in batches:
         if not layers:
             raise ValueError("shares: maps must hold layers with queries and keys, got none")
         found += Shares({name: _split(layer, name) for name, layer in layers.items()})

@@ -229,12 +229,6 @@ def text_width(token: str) -> int:
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in token)
 
 
-def _heading(name: str, values: Tensor) -> str:
-    if name == "projection":
-        return f"{_TITLES[name]}, all heads"
-    return _TITLES[name] + (", mean over heads" if AXES[name].startswith("H") else "")
-
-
 def _heat_map(
     axes: Any,
     panel: _Panel,
@@ -267,7 +261,9 @@ def _heat_map(
     )
     text = {"color": INK, "parse_math": False}
     axes.text(left, above - 0.2, panel.layer.name, fontsize=7.5, va="bottom", **text)
-    title = f"{_heading(name, values)}, {lowest:.3g} to {top:.3g}"
+    heads = ", all heads" if name == "projection" else ", mean over heads"
+    heads = heads if AXES[name].startswith("H") else ""
+    title = f"{_TITLES[name]}{heads}, {lowest:.3g} to {top:.3g}"
     axes.text(left, above - 0.05, title, fontsize=7.5, va="bottom", **text | {"color": QUIET})
     if names_queries:
         for t in range(0, L, math.ceil(L / _LABELLED)):

@@ -204,7 +204,10 @@ class _Asked:
             return self._call({**self.inputs, "input_ids": ids.masked_fill(gone, self.mask_id)})
         if self.replace == "drop":
             return torch.cat([self._dropped(gone, b) for b in range(len(ids))])
-        found = self._zeroed(gone)
+        vectors = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+        changed = {**self.inputs, "inputs_embeds": vectors.masked_fill(gone.unsqueeze(-1), 0)}
+        del changed["input_ids"]
+        found = self._call(changed)
         if is_whole:
             self._check_vectors(found)
         return found
@@ -219,12 +222,6 @@ class _Asked:
                 "its input embeddings, as inputs_embeds, than for input_ids: take "
                 'replace="mask" or "drop"'
             )
-
-    def _zeroed(self, gone: Tensor) -> Tensor:
-        vectors = self.model.get_input_embeddings()(self.inputs["input_ids"])  # type: ignore[operator]
-        changed = {**self.inputs, "inputs_embeds": vectors.masked_fill(gone.unsqueeze(-1), 0)}
-        del changed["input_ids"]
-        return self._call(changed)
 
     def _call(self, inputs: Mapping[str, Tensor]) -> Tensor:
         made = self.model(**inputs)

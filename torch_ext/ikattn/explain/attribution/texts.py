@@ -36,8 +36,7 @@ def encoded(
         if goes_on and end is not None and int(made["input_ids"][0, -1]) == end:
             made = {name: x[:, :-1] for name, x in made.items()}
     else:
-        turns = [turn for turn in given if isinstance(turn, Mapping)]
-        turns = [turn for turn in turns if "role" in turn and "content" in turn]
+        turns = [x for x in given if isinstance(x, Mapping) and {"role", "content"} <= x.keys()]
         is_answered = bool(turns) and turns[-1]["role"] == "assistant"
         if len(turns) < len(given) or len(turns) < 1 + is_answered or is_pair:
             raise ValueError(

@@ -178,9 +178,8 @@ def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for head in range(len(distance.rows)) if heads and distance.rows.dim() else [None]:
         measures = {name: getattr(distance, name) for name in _MEASURES}
-        own = {name: x.nanmean() if head is None else x[head] for name, x in measures.items()}
+        found = {n: float(x.nanmean() if head is None else x[head]) for n, x in measures.items()}
         count = distance.rows.max() if head is None else distance.rows[head]
-        found = {name: float(x) for name, x in own.items()}
         rows.append({"head": head, **found, **ratios, "rows": int(count)})
     return rows
 

@@ -135,8 +135,7 @@ def _measures(first: list[Tensor], now: list[Tensor], ratios: list[Tensor]) -> d
     sums: Sums = {}
     for before, after in zip(first, now, strict=True):
         add_to(sums, row_sums(before, after, ranks=False))
-    heads = {name: (sums[of] / sums["rows"]).nanmean() for name, of in _MEASURES.items()}
-    found = {name: float(mean) for name, mean in heads.items()}
+    found = {name: float((sums[x] / sums["rows"]).nanmean()) for name, x in _MEASURES.items()}
     if ratios:
         found["mixing_ratio"] = float(torch.cat(ratios).double().mean())
     return found

@@ -15,10 +15,6 @@ const sequence = () => contents.sequences[state.sequence];
 
 // --- Numbers -----------------------------------------------------------------------------------------
 
-function decode(base64) {
-  return new Float32Array(bytesOf(base64).buffer);
-}
-
 // Returns [S], the scores of the chosen targets added up.
 function summed(scores, S) {
   const sums = new Float64Array(S);
@@ -215,7 +211,7 @@ function showTexts() {
       event.preventDefault();
       focusOn(elements, next);
     });
-    const own = { text, elements, scores: decode(text.scores), sums: null, node: element("section", {}, heading, container) };
+    const own = { text, elements, scores: new Float32Array(bytesOf(text.scores).buffer), sums: null, node: element("section", {}, heading, container) };
     return own;
   });
   byId("texts").replaceChildren(...shown.map((own) => own.node));

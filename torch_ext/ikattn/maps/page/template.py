@@ -82,13 +82,11 @@ def template(
     own = {"policy": policy, "title": html.escape(title), "style": style, "script": script}
     own["mode"] = mode
     first, *rest = _MODES.split(_text("maps/page/head.html") + _text(markup))
-    kept = [part for modes, part in zip(rest[::2], rest[1::2], strict=True) if _has(modes, mode)]
+    wanted = {"all", mode.partition(" ")[0]}
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    kept = [part for modes, part in pairs if wanted & set(modes.split())]
     parts = _CONTENTS.split("\n".join((first, *kept)))
     return [_PLACE.sub(lambda place: own[place[1]], part).encode() for part in parts]
-
-
-def _has(modes: str, mode: str) -> bool:
-    return modes == "all" or mode.partition(" ")[0] in modes.split()
 
 
 def _json_in_script(contents: Any) -> bytes:
