@@ -28,6 +28,7 @@ from ikattn.maps.layers import Batch, Layer
 from ikattn.maps.recording import Recording
 from ikattn.nn.over_ranks import goes_over_ranks
 from ikattn.recorder.calls.heads import FollowedHeads
+from ikattn.recorder.calls.hearing import Told
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import check_is_plain_call, in_own_modes
 from ikattn.recorder.calls.products import Written, WrittenOut
@@ -328,9 +329,7 @@ class Recorder:
             self._opener.interface_called(call, plan, given, output)
 
     @in_own_modes
-    def function_called(
-        self, kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def function_called(self, kind: str, told: Told) -> None:
         """Takes up a call of ``F.scaled_dot_product_attention`` or of a recurrence."""
         call = self._call
         if call is None or not call.running or is_probing() or _is_in_backward():
@@ -340,7 +339,7 @@ class Recorder:
             check_is_plain_call(plan.name)
             is_sdpa = kind == "sdpa"
             take = self._opener.sdpa_called if is_sdpa else self._opener.recurrence_called
-            take(call, plan, name, args, kwargs, output)
+            take(call, plan, told)
 
     @in_own_modes
     def _product_made(self, call: Call, plan: Plan, reports: int, written: Written) -> None:

@@ -145,8 +145,7 @@ class AttentionCall:
             self.key,
             *self.frequencies,
             p=self.p,
-            enable_gqa=self.key.size(1) != self.query.size(1),
-            **self._masks(),
+            **self._options(),
         )
         if self.softmax_heads is None:
             return weights
@@ -158,14 +157,9 @@ class AttentionCall:
         return self.weights if self.gate is None else self.weights * self.gate.to(self.weights)
 
     def _softmax_weights(self) -> Tensor:
-        G = self.key.size(1)
         scaling = self.query.size(-1) ** -0.5 if self.scaling is None else self.scaling
         query = self.query * scaling  # takes less time than scaling logits
-        if query.size(1) == G:
-            logits: Tensor = query @ self.key.mT
-        else:
-            grouped: Tensor = query.unflatten(1, (G, -1))
-            logits = (grouped @ self.key.unsqueeze(2).mT).flatten(1, 2)
+        logits = _times_groups(query, self.key.mT)
         if self.softcap is not None:
             logits = self.softcap * (logits / self.softcap).tanh()
         if self.key_bias is not None:
@@ -191,7 +185,7 @@ class AttentionCall:
         if rows < L and not self.has_weights:
             blocks = [self.narrow(i, min(i + rows, L)) for i in range(0, L, rows)]
             return torch.cat([block.context() for block in blocks], 1)
-        return _weighted(self.weights, self.value)
+        return _times_groups(self.weights, self.value).transpose(1, 2).flatten(2)
 
     def context_of_row(self, b: int, place: slice | Tensor) -> Tensor:
         """``context`` of one query of item b alone: a slice of one, or its number, [1]."""
@@ -279,8 +273,7 @@ class AttentionCall:
             w2=w2,
             p=self.p,
             scale=self.scaling,
-            enable_gqa=self.key.size(1) != self.query.size(1),
-            **self._masks(),
+            **self._options(),
             **block,
         )
 
@@ -306,10 +299,12 @@ class AttentionCall:
             return self.attn_mask & seen
         return self.attn_mask.masked_fill(~seen, -math.inf)
 
-    def _masks(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
+        """Masks and groups of heads, as arguments of the operators."""
         is_causal = self.causal == 0  # as the operators have it: the first query sees one key
         mask = self.attn_mask if is_causal else self._mask()
-        return {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
+        masks = {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
+        return masks | {"enable_gqa": self.key.size(1) != self.query.size(1)}
 
 
 def joined(layer: str, calls: Sequence[AttentionCall]) -> AttentionCall:
@@ -367,12 +362,9 @@ def with_values_of(layer: str, calls: Sequence[AttentionCall]) -> AttentionCall:
     return dataclasses.replace(first, value=torch.cat([call.value for call in calls], -1))
 
 
-def _weighted(weights: Tensor, value: Tensor) -> Tensor:
-    """Values of G groups of heads ``[B, G, S, d_v]`` weighted ``[B, H, L, S]``, heads merged."""
-    groups = weights.size(1) // value.size(1)
-    if groups == 1:
-        merged = weights @ value
-    else:
-        grouped = weights.unflatten(1, (-1, groups))  # [B, G, H / G, L, S]
-        merged = (grouped @ value.unsqueeze(2)).flatten(1, 2)
-    return merged.transpose(1, 2).flatten(2)
+def _times_groups(x: Tensor, y: Tensor) -> Tensor:
+    """Multiplies heads ``[B, H, L, n]`` with the matrices ``[B, G, n, m]`` of their groups."""
+    if x.size(1) == y.size(1):
+        return x @ y
+    grouped: Tensor = x.unflatten(1, (y.size(1), -1))  # [B, G, H / G, L, n]
+    return (grouped @ y.unsqueeze(2)).flatten(1, 2)

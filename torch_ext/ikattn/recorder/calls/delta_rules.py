@@ -7,7 +7,6 @@ G heads of queries and keys, d head size of query and key, d_v head size of valu
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ikattn._precision import widened
 from ikattn.ops.delta_rule import DeltaRule
 from ikattn.recorder.calls.attention_call import AttentionCall
-from ikattn.recorder.calls.hearing import Heard, Place, hearing, methods_of
+from ikattn.recorder.calls.hearing import Heard, Place, Told, hearing, methods_of
 
 # The ends of names: of gated delta rules, of Kimi's, whose keys decay number by number, of Mamba-2.
 _SCANS = ("mamba2_chunk_scan", "mamba2_selective_state_update")
@@ -33,14 +32,12 @@ def calls_delta_rule(module: nn.Module) -> bool:
 @functools.cache
 def _rules_of(kind: Any) -> tuple[Place, ...]:
     """Returns the functions that a class's methods call, as namespaces and names."""
-    return tuple(_rules(kind))
-
-
-def _rules(kind: type) -> Iterator[Place]:
-    for function in methods_of(kind):
-        for name in function.__code__.co_names:
-            if name.endswith(_RULES) and callable(function.__globals__.get(name)):
-                yield function.__globals__, name
+    return tuple(
+        (function.__globals__, name)
+        for function in methods_of(kind)
+        for name in function.__code__.co_names
+        if name.endswith(_RULES) and callable(function.__globals__.get(name))
+    )
 
 
 def hearing_delta_rules(model: nn.Module, heard: Heard) -> AbstractContextManager[None]:
@@ -136,9 +133,7 @@ def _equal_item(state: Tensor, states: Tensor) -> int | None:
     return next((b for b, each in enumerate(states) if torch.equal(own, each)), None)
 
 
-def given_rule(
-    layer: str, name: str, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[GivenRule, Tensor | None]:
+def given_rule(layer: str, mask: Any, told: Told) -> tuple[GivenRule, Tensor | None]:
     """Returns the arguments of a rule, ``[B, L, H, d]``, and the state that it goes on from.
 
     ``mask`` is what the layer was given as its attention_mask: ``[B, L]``, 0 = padding, or None.
@@ -146,12 +141,12 @@ def given_rule(
     Raises:
         NotImplementedError: Sequences are packed, or an argument is missing.
     """
-    needed = ["query", "key", "value", "g", "beta"]
+    name, needed = told.name, ["query", "key", "value", "g", "beta"]
     if name.endswith(_SCANS):
         needed = ["hidden_states", "dt", "A", "B", "C"]
     is_step = name.endswith("_state_update")
     names = ["state", *needed, "D"] if is_step else needed
-    named = dict(zip(names, args, strict=False)) | kwargs
+    named = dict(zip(names, told.args, strict=False)) | told.kwargs
     if missing := [each for each in needed if not isinstance(named.get(each), Tensor)]:
         raise NotImplementedError(
             f"record: {layer} must call {name} with tensors {', '.join(needed)}, and there is no "

@@ -10,12 +10,21 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-# Told of a function's name, arguments and output; a tensor that it writes into is as it was before.
-Heard: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
+
+class Told(NamedTuple):
+    """A call of a function; a tensor that it writes into is as it was before."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+Heard: TypeAlias = Callable[[Told], None]
 Place: TypeAlias = tuple[dict[str, Any], str]  # a namespace, and a name in it
 
 _lock = threading.Lock()
@@ -75,7 +84,7 @@ def _telling(
         finally:
             kinds.remove(kind)
         for heard in tuple(listeners):
-            heard(name, told, kwargs, (output, args[0].clone()) if writes else output)
+            heard(Told(name, told, kwargs, (output, args[0].clone()) if writes else output))
         return output
 
     tell.ikattn_tells = True  # type: ignore[attr-defined]

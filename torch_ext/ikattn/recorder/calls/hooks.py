@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -18,13 +19,9 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _get_nothing, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_nothing,)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _get_nothing() -> Callable[..., None]:
-    return _nothing

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -74,9 +74,6 @@ class Written(NamedTuple):
         return x.reshape(self.heads.shape).permute(places)
 
 
-Told: TypeAlias = Callable[[Written], None]
-
-
 class WrittenOut:
     """Sees a module's operations, and tells of a product with what a softmax has made.
 
@@ -84,7 +81,7 @@ class WrittenOut:
     softmax is over features, as in attention of linear time, and nothing is told.
     """
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: Callable[[Written], None]) -> None:
         self._told = told
         self._weights: dict[int, tuple[Tensor, bool]] = {}  # each with whether some were dropped
         self._products: dict[int, Tensor] = {}

@@ -37,14 +37,10 @@ def calls_sdpa(module: nn.Module) -> bool:
 
 @functools.cache
 def _names_sdpa(own: Any) -> bool:
-    for function in methods_of(own):
-        names = function.__code__.co_names
-        helpers = [function.__globals__.get(name) for name in names]
-        if _NAME in names or any(
-            inspect.isfunction(helper) and _NAME in helper.__code__.co_names for helper in helpers
-        ):
-            return True
-    return False
+    methods = methods_of(own)
+    named = (each.__globals__.get(name) for each in methods for name in each.__code__.co_names)
+    functions = [*methods, *filter(inspect.isfunction, named)]
+    return any(_NAME in function.__code__.co_names for function in functions)
 
 
 def hearing_sdpa(model: nn.Module, heard: Heard) -> AbstractContextManager[None]:

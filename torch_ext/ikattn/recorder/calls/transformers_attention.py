@@ -23,7 +23,7 @@ from ikattn.integrations.transformers.interface import (
 )
 from ikattn.integrations.transformers.kernels import IMPLICIT, kernel_of
 from ikattn.recorder.calls.attention_call import AttentionCall
-from ikattn.recorder.calls.hearing import hearing
+from ikattn.recorder.calls.hearing import Told, hearing
 
 _EAGER = "eager_attention_forward"  # which each file of transformers has for itself
 _RECORDABLE = ("eager", "sdpa", IMPLICIT)
@@ -54,9 +54,9 @@ def listening(model: nn.Module, listener: Listener) -> AbstractContextManager[No
         if callable(names.get(_EAGER)):
             places.append((names, _EAGER))
 
-    def heard(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        module, given = _given("eager" if name == _EAGER else name, *args, **kwargs)
-        listener(module, given, output)
+    def heard(told: Told) -> None:
+        implementation = "eager" if told.name == _EAGER else told.name
+        listener(*_given(implementation, *told.args, **told.kwargs), told.output)
 
     return hearing("interface", places, heard)
 

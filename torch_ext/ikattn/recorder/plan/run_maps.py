@@ -58,14 +58,11 @@ class Surroundings:
 
     def narrow(self, start: int, end: int) -> Surroundings:
         """Returns the block for queries from ``start`` to before ``end``."""
-        return self._part((slice(None), slice(start, end)))
+        return self.changed(lambda x: x[:, start:end])
 
     def item(self, b: int) -> Surroundings:
         """Returns the block for item b alone."""
-        return self._part((slice(b, b + 1),))
-
-    def _part(self, part: tuple[slice, ...]) -> Surroundings:
-        return self.changed(lambda x: x[part])
+        return self.changed(lambda x: x[b : b + 1])
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Surroundings:
         """Returns the block with other queries, as ``change`` makes them of ``[B, L, ..]``."""

@@ -45,7 +45,7 @@ class Follower:
         if run.stage == "heads" and module is not run.plan.module:
             if run.out_proj is module:
                 run.join()
-                if not self._is_fed(call, run, module, x) and run.contexts[0] is not None:
+                if not self._is_fed(call, run, module, x):
                     raise RuntimeError(
                         f"record: {run.plan.name} does not add up: its out-projection, a "
                         f"{describe(module)}, was called with {list(x.shape)}, which are not its "
@@ -105,7 +105,6 @@ class Follower:
     def _take_routed(self, call: Call, run: Run, routed: RoutedHeads, y: Tensor) -> None:
         """Takes the output of a layer whose experts project their heads."""
         assert run.projection is not None
-        assert run.contexts[0] is not None
         run.note_heads(self._checks_all)
         heads = routed.gated(run.contexts[0])
         apart = run.projected(run.projection, heads, y, self._checks_all)
@@ -192,7 +191,7 @@ class Follower:
         """The norm that ran last, with its input and output, if it may be the second half's."""
         assert run.last_norm is not None
         if run.order is not None:
-            return second_half(run)
+            return second_half(run.order, *run.last_norm)
         apart = run.second_half(see(run.last_norm[1]))
         if run.plan.module.training or apart is None or not apart.is_too_far:
             return run.last_norm
@@ -320,11 +319,10 @@ class Follower:
     def _normed(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """A norm that was awaited has run."""
         stage = run.stage
-        if run.order is not None and stage == "norm":
-            why = why_no_norm(run, norm, x, out)
-            if why:
-                self._without_block(call, run, why)
-                return
+        order = run.order if stage == "norm" else None
+        if order is not None and (why := why_no_norm(order, norm, x, out)):
+            self._without_block(call, run, why)
+            return
         with self._maker.grad_mode():
             if run.maps is None:
                 stats = NormStats.of(norm, as_batch(x, run, call.padded_length))
@@ -387,7 +385,7 @@ class Follower:
 
     def _read(self, call: Call, run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> None:
         """The norm before the second half of a "pre" block has run; one of another kind is left."""
-        if run.order is not None and why_no_norm(run, norm, x, out):
+        if run.order is not None and why_no_norm(run.order, norm, x, out):
             self._leave_unread(call, run)
             return
         is_required = "encoder" in run.plan.asked.required

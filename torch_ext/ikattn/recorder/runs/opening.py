@@ -13,6 +13,7 @@ from torch import Tensor
 from ikattn.integrations.transformers.interface import Given
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.delta_rules import GivenRules, given_rule
+from ikattn.recorder.calls.hearing import Told
 from ikattn.recorder.calls.products import Written, written_call
 from ikattn.recorder.calls.routed_heads import RoutedHeads, experts_of
 from ikattn.recorder.calls.sdpa import sdpa_call
@@ -54,7 +55,7 @@ class Opener:
         drops = module.training and module.dropout > 0
         if plan.parts.block == "found" and not plan.needs_block(attention.kind):
             plan = replace(plan, parts=replace(plan.parts, block="none"))  # nothing to follow
-        run = self._begin(call, plan, attention, None, drops)
+        run = self._begin(call, plan, attention, [], drops)
         y = output[0] if isinstance(output, tuple) else output
         run.projection = out_projection_of(module, plan.title)
         if plan.parts.block == "found" and not y.is_nested and y.numel():
@@ -80,9 +81,8 @@ class Opener:
             row = run.a_row()
             heads, own = run.attention.context_of_row(0, row.place), row.of(own[:1])
         step = "weights times values, through its out-projection, are not its output"
-        apart = run.projected(
-            out_projection_of(module, run.plan.title), heads, own, self._checks_all
-        )
+        assert run.projection is not None
+        apart = run.projected(run.projection, heads, own, self._checks_all)
         call.claim(run.claim(step, apart))
 
     def interface_called(self, call: Call, plan: Plan, given: Given, output: Any) -> None:
@@ -101,52 +101,37 @@ class Opener:
             with self._maker.grad_mode():
                 routed = RoutedHeads.of(experts, entered.given.tensor)
                 attention, projection = routed.call(attention), routed.projection
-            run = self._begin(call, plan, attention, routed.context(merged), drops)
+            run = self._begin(call, plan, attention, [routed.context(merged)], drops)
             run.routed, run.projection = routed, projection
             return
-        run = self._begin(call, plan, attention, merged, drops)
+        run = self._begin(call, plan, attention, [merged], drops)
         if context.dim() == 4:
             self._follow(call, run, context, lambda own: own)
 
-    def sdpa_called(
-        self,
-        call: Call,
-        plan: Plan,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Tensor,
-    ) -> None:
+    def sdpa_called(self, call: Call, plan: Plan, told: Told) -> None:
         """Takes up a call of ``F.scaled_dot_product_attention``."""
         with self._maker.grad_mode():
-            attention, dropout_p = sdpa_call(plan.title, args, kwargs)
+            attention, dropout_p = sdpa_call(plan.title, told.args, told.kwargs)
             attention.kind = self._kind_of(call, plan, attention.query, attention.sizes[3])
             for entered in call.running:
                 entered.projected.clear()
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            mask = told.args[3] if len(told.args) > 3 else told.kwargs.get("attn_mask")
             fill_padding(attention, mask, self._mask_of_tokens(call, attention))
-        merged = output.transpose(1, 2)
-        run = self._begin(call, plan, attention, merged.flatten(2), dropout_p > 0)
-        self._follow(call, run, output, lambda own: own.transpose(1, 2))
+        merged = told.output.transpose(1, 2).flatten(2)
+        run = self._begin(call, plan, attention, [merged], dropout_p > 0)
+        self._follow(call, run, told.output, lambda own: own.transpose(1, 2))
 
-    def recurrence_called(
-        self,
-        call: Call,
-        plan: Plan,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
+    def recurrence_called(self, call: Call, plan: Plan, told: Told) -> None:
         """Takes up a call of a gated delta rule or Mamba-2, which returns heads and a state."""
-        heads, after = output if isinstance(output, tuple) else (output, None)
+        heads, after = told.output if isinstance(told.output, tuple) else (told.output, None)
         caller = threading.get_ident(), plan.module
         with self._maker.grad_mode():
-            given, before = given_rule(plan.title, name, call.running[-1].mask, args, kwargs)
+            given, before = given_rule(plan.title, call.running[-1].mask, told)
             L = given.key.size(2)
             given = self.given_rules.take(caller, plan.title, given, before, after)
             attention = given.call(L)
-        run = self._begin(call, plan, attention, heads.reshape(heads.size(0), L, -1), drops=False)
+        merged = heads.reshape(heads.size(0), L, -1)
+        run = self._begin(call, plan, attention, [merged], drops=False)
         self._follow(call, run, heads, lambda own: own.view(heads.shape))
 
     def product_made(self, call: Call, plan: Plan, written: Written) -> None:
@@ -162,7 +147,8 @@ class Opener:
             attention.attn_mask = hidden
             fill_padding(attention, hidden, self._mask_of_tokens(call, attention))
             attention.attn_mask = None
-        run = self._begin(call, plan, attention, heads.transpose(1, 2).flatten(2), written.drops)
+        merged = heads.transpose(1, 2).flatten(2)
+        run = self._begin(call, plan, attention, [merged], written.drops)
         self._follow(call, run, written.made, lambda own: written.as_made(own.transpose(1, 2)))
 
     @staticmethod
@@ -228,7 +214,7 @@ class Opener:
         return None
 
     def _begin(
-        self, call: Call, plan: Plan, attention: AttentionCall, context: Tensor | None, drops: bool
+        self, call: Call, plan: Plan, attention: AttentionCall, contexts: list[Tensor], drops: bool
     ) -> Run:
         """Opens a run of a layer, or adds to the one whose module is still at it."""
         module, parts = plan.module, plan.parts
@@ -236,7 +222,7 @@ class Opener:
         for run in tuple(call.pending):
             if run.plan.module is module and run.stage == "heads":
                 run.calls.append(attention)
-                run.contexts.append(context)
+                run.contexts += contexts
                 return run
             # another attention stands before what it waits for
             if not self._follower.ends(call, run) and run.plan.module is module:
@@ -267,7 +253,7 @@ class Opener:
         around = [each.given for each in reversed(call.running) if each.module is not module]
         norms = [seen for _, seen in reversed(call.norms)]
         residuals = [seen for seen in (given, *norms, *around[:3]) if seen is not None]
-        run = Run(plan, name, [attention], [context], residuals, given, drops)
+        run = Run(plan, name, [attention], contexts, residuals, given, drops)
         run.out_proj = parts.out_proj
         run.normed = [] if entered is None else list(entered.normed)
         if parts.block != "found":

@@ -95,7 +95,7 @@ class Run:
         name: Of the run.
         calls: What the attention was given: more than one where a module computes its tokens in
             parts, such as images.
-        contexts: The heads that the model computed of each call, merged, ``[B, L, H d_v]``; None
+        contexts: The heads that the model computed of each call, merged, ``[B, L, H d_v]``; none
             where they are not seen.
         residuals: What the output may be added to, the most likely first.
         given: What the attention module was called with.
@@ -106,7 +106,7 @@ class Run:
     plan: Plan
     name: str
     calls: list[AttentionCall]
-    contexts: list[Tensor | None]
+    contexts: list[Tensor]
     residuals: list[Seen]
     given: Seen | None
     drops: bool = False
@@ -172,12 +172,11 @@ class Run:
         """Makes one call of several, whose tokens do not see those of the others."""
         if len(self.calls) > 1:
             self.calls = [joined(self.plan.title, self.calls)]
-            contexts = [context for context in self.contexts if context is not None]
-            self.contexts = [torch.cat(contexts, 1)]
+            self.contexts = [torch.cat(self.contexts, 1)]
 
     def is_fed_to(self, x: Tensor) -> bool:
         """Whether a tensor is the heads that the model computed, merged, of all calls in turn."""
-        contexts = [context for context in self.contexts if context is not None]
+        contexts = self.contexts
         if not contexts or x.numel() != sum(context.numel() for context in contexts):
             return False
         if x.size(-1) != contexts[0].size(-1):
@@ -190,14 +189,14 @@ class Run:
 
     def keep_heads(self) -> None:
         """Copies the heads, before the model writes into them."""
-        self.contexts = [None if x is None else x.clone() for x in self.contexts]
+        self.contexts = [x.clone() for x in self.contexts]
 
     def is_fed_gated(self, x: Tensor, claims: list[Claim]) -> bool:
         """Whether a tensor is a multiple of the heads, number by number; keeps which, or why not.
 
         ``claims`` take that it is.
         """
-        contexts = [context for context in self.contexts if context is not None]
+        contexts = self.contexts
         if self.following is None or not contexts:
             return False
         width = contexts[0].size(-1)
@@ -226,7 +225,7 @@ class Run:
     def note_heads(self, every_row: bool) -> None:
         """Keeps the heads, or a row, to be compared when maps have been made of their weights."""
         context = self.contexts[0]
-        if self.drops or context is None or context.numel() == 0:
+        if self.drops or context.numel() == 0:
             return
         row = None if every_row else self.a_row()
         found = context if row is None else row.of(context[:1])

@@ -15,8 +15,8 @@ from ikattn.maps.contribution_maps import NormStats
 from ikattn.recorder.calls.projection import describe
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.sums.claims import tolerance_of
-from ikattn.recorder.sums.tensors import same_numbers, see
-from ikattn.recorder.sums.token_order import Added, normed
+from ikattn.recorder.sums.tensors import Seen, same_numbers, see
+from ikattn.recorder.sums.token_order import Added, TokenOrder, normed
 
 
 def why_no_sum(run: Run, x: Tensor) -> str:
@@ -27,7 +27,7 @@ def why_no_sum(run: Run, x: Tensor) -> str:
     order, found = run.order, run.residual
     assert order is not None
     assert found is not None
-    added = _added(run)
+    added = _added(run, order)
     if isinstance(added, str):
         return added
     # another may have the same ends, and its tokens in another order
@@ -51,18 +51,15 @@ def why_no_sum(run: Run, x: Tensor) -> str:
         return ""
     if reasons:
         return reasons[0]
-    residual = None if run.has_other else _recovered(run, x, added)
+    residual = None if run.has_other else _recovered(order, found, x, added)
     if residual is None:
         return "its residual was written into"
     run.residual, run.around.residual = see(residual)._replace(rows=found.rows), residual
     return ""
 
 
-def _recovered(run: Run, x: Tensor, added: Added) -> Tensor | None:
+def _recovered(order: TokenOrder, residual: Seen, x: Tensor, added: Added) -> Tensor | None:
     """The residual that a sum was written into, where a norm has read it before the attention."""
-    order, residual = run.order, run.residual
-    assert order is not None
-    assert residual is not None
     if not (added.is_plain and order.is_as_it_was and x.shape == residual.tensor.shape):
         return None
     norms = [norm for norm, seen in order.norms if same_numbers(seen.rows, residual.rows)]
@@ -70,7 +67,7 @@ def _recovered(run: Run, x: Tensor, added: Added) -> Tensor | None:
     for is_turned in (False, True):
         before = order.before(x, added, is_turned=is_turned)
         order.shape, order.is_turned = x.shape, is_turned
-        if any(_is_read_through(run, norm, before) for norm in norms):
+        if any(_is_read_through(order, norm, before) for norm in norms):
             fitting[is_turned] = before
     if not fitting or (len(fitting) == 2 and 1 not in order.three_axes.shape[:2]):
         order.shape = None
@@ -79,10 +76,8 @@ def _recovered(run: Run, x: Tensor, added: Added) -> Tensor | None:
     return fitting[order.is_turned]
 
 
-def _added(run: Run) -> Added | str:
+def _added(run: Run, order: TokenOrder) -> Added | str:
     """Returns the operation on the output before the sum, or why it is not known."""
-    order = run.order
-    assert order is not None
     chain = [variant.by for variant in run.variants[1 : run.variant + 1]]
     dropping = [by for by in chain if isinstance(by, nn.Dropout) and by.training and by.p > 0]
     if run.output_norm is None:
@@ -107,9 +102,9 @@ def block_of(run: Run, norm: nn.Module | None) -> Literal["pre", "post"] | None:
     order, residual = run.order, run.residual
     assert order is not None
     assert residual is not None
-    reads = _is_read(run, residual.tensor)
+    reads = _is_read(order, residual.tensor)
     order.is_normed = any(
-        same_numbers(seen.rows, residual.rows) and _is_read_through(run, by, residual.tensor)
+        same_numbers(seen.rows, residual.rows) and _is_read_through(order, by, residual.tensor)
         for by, seen in order.norms
     )
     if reads == order.is_normed:
@@ -118,40 +113,37 @@ def block_of(run: Run, norm: nn.Module | None) -> Literal["pre", "post"] | None:
 
 
 @torch.no_grad()
-def _is_read(run: Run, residual: Tensor) -> bool:
+def _is_read(order: TokenOrder, residual: Tensor) -> bool:
     """Whether the attention was given the residual, in every row."""
-    assert run.order is not None
-    own = run.order.as_batch(residual).nan_to_num(0.0)
+    own = order.as_batch(residual).nan_to_num(0.0)
     is_there = bool(own.any())  # zeros are everybody's
-    return is_there and any(torch.equal(own.to(x), x.nan_to_num(0.0)) for x in run.order.read)
+    return is_there and any(torch.equal(own.to(x), x.nan_to_num(0.0)) for x in order.read)
 
 
 @torch.no_grad()
-def _is_read_through(run: Run, norm: nn.Module, residual: Tensor) -> bool:
+def _is_read_through(order: TokenOrder, norm: nn.Module, residual: Tensor) -> bool:
     """Whether the attention was given what a norm makes of the residual, in every row."""
-    assert run.order is not None
-    own = run.order.as_batch(residual)
+    own = order.as_batch(residual)
     try:
         stats = NormStats.of(norm, own)
     except TypeError:
         return False
     expected = normed(widened(own), norm, stats)
     is_there = bool(own.nan_to_num(0.0).any())
-    return is_there and any(_agree(x, expected, own.dtype) for x in run.order.read)
+    return is_there and any(_agree(x, expected, own.dtype) for x in order.read)
 
 
 @torch.no_grad()
-def why_no_norm(run: Run, norm: nn.Module, x: Tensor, out: Tensor) -> str:
+def why_no_norm(order: TokenOrder, norm: nn.Module, x: Tensor, out: Tensor) -> str:
     """Why a norm that was called with the sum is not known by its statistics, in every row."""
-    assert run.order is not None
     if out.shape != x.shape:
         return f"the norm after it, a {describe(norm)}, makes {list(out.shape)} of {list(x.shape)}"
-    given = run.order.as_batch(x)
+    given = order.as_batch(x)
     try:
         stats = NormStats.of(norm, given)
     except TypeError as error:
         return str(error)
-    if not _agree(run.order.as_batch(out), normed(widened(given), norm, stats), x.dtype):
+    if not _agree(order.as_batch(out), normed(widened(given), norm, stats), x.dtype):
         return f"the norm after it, a {describe(norm)}, makes something else of its input"
     return ""
 
@@ -163,16 +155,15 @@ def _agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return not bool((off > tolerance * expected.abs().amax(-1, keepdim=True)).any())
 
 
-def second_half(run: Run) -> tuple[nn.Module, Tensor, Tensor] | None:
+def second_half(
+    order: TokenOrder, norm: nn.Module, x: Tensor, out: Tensor
+) -> tuple[nn.Module, Tensor, Tensor] | None:
     """The norm that ran last, where it ends the block, with its input and output.
 
     They are in the order of the sum. None where it was not given what the first norm made plus the
     output of a module.
     """
-    assert run.order is not None
-    assert run.last_norm is not None
-    norm, x, out = run.last_norm
-    halves = run.order.second_half(x, out)
-    if halves is None or why_no_norm(run, norm, *halves):
+    halves = order.second_half(x, out)
+    if halves is None or why_no_norm(order, norm, *halves):
         return None
     return norm, *halves
