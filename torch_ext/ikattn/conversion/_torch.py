@@ -35,8 +35,7 @@ class TorchAttention(Kind):
     def change(self, model: nn.Module, module: Any, settings: KernelSettings) -> None:
         """Changes the module's class, as torch.nn.utils.parametrize does; all it holds stays."""
         if settings.spectral == "mikan" and module in _cross_attention(model):
-            settings = settings._replace(spectral=_keys_alone(settings))
-            settings = settings._replace(stationary=False)
+            settings = settings._replace(spectral=_keys_alone(settings), stationary=False)
         module.__class__ = MultiheadAttention
         module.set_kernel(**self.options_of(settings))
 

@@ -61,7 +61,7 @@ def attend_padded(
     # self-attention stays one tensor, which is projected at once
     padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in inputs}
     q, k, v = (padded[id(x)] for x in inputs)
-    of_keys, of_queries = _beyond_ends(key, k.size(1)), _beyond_ends(query, q.size(1))
+    of_keys, of_queries = beyond_ends(key, k.size(1)), beyond_ends(query, q.size(1))
     output, weights = attend(q, k, v, of_keys, of_queries)
     rows = [row[: x.size(0)] for row, x in zip(output, query.unbind(), strict=True)]
     if jagged:
@@ -69,7 +69,7 @@ def attend_padded(
     return torch.nested.as_nested_tensor(rows), weights
 
 
-def _beyond_ends(nested: Tensor, length: int) -> Tensor:
+def beyond_ends(nested: Tensor, length: int) -> Tensor:
     """Returns a mask [N, length], True beyond the end of each sequence."""
     ends = torch.tensor([x.size(0) for x in nested.unbind()], device=nested.device)
     return torch.arange(length, device=nested.device) >= ends[:, None]

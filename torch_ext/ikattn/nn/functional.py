@@ -254,7 +254,7 @@ def with_extra_keys(
                 raise AssertionError(f"bias cannot be added to static {name}.")
         key = torch.cat([key, _like_heads(extra.bias_k, key)], dim=2)
         value = torch.cat([value, _like_heads(extra.bias_v, value)], dim=2)
-        masks = masks.with_visible_keys(1)
+        masks = masks.with_visible_key()
     elif extra.bias_k is not None:
         raise AssertionError("bias_k is set but bias_v is None")
     elif extra.bias_v is not None:
@@ -265,7 +265,7 @@ def with_extra_keys(
         value = _static_heads("static_v", extra.static_v, value)
     if extra.add_zero:
         key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
-        masks = masks.with_visible_keys(1)
+        masks = masks.with_visible_key()
     masks.check_padding(key)
     return key, value, masks
 

@@ -79,17 +79,7 @@ def _softmax(call: HeadCall) -> Attended:
     bias = rbf_key_bias(key, kernel.magnitude or kernel.p) if kernel.name == "rbf" else None
     share = kernel.head_share if call.dropout_p > 0.0 else None
     with nullcontext() if share is None else share.own_numbers(key.device):
-        return softmax_attention(
-            call.query,
-            key,
-            value,
-            call.masks,
-            key_bias=bias,
-            dropout_p=call.dropout_p,
-            need_weights=call.wanted.weights,
-            average=call.wanted.average,
-            mask_dtype=call.mask_dtype,
-        )
+        return softmax_attention(call._replace(key=key, value=value), bias)
 
 
 def _of_tokens(call: HeadCall) -> tuple[Attended, Tensor | None]:

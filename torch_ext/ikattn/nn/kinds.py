@@ -71,6 +71,4 @@ class Kind:
 
     def options_of(self, settings: KernelSettings) -> dict[str, Any]:
         """Returns the settings as arguments of a module's ``set_kernel``."""
-        options = settings._asdict()
-        del options["sizes"]
-        return options
+        return {name: x for name, x in settings._asdict().items() if name != "sizes"}

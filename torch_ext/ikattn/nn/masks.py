@@ -65,14 +65,10 @@ class Masks(NamedTuple):
                 f"got {self.attention.device}"
             )
 
-    def with_visible_keys(self, count: int) -> Masks:
-        """Adds keys at the end, which every query sees."""
-        if count == 0:
-            return self
-        return self._replace(
-            padding=None if self.padding is None else pad(self.padding, (0, count)),
-            attention=None if self.attention is None else pad(self.attention, (0, count)),
-        )
+    def with_visible_key(self) -> Masks:
+        """Adds a key at the end, which every query sees."""
+        padding, attention = (None if mask is None else pad(mask, (0, 1)) for mask in self[:2])
+        return self._replace(padding=padding, attention=attention)
 
     def check_padding(self, keys: Tensor) -> None:
         """Raises AssertionError unless ``padding`` is [N, S], those of keys [N, H, S, d]."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,32 +17,27 @@ from ikattn._precision import widened
 from ikattn.nn.masks import Masks, as_bias, hidden
 from ikattn.ops.magnitude import LearnedOrder
 
+if TYPE_CHECKING:
+    from ikattn.nn.kernels import HeadCall
+
 
 def softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    masks: Masks,
-    *,
-    key_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    need_weights: bool = False,
-    average: bool = False,
-    mask_dtype: torch.dtype,
+    call: HeadCall, key_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Computes softmax(q.k / sqrt(d) + bias) v; a query that sees no key gets zeros.
 
-    With ``need_weights`` it forms the weights [N, H, L, S] and draws dropout as
-    nn.MultiheadAttention does; without, it leaves both to F.scaled_dot_product_attention, as that
-    does. ``is_causal`` must be False with any other mask, ``key_bias`` or ``need_weights``. The key
-    bias [N, H, 1, S] is added to the logits, and so are bool masks, in ``mask_dtype``.
+    Where weights are wanted it forms them, [N, H, L, S], and draws dropout as nn.MultiheadAttention
+    does; else it leaves both to F.scaled_dot_product_attention, as that does. ``is_causal`` must be
+    False with any other mask, ``key_bias`` or wanted weights. The key bias [N, H, 1, S] is added to
+    the logits, and so are bool masks, in ``mask_dtype``.
     """
+    query, key, value, _, masks, wanted, dropout_p, mask_dtype = call
     bias = _bias(masks, key_bias, mask_dtype)
-    if need_weights:
+    if wanted.weights:
         weights = _softmax_weights(query, key, bias)
         if dropout_p > 0.0:
             weights = F.dropout(weights, dropout_p)
-        return weights @ value, weights.mean(dim=1) if average else weights
+        return weights @ value, weights.mean(dim=1) if wanted.average else weights
     empty = None
     if bias is not None:
         empty = _empty_rows(bias)

@@ -66,28 +66,19 @@ class Ranks:
         to, of = (self.number + 1) % self.size, (self.number - 1) % self.size
         sent = [x.contiguous() for x in tensors]
         received = [torch.empty_like(x) for x in sent]
-        pairs = zip(sent, received, strict=True)
-        operations = []
-        for tag, (out, into) in enumerate(pairs, first_tag):
-            operations.append(self._operation(dist.isend, out, to, tag))
-            operations.append(self._operation(dist.irecv, into, of, tag))
+        operations = self._operations(dist.isend, sent, to, first_tag)
+        operations += self._operations(dist.irecv, received, of, first_tag)
         return self._start(operations, received, of)
 
     def send(self, tensors: Sequence[Tensor], to: int, first_tag: int = 0) -> Exchange:
         """Starts to send tensors to one rank, which calls ``receive`` with likes and tag."""
-        operations = [
-            self._operation(dist.isend, x.contiguous(), to, tag)
-            for tag, x in enumerate(tensors, first_tag)
-        ]
-        return self._start(operations, [], to)
+        sent = [x.contiguous() for x in tensors]
+        return self._start(self._operations(dist.isend, sent, to, first_tag), [], to)
 
     def receive(self, likes: Sequence[Tensor], of: int, first_tag: int = 0) -> list[Tensor]:
         """Receives the tensors that a rank sends, of the shapes of ``likes``."""
         into = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in likes]
-        operations = [
-            self._operation(dist.irecv, x, of, tag) for tag, x in enumerate(into, first_tag)
-        ]
-        return self._start(operations, into, of).wait()
+        return self._start(self._operations(dist.irecv, into, of, first_tag), into, of).wait()
 
     def reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         """Returns the sum, or the largest, of a tensor's elements over all ranks."""
@@ -102,8 +93,8 @@ class Ranks:
         """Gathers the rows of all ranks, [size, n], each by itself: one who is lost is named."""
         rows = [torch.empty_like(row) if n != self.number else row for n in range(self.size)]
         others = [n for n in range(self.size) if n != self.number]
-        operations = [self._operation(dist.isend, row, n, 0) for n in others]
-        operations += [self._operation(dist.irecv, rows[n], n, 0) for n in others]
+        operations = [x for n in others for x in self._operations(dist.isend, [row], n, 0)]
+        operations += [x for n in others for x in self._operations(dist.irecv, [rows[n]], n, 0)]
         works = dist.batch_isend_irecv(operations) if operations else []
         # a backend that joins the operations gives one work for all
         apart = len(works) == len(operations)
@@ -138,8 +129,12 @@ class Ranks:
         """Returns a rank's number among all processes."""
         return number if self.group is None else dist.get_global_rank(self.group, number)
 
-    def _operation(self, kind: Any, tensor: Tensor, peer: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self._everywhere(peer), self.group, tag)
+    def _operations(
+        self, kind: Any, tensors: Sequence[Tensor], peer: int, first_tag: int
+    ) -> list[dist.P2POp]:
+        place = self._everywhere(peer)
+        tagged = enumerate(tensors, first_tag)
+        return [dist.P2POp(kind, x, place, self.group, tag) for tag, x in tagged]
 
     def _start(self, operations: list[Any], received: list[Tensor], peer: int) -> Exchange:
         try:

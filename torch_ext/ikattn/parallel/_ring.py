@@ -34,14 +34,8 @@ class Call:
 
     def blocks(self, source: int, queries: int, keys: int) -> list[Block]:
         """Returns the blocks that this rank computes with the keys of rank ``source``."""
-        return self.layout.blocks(
-            self.ranks.number,
-            source,
-            queries,
-            keys,
-            is_causal=self.is_causal,
-            apart=self.dropout_seed is not None,
-        )
+        own, is_causal, apart = self.ranks.number, self.is_causal, self.dropout_seed is not None
+        return self.layout.blocks(own, source, queries, keys, is_causal=is_causal, apart=apart)
 
     def options_of(self, block: Block, heads: int, key_bias: list[Tensor]) -> dict[str, Any]:
         """Returns the operator's options for a block, with the bias of its rank, if any."""

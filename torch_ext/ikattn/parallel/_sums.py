@@ -154,11 +154,10 @@ class _Sharing:
         early, groups = min(before, self.first), range(len(self.groups))
         return [*groups[:early], *groups[self.first :], *groups[early : self.first]]
 
-    def neighbours(self, chunk: int, *, reverse: bool) -> tuple[int | None, int | None]:
-        """Returns the chunks before and after one, in the order of a scan; None at its ends."""
-        found = (chunk + 1, chunk - 1) if reverse else (chunk - 1, chunk + 1)
-        before, after = (n if 0 <= n < self.call.layout.count else None for n in found)
-        return before, after
+    def after(self, chunk: int, *, reverse: bool) -> int | None:
+        """Returns the chunk after one in the order of a scan; None at its end."""
+        number = chunk - 1 if reverse else chunk + 1
+        return number if 0 <= number < self.call.layout.count else None
 
 
 _Sums: TypeAlias = "list[Tensor]"  # moments and reference, or the gradient of moments
@@ -184,7 +183,7 @@ def _scan(
     sent: list[Exchange] = []
 
     def sums_before(chunk: int, group: int) -> _Sums:
-        before, _ = sharing.neighbours(chunk, reverse=reverse)
+        before = sharing.after(chunk, reverse=not reverse)
         if before is None:
             return nothing(group)
         if (chunk, group) not in held:
@@ -193,7 +192,7 @@ def _scan(
         return held[chunk, group]
 
     def pass_on(chunk: int, group: int, sums: _Sums) -> None:
-        _, after = sharing.neighbours(chunk, reverse=reverse)
+        after = sharing.after(chunk, reverse=reverse)
         assert after is not None
         if owner(after) == ranks.number:
             held[after, group] = sums
@@ -202,12 +201,12 @@ def _scan(
 
     for place in places:
         chunk = sharing.chunks[place]
-        has_next = sharing.neighbours(chunk, reverse=reverse)[1] is not None
+        has_next = sharing.after(chunk, reverse=reverse) is not None
         for group in range(sharing.first if has_next else 0):
             pass_on(chunk, group, total(place, group, sums_before(chunk, group)))
     for place in places:
         chunk = sharing.chunks[place]
-        has_next = sharing.neighbours(chunk, reverse=reverse)[1] is not None
+        has_next = sharing.after(chunk, reverse=reverse) is not None
         for group in sharing.order(chunk, reverse=reverse):
             after = compute(place, group, sums_before(chunk, group))
             held.pop((chunk, group), None)

@@ -7,13 +7,14 @@ which each layer in turn is then fitted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ikattn._precision import without_autocast
 from ikattn.conversion.calibration.layers import (
     Layer,
     as_softmax,
@@ -132,20 +133,18 @@ def calibrate(
         for layer in layers:
             if not seen.calls[layer]:
                 raise ValueError(f"calibrate: {layer} was not called in {len(given)} batches")
-        errors = {}
+        report = {}
         try:
             for layer in layers:
                 with _all_or_nothing(layer):
-                    errors[layer] = _fit(layer, seen.calls[layer], steps, learning_rate, keep)
+                    report[layer] = _fit(layer, seen.calls[layer], steps, learning_rate, keep)
         finally:
             if keep is not None:
                 note_softmax_heads(model, layers)
-        report = {layer: CalibratedModule(layer.names, *errors[layer]) for layer in layers}
         for layer in seen.order if output_steps else ():
-            with _all_or_nothing(layer), torch.enable_grad(), _without_autocast(seen.calls[layer]):
-                before, after = fit_to_outputs(
-                    model, layer, given, seen.targets[layer], output_steps, rates
-                )
+            targets, device = seen.targets[layer], seen.calls[layer][0].query.device
+            with _all_or_nothing(layer), torch.enable_grad(), without_autocast(device):
+                before, after = fit_to_outputs(model, layer, given, targets, output_steps, rates)
             report[layer] = report[layer]._replace(output_before=before, output_after=after)
     return CalibrationReport(report[layer] for layer in layers)
 
@@ -196,7 +195,7 @@ class _Seen:
                 hook = layer.module.register_forward_hook(
                     lambda module, _, output, layer=layer: self._gave(layer, output)
                 )
-                stack.callback(hook.remove)
+                stack.enter_context(hook)
             for number, batch in enumerate(batches):
                 _check_tokens(model, batch, number)
                 for layer in layers:
@@ -237,14 +236,11 @@ def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
         ids = batch[0] if isinstance(batch, tuple) and batch else batch
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         return
-    if ids.numel() == 0:
-        return
-    try:
+    embeddings = None
+    with suppress(NotImplementedError, AttributeError):  # models with several towers raise it
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    except (NotImplementedError, AttributeError):  # models with several towers raise it
-        return
     count = getattr(embeddings, "num_embeddings", None)
-    if count is None:
+    if count is None or ids.numel() == 0:
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= count:
@@ -256,24 +252,18 @@ def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
 
 def _fit(
     layer: Layer, calls: list[AttentionCall], steps: int, learning_rate: float, keep: float | None
-) -> tuple[Tensor, Tensor, None, None, tuple[int, ...]]:
-    """Fits to the weights, and lets heads keep softmax; the fields of a report without outputs."""
-    parts = [layer.kernel, getattr(layer.module, "magnitude", None)]
-    with (
-        in_float32([part for part in parts if part is not None]),
-        torch.enable_grad(),
-        _without_autocast(calls),
-    ):
+) -> CalibratedModule:
+    """Fits to the weights, and lets heads keep softmax; reports without outputs."""
+    magnitude, device = getattr(layer.module, "magnitude", None), calls[0].query.device
+    parts = [layer.kernel] if magnitude is None else [layer.kernel, magnitude]
+    with in_float32(parts), torch.enable_grad(), without_autocast(device):
         before, after = fit_to_weights(layer, calls, steps, learning_rate)
     if keep is not None:
         softmax = after > keep
         layer.owner.keep_softmax(softmax if bool(softmax.any()) else None)
     split = layer.owner.split_heads()
-    return before, after, None, None, () if split is None else split.softmax
-
-
-def _without_autocast(calls: list[AttentionCall]) -> torch.autocast:
-    return torch.autocast(calls[0].query.device.type, enabled=False)
+    heads = () if split is None else split.softmax
+    return CalibratedModule(layer.names, before, after, softmax_heads=heads)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def listening(
         for module, layer in by_module.items():
             if layer.is_torch:
                 hook = module.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
-                stack.callback(hook.remove)
+                stack.enter_context(hook)
         of_interface = [module for module, layer in by_module.items() if not layer.is_torch]
         if of_interface:
             from ikattn.integrations.transformers.attention import scaled_query
@@ -144,8 +144,7 @@ def listening(
                 crosses[module] = _reads_others(module, args, kwargs)
 
             for module in of_interface:
-                hook = module.register_forward_pre_hook(look, with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_pre_hook(look, with_kwargs=True))
             is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
             def hear(module: nn.Module, given: Any, _: Any) -> None:

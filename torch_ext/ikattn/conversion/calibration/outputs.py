@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -139,13 +139,8 @@ def _calls_of(
             raise _Enough
 
     hook = layer.module.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
-    try:
-        with torch.no_grad():
-            run(model, batch)
-    except _Enough:
-        pass
-    finally:
-        hook.remove()
+    with hook, torch.no_grad(), suppress(_Enough):
+        run(model, batch)
     if len(found) != count:
         raise ValueError(
             f"calibrate: {layer} was called {count} times while the model computed softmax and "

@@ -125,16 +125,13 @@ def _check_calls(layer: Layer, calls: list[AttentionCall]) -> None:
         raise ValueError(
             f"calibrate: expected batches of several tokens, got one key in every call of {layer}"
         )
-    visible = []
     for call in calls:
         is_seen = call.weights.detach().amax(-1) > 0  # [B, H, L]
         if call.query_padding is not None:
-            is_seen = is_seen & ~call.query_padding[:, None]
-        visible.append(bool(is_seen.any()))
-    if not any(visible):
-        raise ValueError(
-            f"calibrate: expected batches with tokens, got nothing but padding in {layer}"
-        )
+            is_seen &= ~call.query_padding[:, None]
+        if bool(is_seen.any()):
+            return
+    raise ValueError(f"calibrate: expected batches with tokens, got nothing but padding in {layer}")
 
 
 def _errors(layer: Layer, calls: list[AttentionCall]) -> tuple[Tensor, Tensor]:
