@@ -1,5 +1,6 @@
 """Implicit-kernel attention, and norm-aware maps of what attention moves, for PyTorch."""
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +97,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_LATER})
 
 
-def _register_attentions() -> None:
-    """Registers the attention function by the names that saved models have for it."""
-    import_module("ikattn.integrations.transformers")
-
-
-when_imported("transformers.modeling_utils", _register_attentions)
+# It registers the attention function by the names that saved models have for it.
+_integration = partial(import_module, "ikattn.integrations.transformers")
+when_imported("transformers.modeling_utils", _integration)

@@ -28,7 +28,7 @@ def optional(module: str, purpose: str, install: str) -> Any:
         ) from None
 
 
-def when_imported(module: str, register: Callable[[], None]) -> None:
+def when_imported(module: str, register: Callable[[], object]) -> None:
     """Calls a function as soon as a library is imported: now, or when somebody imports it.
 
     A model that is unpickled or loaded names attention functions of this package. So they are
@@ -45,7 +45,7 @@ def when_imported(module: str, register: Callable[[], None]) -> None:
 class _Watch(MetaPathFinder):
     """Finds one module as the finders after it do, and calls a function after it has been run."""
 
-    def __init__(self, module: str, register: Callable[[], None]) -> None:
+    def __init__(self, module: str, register: Callable[[], object]) -> None:
         self._module = module
         self._register = register
 

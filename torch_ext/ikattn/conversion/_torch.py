@@ -34,7 +34,9 @@ class TorchAttention(Kind):
 
     def change(self, model: nn.Module, module: Any, settings: KernelSettings) -> None:
         """Changes the module's class, as torch.nn.utils.parametrize does; all it holds stays."""
-        if settings.spectral == "mikan" and module in _cross_attention(model):
+        decoders = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
+        is_cross = any(module is layer.multihead_attn for layer in decoders)
+        if settings.spectral == "mikan" and is_cross:
             settings = settings._replace(spectral=_keys_alone(settings), stationary=False)
         module.__class__ = MultiheadAttention
         module.set_kernel(**self.options_of(settings))
@@ -57,12 +59,6 @@ class TorchAttention(Kind):
                 encoder.use_nested_tensor = False
             elif _NESTED_BEFORE in vars(encoder):
                 encoder.use_nested_tensor = vars(encoder).pop(_NESTED_BEFORE)
-
-
-def _cross_attention(model: nn.Module) -> set[nn.Module]:
-    """Returns the cross-attention of torch's decoder layers."""
-    layers = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
-    return {layer.multihead_attn for layer in layers}
 
 
 def _keys_alone(settings: KernelSettings) -> Any:

@@ -333,7 +333,9 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
         source = getattr(self, "spectral", None)  # absent while upstream's constructor runs
-        if source is None or not any(map(_is_loaded, source.parameters())):
+        parameters = () if source is None else source.parameters()
+        # what transformers has loaded stays, though it resets the module for others' sake
+        if not any(getattr(x, "_is_hf_initialized", False) for x in parameters):
             self._reset_kernel()
 
     def _keep_off_fused_path(self) -> None:
@@ -355,8 +357,3 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
 
 def _forward_must_run(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Does nothing, as a hook whose presence matters."""
-
-
-def _is_loaded(parameter: Tensor) -> bool:
-    """Whether transformers has loaded the parameter, and resets the module for others' sake."""
-    return getattr(parameter, "_is_hf_initialized", False)

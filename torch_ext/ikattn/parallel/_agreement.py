@@ -68,8 +68,8 @@ def agree(
     signature["layout"] = call.layout.count
     signature["algorithm"] = _ALGORITHMS.index(algorithm)
     signature["linear time, which IKATTN_LINEAR_TIME and deterministic decide"] = linear
-    seed = [0, 0] if call.dropout_seed is None else call.dropout_seed.tolist()
-    halves = [half for n in seed for half in (n & 0xFFFFFFFF, n >> 32 & 0xFFFFFFFF)]
+    seed = torch.zeros(2, dtype=torch.int64) if call.dropout_seed is None else call.dropout_seed
+    halves = seed.contiguous().view(torch.int32).tolist()  # which numbers of a row hold exactly
     for n, half in enumerate(halves):
         signature[f"dropout_seed, part {n}"] = -1 if drawn else half
     signature["whether dropout_seed is given"] = not drawn
@@ -91,10 +91,8 @@ def agree(
             )
     call.threads = int(rows[:, len(signature)].max())
     if call.dropout_seed is not None:
-        low1, high1, low2, high2 = (int(x) for x in rows[0, -4:])
-        numbers_of_first = [low1 | high1 << 32, low2 | high2 << 32]
-        signed = [n - (1 << 64) if n >= 1 << 63 else n for n in numbers_of_first]
-        call.dropout_seed = torch.tensor(signed, device=query.device)
+        of_first = rows[0, -4:].to(torch.int32).view(torch.int64)
+        call.dropout_seed = of_first.to(query.device)
 
 
 def _told(name: str, number: Tensor) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -192,9 +193,7 @@ class _Seen:
             stack.enter_context(as_softmax(model, layers))
             stack.enter_context(torch.no_grad())
             for layer in layers if with_outputs else ():
-                hook = layer.module.register_forward_hook(
-                    lambda module, _, output, layer=layer: self._gave(layer, output)
-                )
+                hook = layer.module.register_forward_hook(partial(self._gave, layer))
                 stack.enter_context(hook)
             for number, batch in enumerate(batches):
                 _check_tokens(model, batch, number)
@@ -217,8 +216,8 @@ class _Seen:
         self._left[layer] -= call.weights.numel()
         self.calls[layer].append(call)
 
-    def _gave(self, layer: Layer, output: Any) -> None:
-        rows = rows_of(output, layer.module).detach().clone()
+    def _gave(self, layer: Layer, module: nn.Module, _: Any, output: Any) -> None:
+        rows = rows_of(output, module).detach().clone()
         self.targets[layer][-1].append(Target(rows, self._padding.get(layer)))
 
 

@@ -22,10 +22,12 @@ from ikattn.integrations.transformers._masks import (
 )
 from ikattn.integrations.transformers.interface import (
     Given,
+    causal_mask,
     import_transformers,
     is_causal,
     mask_of,
     register_attention,
+    says_causal,
     watch_configs,
 )
 from ikattn.integrations.transformers.kernels import IMPLICIT, SAVED, kernel_of
@@ -99,8 +101,7 @@ def _implicit_attention(
         return decoded.transpose(1, 2).contiguous(), None
     visibility = _visibility(module, kernel, given)
     if is_over_ranks():
-        passed = options.get("is_causal")  # one token a rank is causal, too
-        causal = bool(getattr(module, "is_causal", True) if passed is None else passed)
+        causal = says_causal(module, options)  # one token a rank is causal, too
         visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
     split = _split_of(kernel)
     share = getattr(kernel, "head_share", None)
@@ -292,9 +293,7 @@ def _hybrid_attention(
     wants_weights = bool(given.options.get("output_attentions"))
     mask, causal = visibility.get("attn_mask"), visibility.get("is_causal", False)
     if mask is None and causal and wants_weights:
-        shape = (query.size(2), key.size(2))
-        mask = torch.ones(1, 1, *shape, dtype=torch.bool, device=query.device).tril()
-        causal = False
+        mask, causal = causal_mask(query, key), False
     if mask is not None and mask.dtype == torch.bool:
         mask = ~mask  # modules of torch hide where it is True
     kernel = KernelOptions("implicit", p, lambda *_: frequencies, split=split)

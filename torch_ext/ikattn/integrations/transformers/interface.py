@@ -105,8 +105,7 @@ def mask_of(module: nn.Module, given: Given) -> Tensor | None:
             "masks must have shape [B, H or 1, L, S]"
         )
     if mask is None and is_causal(module, given):
-        sizes = (given.query.size(2), given.key.size(2))
-        mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=given.query.device).tril()
+        mask = causal_mask(given.query, given.key)
     if mask is None:
         return None if bias is None else widened(bias)
     mask = mask[..., : given.key.size(2)]
@@ -120,8 +119,19 @@ def is_causal(module: nn.Module, given: Given) -> bool:
     """Whether the attention function hides later keys although it was given no mask."""
     if given.implementation == "eager" or given.query.size(2) == 1:
         return False
-    passed = given.options.get("is_causal")
+    return says_causal(module, given.options)
+
+
+def says_causal(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a module, or the call in its place, says that attention is causal."""
+    passed = options.get("is_causal")
     return bool(getattr(module, "is_causal", True) if passed is None else passed)
+
+
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """Returns a mask that hides later keys, bool [1, 1, L, S]."""
+    sizes = query.size(2), key.size(2)
+    return torch.ones(1, 1, *sizes, dtype=torch.bool, device=query.device).tril()
 
 
 # --- Code of a library may set another attention in a model's config, as Whisper's ``generate``

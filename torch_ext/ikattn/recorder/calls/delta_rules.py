@@ -114,7 +114,11 @@ class GivenRules:
         last = self._last.get(key)
         if last is not None and last[0].shape[1:] == state.shape[1:]:
             # beam search repeats sequences and changes their order
-            items = [_equal_item(each, last[0]) for each in state]
+            states = last[0]
+            items = [
+                next((b for b, each in enumerate(states) if torch.equal(own, each)), None)
+                for own in state.to(states)
+            ]
             if None not in items:
                 earlier = (x[items] for x in last[1])
                 pairs = zip(earlier, given, strict=True)
@@ -125,12 +129,6 @@ class GivenRules:
             "so that the tokens in it are not known: record the calls before it in the same block, "
             "one after the other; layers=... leaves it out"
         )
-
-
-def _equal_item(state: Tensor, states: Tensor) -> int | None:
-    """Returns the number of the first state that is equal to one, or None."""
-    own = state.to(states)
-    return next((b for b, each in enumerate(states) if torch.equal(own, each)), None)
 
 
 def given_rule(layer: str, mask: Any, told: Told) -> tuple[GivenRule, Tensor | None]:

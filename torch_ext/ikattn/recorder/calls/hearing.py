@@ -29,7 +29,8 @@ Place: TypeAlias = tuple[dict[str, Any], str]  # a namespace, and a name in it
 
 _lock = threading.Lock()
 _heard: dict[str, list[Heard]] = {}  # by kind of function
-_replaced: dict[str, list[tuple[Place, Any]]] = {}  # with the functions that stood there
+# By kind, the namespaces and functions that stood there, by the namespace's id and the name.
+_replaced: dict[str, dict[tuple[int, str], tuple[dict[str, Any], Any]]] = {}
 _running = threading.local()  # .kinds: those of which a call runs, whose own calls are not told
 
 
@@ -49,12 +50,10 @@ def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
     with _lock:
         listeners = _heard.setdefault(kind, [])
         listeners.append(heard)
-        replaced = _replaced.setdefault(kind, [])
-        known = [(id(names), name) for (names, name), _ in replaced]
+        replaced = _replaced.setdefault(kind, {})
         for names, name in places:
-            if (id(names), name) not in known:
-                known.append((id(names), name))
-                replaced.append(((names, name), names[name]))
+            if (id(names), name) not in replaced:
+                replaced[id(names), name] = names, names[name]
                 names[name] = _telling(kind, name, names[name], listeners)
     try:
         yield
@@ -62,7 +61,7 @@ def hearing(kind: str, places: Iterable[Place], heard: Heard) -> Iterator[None]:
         with _lock:
             listeners.remove(heard)
             if not listeners:
-                for (names, name), before in replaced:
+                for (_, name), (names, before) in replaced.items():
                     if getattr(names.get(name), "ikattn_tells", False):
                         names[name] = before
                 replaced.clear()

@@ -63,9 +63,9 @@ def plain_projection(module: nn.Module) -> Projection | None:
     if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
         return None
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if not isinstance(weight, Tensor) or not _is_plain(weight):
+    if not isinstance(weight, Tensor) or not is_plain(weight):
         return None
-    if bias is not None and not _is_plain(bias):
+    if bias is not None and not is_plain(bias):
         return None
     return Projection(weight.mT if is_conv else weight, bias)
 
@@ -103,7 +103,8 @@ def effective_projection(module: nn.Module, width: int, like: Tensor, layer: str
     return Projection((made[:-1] - made[-1]).mT, made[-1])
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Whether a parameter is a plain floating-point tensor whose numbers are there."""
     is_known = type(x) in (Tensor, nn.Parameter)
     return is_known and x.dtype in FLOATS and not x.is_meta
 

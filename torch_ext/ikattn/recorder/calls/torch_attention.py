@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._precision import widened
+from ikattn.nn._nested import beyond_ends
 from ikattn.nn.functional import ExtraKeys, with_extra_keys
 from ikattn.nn.masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn.projection import InProjection, project
@@ -20,7 +21,7 @@ from ikattn.nn.softmax import rbf_key_bias, select_away
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
-from ikattn.recorder.calls.projection import FLOATS, Projection, describe
+from ikattn.recorder.calls.projection import Projection, describe, is_plain
 from ikattn.recorder.sums.tensors import same_numbers
 
 _signature = inspect.signature(StockMultiheadAttention.forward)
@@ -98,10 +99,8 @@ def out_projection_of(module: StockMultiheadAttention, layer: str) -> Projection
     """
     out_proj = module.out_proj
     weight, bias = out_proj.weight, out_proj.bias
-    for name, x in (("weight", weight), ("bias", bias)):
-        is_plain = x is None or (type(x) in (Tensor, nn.Parameter) and not x.is_meta)
-        fits = x is None or (x.dtype in FLOATS and x.dim() == (2 if name == "weight" else 1))
-        if not is_plain or not fits:
+    for name, x, axes in (("weight", weight, 2), ("bias", bias, 1)):
+        if x is not None and not (is_plain(x) and x.dim() == axes):
             where = "offloaded (a meta tensor)" if x.is_meta else f"a {type(x).__name__}, {x.dtype}"
             raise TypeError(
                 f"record: out_proj.{name} of {layer} must be a plain floating-point tensor [E, E] "
@@ -167,9 +166,7 @@ def _padded(
     # by identity: self-attention stays one tensor, which is projected at once
     by_identity = {id(x): padded(x) for x in (query, key, value)}
     q, k, v = (by_identity[id(x)] for x in (query, key, value))
-    ends = torch.tensor([x.size(0) for x in key.unbind()], device=k.device)
-    beyond = torch.arange(k.size(1), device=k.device) >= ends[:, None]
-    return q, k, v, Masks(beyond, None)
+    return q, k, v, Masks(beyond_ends(key, k.size(1)), None)
 
 
 def _key_bias(module: Any, key: Tensor, padding: Tensor | None) -> Tensor | None:

@@ -7,19 +7,21 @@ NotImplementedError with the reason why such a module cannot be recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn.integrations.transformers.interface import calls_interface
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.selection import path_to
 from ikattn.recorder.calls.delta_rules import calls_delta_rule
 from ikattn.recorder.calls.products import writes_out_attention
 from ikattn.recorder.calls.sdpa import calls_sdpa
-from ikattn.recorder.plan.parts import AttentionParts, Side
+from ikattn.recorder.plan.parts import AttentionParts
 from ikattn.recorder.plan.transformers_parts import transformers_attention
 
 _stock_forward = StockMultiheadAttention.forward
@@ -77,7 +79,8 @@ def find_attention(model: nn.Module) -> list[Site]:
     A model that is itself attention goes by the name of its class.
     """
     sites = []
-    for name, module, ancestors in _walk(model, "", (), set()):
+    for name, module in model.named_modules():
+        ancestors = tuple(path_to(model, name)[-2::-1])
         try:
             parts: AttentionParts | str | None = resolve(module, ancestors)
         except NotImplementedError as reason:
@@ -86,19 +89,6 @@ def find_attention(model: nn.Module) -> list[Site]:
             plain = name.replace("_orig_mod.", "")  # what torch.compile puts in between
             sites.append(Site(plain or type(module).__name__, module, ancestors, parts))
     return sites
-
-
-def _walk(
-    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """Every module once, with its name and the modules around it, innermost first."""
-    if module in seen:
-        return
-    seen.add(module)
-    yield name, module, ancestors
-    for child_name, child in module.named_children():
-        full_name = f"{name}.{child_name}" if name else child_name
-        yield from _walk(child, full_name, (module, *ancestors), seen)
 
 
 def resolve(module: nn.Module, ancestors: Sequence[nn.Module]) -> AttentionParts | None:
@@ -145,31 +135,21 @@ def _torch_attention(module: nn.Module, ancestors: Sequence[nn.Module]) -> Atten
     if type(module).forward not in (_stock_forward, MultiheadAttention.forward):
         return None
     layer: Any = ancestors[0] if ancestors else None
+    post = partial(AttentionParts, "torch", module.out_proj, "post")
     if _is_stock(layer, nn.TransformerEncoderLayer):
-        return _in_torch_layer(module, layer, "self", "encoder", layer.norm1, layer.norm2)
-    if _is_stock(layer, nn.TransformerDecoderLayer):
-        if module is layer.self_attn:  # the cross-attention stands before the next norm
-            return _in_torch_layer(module, layer, "self", "decoder", layer.norm1, None)
-        return _in_torch_layer(module, layer, "cross", "decoder", layer.norm2, layer.norm3)
-    # one that is all of a model has no block
-    return AttentionParts("torch", module.out_proj, "found" if ancestors else "none")
+        parts = post("self", norm=layer.norm1, second_norm=layer.norm2)
+    elif not _is_stock(layer, nn.TransformerDecoderLayer):
+        # one that is all of a model has no block
+        return AttentionParts("torch", module.out_proj, "found" if ancestors else "none")
+    elif module is layer.self_attn:  # the cross-attention stands before the next norm
+        parts = post("self", "decoder", norm=layer.norm1)
+    else:
+        parts = post("cross", "decoder", norm=layer.norm2, second_norm=layer.norm3)
+    if not layer.norm_first:
+        return parts
+    return replace(parts, block="pre", pre_norm=parts.norm, norm=None, second_norm=None)
 
 
 def _is_stock(layer: object, kind: type[nn.Module]) -> bool:
     """Whether ``layer`` is of a kind of torch's and its forward still is torch's."""
     return isinstance(layer, kind) and type(layer).forward is kind.forward
-
-
-def _in_torch_layer(
-    module: StockMultiheadAttention,
-    layer: nn.Module,
-    kind: Literal["self", "cross"],
-    side: Side,
-    norm: nn.Module,
-    second_norm: nn.Module | None,
-) -> AttentionParts:
-    if layer.norm_first:
-        return AttentionParts("torch", module.out_proj, "pre", kind, side, pre_norm=norm)
-    return AttentionParts(
-        "torch", module.out_proj, "post", kind, side, norm=norm, second_norm=second_norm
-    )

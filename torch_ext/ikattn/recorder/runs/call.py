@@ -22,16 +22,6 @@ from ikattn.recorder.sums.claims import Claim, Settlement
 from ikattn.recorder.sums.tensors import Seen, see
 
 
-def is_running(wanted: FrameType | None) -> bool:
-    """Whether a frame is among those that this thread runs."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame is wanted:
-            return True
-        frame = frame.f_back
-    return False
-
-
 @dataclass
 class Entered:
     """A module that is running."""
@@ -92,7 +82,10 @@ class Call:
     @property
     def is_alive(self) -> bool:
         """False: it was left by an exception that hooks are not told of, such as Ctrl-C."""
-        return is_running(self.frame)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:  # those that this thread runs
+            frame = frame.f_back
+        return frame is not None
 
     def claim(self, claim: Claim | None) -> None:
         """Keeps a claim until it is looked at."""

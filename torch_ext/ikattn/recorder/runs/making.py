@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
@@ -65,11 +65,10 @@ class Maker:
         plan = run.plan = replace(run.plan, parts=parts)
         attention = run.attention
         if run.maps is None:
-            if run.around.residual is not None and parts.block != "none":
-                residual = as_batch(run.around.residual, run, call.padded_length)
-                run.around.residual = residual
-            else:
-                run.around.residual = None
+            residual = None if parts.block == "none" else run.around.residual
+            if residual is not None:
+                residual = as_batch(residual, run, call.padded_length)
+            run.around.residual = residual
             wanted = plan.maps(attention.kind, run.why_no_block, has_run=True)
             run.maps = self.make(call, run, wanted)
         call.claim(run.noted_heads_claim())
@@ -138,12 +137,13 @@ class Maker:
             return
         call.has_room.add(group)
         outermost = call.running[0].module if call.running else None
+        device = attention.query.device
         alike = [
             plan
             for plan in self.plans
             if plan.parts.side == group[0] and plan.parts.kind in (None, group[1])
             if outermost in (plan.module, *plan.ancestors)
-            if self.options.to_cpu or _is_on(plan.module, run.attention.query.device)
+            if self.options.to_cpu or all(x.device == device for x in plan.module.parameters())
         ]
         layers = 1 if self.options.on_layer is not None else max(1, len(alike))
         B, H, L, S = attention.sizes
@@ -151,7 +151,6 @@ class Maker:
             L = len(rows.of_call(attention, run.name).numbers)
         pairs = B * L * S * sum(H if "H" in AXES[name] else 1 for name in names)
         size = pairs * attention.value.element_size()
-        device = attention.query.device
         kept_on = torch.device("cpu") if self.options.to_cpu else device
         for place, count in {device: 1, kept_on: layers}.items():
             free = _memory.free_memory(place)
@@ -216,11 +215,6 @@ def _in_words(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} TB"
-
-
-def _is_on(module: nn.Module, device: torch.device) -> bool:
-    """Whether a module's parameters are on a device; one without any may be."""
-    return all(parameter.device == device for parameter in module.parameters())
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ class RowsAsked:
             rows = _rows_at_once(call, wanted)
             if rows >= S and isinstance(self.reduction, FunctionOfRows):
                 rows = max(1, S // 2)  # no square: a sum along the wrong axis has another shape
-            runs = _blocks(runs, rows)
+            runs = [run[i : i + rows] for run in runs for i in range(0, max(1, len(run)), rows)]
             if not _OF_THE_BLOCK & set(wanted) and _pays(call, projection, len(runs)):
                 call, projection = in_own_coordinates(call, projection)
         of_keys = [name for name in wanted if name in ("value_norms", "magnitude")]
@@ -347,10 +347,6 @@ def _rows_at_once(call: AttentionCall, wanted: Collection[str]) -> int:
     if row * L <= FEW:
         return max(1, L)
     return max(1, min(MOST_HELD // row, -(-L // 4)))
-
-
-def _blocks(runs: Iterable[range], rows: int) -> list[range]:
-    return [run[first : first + rows] for run in runs for first in range(0, max(1, len(run)), rows)]
 
 
 def _widened(maps: Contributions, S: int) -> Contributions:
