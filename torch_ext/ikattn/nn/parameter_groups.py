@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any
 
 from torch import nn
 
+from ikattn._attributes import having
 from ikattn.nn.selection import wrapped
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Direct, Generator
@@ -84,17 +85,9 @@ def parameter_groups(
     return groups
 
 
-@contextmanager
-def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def frozen(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """Switches the gradients of parameters off for the time of the block."""
-    own = [w for w in parameters if w.requires_grad]
-    try:
-        for w in own:
-            w.requires_grad_(False)
-        yield
-    finally:
-        for w in own:
-            w.requires_grad_(True)
+    return having((w for w in parameters if w.requires_grad), "requires_grad", False)
 
 
 def _kernels(model: nn.Module) -> Iterator[nn.Module]:

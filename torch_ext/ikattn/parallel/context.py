@@ -5,6 +5,7 @@ Symbols as in ``ikattn.ops``; W ranks. L queries and S keys are those of one ran
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -210,7 +211,7 @@ class ContextParallel:
         options: Any = {"group": self._ranks.group, "layout": layout, "algorithm": algorithm}
         self._attend = partial(context_parallel_attention, **options)
         self._refuse = partial(refuse, self._ranks)
-        self._handles: list[AttendingBy] = []
+        self._undo = ExitStack()
 
     def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's tokens of a whole sequence, such as ids, positions or padding masks.
@@ -236,17 +237,14 @@ class ContextParallel:
         return self._layout.unshard(parts, dim)
 
     def __enter__(self) -> ContextParallel:
-        try:
+        with ExitStack() as stack:
             for module in self._modules:
-                self._handles.append(AttendingBy(module, self._attend, self._refuse))
-        except RuntimeError:
-            self.__exit__()
-            raise
+                stack.callback(AttendingBy(module, self._attend, self._refuse).remove)
+            self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        self._undo.close()
 
 
 def context_parallel(

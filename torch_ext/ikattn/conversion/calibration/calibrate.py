@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ikattn._attributes import having
 from ikattn._precision import without_autocast
 from ikattn.conversion.calibration.layers import (
     Layer,
@@ -268,19 +269,11 @@ def _fit(
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Opens a context in eval mode without caches of keys, which grow where a layer runs alone."""
-    training = {module: module.training for module in model.modules()}
-    configs: Any = {id(x): x for x in (getattr(m, "config", None) for m in training)}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    model.eval()
-    for config in caching:
-        config.use_cache = False
-    try:
+    configs = (getattr(module, "config", None) for module in model.modules())
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+    with having(model.modules(), "training", False), having(caching, "use_cache", False):
+        model.eval()
         yield
-    finally:
-        for config in caching:
-            config.use_cache = True
-        for module, mode in training.items():
-            module.training = mode
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ikattn._attributes import having
 from ikattn.conversion.modules import AttentionModule, select_modules
 from ikattn.nn.multihead_attention import MultiheadAttention
 from ikattn.nn.selection import Selection
@@ -101,11 +102,10 @@ def as_softmax(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
 
     The layers tell which kinds of kernels there are.
     """
+    ours = (module for module in model.modules() if isinstance(module, MultiheadAttention))
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, MultiheadAttention) and module.kernel == "implicit":
-                stack.callback(vars(module).__setitem__, "kernel", "implicit")
-                vars(module)["kernel"] = "dot"
+        implicit = [module for module in ours if module.kernel == "implicit"]
+        stack.enter_context(having(implicit, "kernel", "dot"))
         if not all(layer.is_torch for layer in layers):
             from ikattn.integrations.transformers.interface import softmax_in_place
 

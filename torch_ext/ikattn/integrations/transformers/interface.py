@@ -20,6 +20,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
+from ikattn._attributes import having
 from ikattn._optional import optional
 from ikattn._precision import widened
 
@@ -67,16 +68,13 @@ def configs_of(model: nn.Module) -> list[Any]:
 @contextmanager
 def softmax_in_place(model: nn.Module) -> Iterator[None]:
     """Opens a context in which every config of the model names softmax attention."""
-    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
-    for config, _ in before:
-        config._attn_implementation_internal = "eager"
-    _on_purpose.update(id(config) for config, _ in before)
+    configs = configs_of(model)
+    _on_purpose.update(map(id, configs))
     try:
-        yield
+        with having(configs, "_attn_implementation_internal", "eager"):
+            yield
     finally:
-        for config, implementation in before:
-            _on_purpose.discard(id(config))
-            config._attn_implementation_internal = implementation
+        _on_purpose.difference_update(map(id, configs))
 
 
 def import_transformers() -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 
 class Hook:
     """A hook that is one of this process and this model alone.
@@ -21,6 +23,12 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (_nothing,)
+
+
+def has_others_hooks(module: nn.Module) -> bool:
+    """Whether somebody else than a recording hears or changes the calls of a module."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(isinstance(hook, Hook) for hook in hooks)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

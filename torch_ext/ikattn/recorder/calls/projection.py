@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ikattn._attributes import having
 from ikattn._precision import widened
-from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.hooks import has_others_hooks
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _thread = threading.local()
@@ -59,8 +60,7 @@ def plain_projection(module: nn.Module) -> Projection | None:
     is_conv = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transfo")
     if type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear) and not is_conv:
         return None
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
+    if "forward" in vars(module) or has_others_hooks(module):
         return None
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if not isinstance(weight, Tensor) or not is_plain(weight):
@@ -112,15 +112,10 @@ def is_plain(x: Tensor) -> bool:
 @contextlib.contextmanager
 def probing(module: nn.Module) -> Iterator[None]:
     """A context in which hooks of recordings are silent, and dropout within the module is off."""
-    dropping: list[Any] = [
-        part for part in module.modules() if isinstance(part, nn.Dropout) and part.training
-    ]
+    dropouts = (part for part in module.modules() if isinstance(part, nn.Dropout))
     _thread.probing = True
     try:
-        for part in dropping:
-            part.training = False
-        yield
+        with having(dropouts, "training", False):
+            yield
     finally:
-        for part in dropping:
-            part.training = True
         _thread.probing = False

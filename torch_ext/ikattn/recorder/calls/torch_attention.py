@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import MultiheadAttention as StockMultiheadAttention
 
 from ikattn._precision import widened
+from ikattn.nn._fused_layer import has_values
 from ikattn.nn._nested import beyond_ends
 from ikattn.nn.functional import ExtraKeys, with_extra_keys
 from ikattn.nn.masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn.projection import InProjection, project
 from ikattn.nn.softmax import rbf_key_bias, select_away
 from ikattn.recorder.calls.attention_call import AttentionCall
-from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.calls.hooks import has_others_hooks
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
 from ikattn.recorder.calls.projection import Projection, describe, is_plain
 from ikattn.recorder.sums.tensors import same_numbers
@@ -121,8 +122,9 @@ def fused_layer_differs(
     It takes every number of a floating-point mask but 0 for -inf.
     """
     given = _layer_signature.bind(layer, *args, **kwargs).arguments
-    masks = [given.get(name) for name in ("src_mask", "src_key_padding_mask")]
-    if not any(mask is not None and mask.is_floating_point() for mask in masks):
+    named = (given.get(name) for name in ("src_mask", "src_key_padding_mask"))
+    masks = [mask for mask in named if mask is not None and mask.is_floating_point()]
+    if not masks:
         return False
     attention, src = layer.self_attn, given["src"]
     parameters = [*attention.parameters(), *layer.parameters(), src]
@@ -140,17 +142,9 @@ def fused_layer_differs(
         and layer.norm1.eps == layer.norm2.eps
         and not model_has_autocast()
         and not (model_has_gradients() and any(x.requires_grad for x in parameters))
-        and not any(
-            not isinstance(hook, Hook)
-            for module in layer.modules()
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
+        and not any(map(has_others_hooks, layer.modules()))
     )
-    return is_fused and any(
-        bool(((mask != 0) & (mask != -torch.inf)).any())
-        for mask in masks
-        if mask is not None and mask.is_floating_point()
-    )
+    return is_fused and any(map(has_values, masks))
 
 
 def _padded(

@@ -375,8 +375,8 @@ def _pays(call: AttentionCall, projection: Tensor, blocks: int) -> bool:
 
     Not on a GPU, where torch factors one token after the other, nor with gradients.
     """
-    is_plain = call.value.device.type == "cpu" and not torch.is_grad_enabled()
-    is_plain = is_plain and call.gate is None
+    is_on_cpu = call.value.device.type == "cpu"
+    is_plain = is_on_cpu and call.gate is None and not torch.is_grad_enabled()
     return is_plain and blocks > 2 and projection.size(0) > 2 * call.sizes[1]
 
 

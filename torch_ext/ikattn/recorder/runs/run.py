@@ -297,10 +297,7 @@ class Run:
 
     def note_other(self, out: Tensor) -> None:
         """Notes the output of a module that may be the feed-forward part's."""
-        if not self.variants:
-            return
-        y = self.variants[0].tensor
-        if has_rows_like(out, y):
+        if self.variants and has_rows_like(out, self.variants[0].tensor):
             self._note(out)
 
     def _note(self, out: Tensor) -> None:
