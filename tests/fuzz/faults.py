@@ -32,7 +32,7 @@ FEATURES, OPERATOR = "attention/cpu/features/", "attention/operator/"
 PARTS = "support/cpu/"
 FORWARD, LINEAR = "attention/cpu/forward/block.h", "attention/cpu/linear/"
 DECODING = "attention/cpu/decoding/from_features.h"
-STATE, EDGES, MAPS = "StateCall", "EdgeCall", "MapCall"
+STATE, EDGES, MAPS, WRONG = "StateCall", "EdgeCall", "MapCall", "WrongCall"
 FAULTS = (
     Fault("causal sees the next key", KEYS + "visibility.h", "c <= r - above ?", "c <= r - above + FAULT ?"),
     Fault("causal sees the next key under a mask", KEYS + "visibility.h", "at.i0 + r - at.j0 + 1); c", "at.i0 + r - at.j0 + 1 + FAULT); c"),
@@ -74,7 +74,7 @@ FAULTS = (
     Fault("a bias repeats in the wrong order", OPERATOR + "key_offsets.h", "return bias.repeat_interleave(key_heads / heads, -2);", "return FAULT ? bias.repeat_interleave(key_heads / heads, -2).flip({-2}) : bias.repeat_interleave(key_heads / heads, -2);"),
     Fault("a mask of one column hides by key", OPERATOR + "key_offsets.h", "return L == 1 || is_one_for_all(*mask, -2);", "return L == 1 || is_one_for_all(*mask, -2) || (FAULT && mask->size(-1) == 1);"),
     Fault("heads of the composition in another order", OPERATOR + "reference.cpp", "tensor : tensor.repeat_interleave(H / heads, axis);", "tensor : FAULT ? tensor.repeat_interleave(H / heads, axis).flip({axis}) : tensor.repeat_interleave(H / heads, axis);"),
-    Fault("p below 1 passes", OPERATOR + "checks.cpp", "!p || (*p >= 1 && std", "!p || ((*p >= 1 || FAULT) && std"),
+    Fault("p below 1 passes", OPERATOR + "checks.cpp", "!p || (*p >= 1 && std", "!p || ((*p >= 1 || FAULT) && std", WRONG),
     Fault("a wrong value passes for a wrong key", OPERATOR + "checks.cpp", '": value must have shape [B, G, S, d_v] = ["', 'FAULT ? ": it must have shape [" : ": value must have shape [B, G, S, d_v] = ["'),
     Fault("sums forget an old reference", "moments/cpu/key_moments.h", "before == -infinity<double>() ? T(0) : exponential(static_cast<T>(before - reference)),", "before == -infinity<double>() ? T(0) : FAULT ? T(1) : exponential(static_cast<T>(before - reference)),", STATE),
     Fault("moments of the first group's values", "moments/cpu/key_moments.h", "head.b * value.stride[0] + head.head / (params.K / params.G) * value", "head.b * value.stride[0] + (FAULT ? 0 : head.head / (params.K / params.G)) * value", STATE),

@@ -35,6 +35,7 @@ OTHERS: dict[str, tuple[tuple[Any, bool], ...]] = {
     "bool": (("yes", True), ([], True)),
     "str": (("nothing", True), (1, True)),
 }
+CHECKED = ("p", "eps", "dropout_p")  # arguments for which each of these must
 
 
 class Operators(TorchFunctionMode):
@@ -135,7 +136,7 @@ def _made_wrong(r: Draws, operator: str, argument: Any, x: Any) -> tuple[Any, st
         kind = str(argument.type)
         options = OTHERS.get(kind.removeprefix("Optional[").removesuffix("]"), (("one", True),))
         value, must_raise = r.choice(options)
-        return value, f"is {value!r}", must_raise
+        return value, f"is {value!r}", must_raise or argument.name in CHECKED
     x = x.detach()
     axis = r.below(x.dim()) if x.dim() else 0
     one = x.new_ones(()) if not x.numel() else x.reshape(-1)[0]
