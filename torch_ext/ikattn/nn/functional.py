@@ -125,7 +125,8 @@ def multi_head_attention_forward(
         (torch.Size([5, 2, 16]), torch.Size([2, 5, 5]))
     """
     check_kernel(kernel, p)
-    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
+    source = InProjection(embed_dim_to_check, num_heads, in_proj_weight, weights, in_proj_bias)
     check_axes(query, key, value, key_padding_mask, attn_mask, num_heads)
     # upstream does not look at a mask for which the hint stands
     is_hint_alone = is_causal and key_padding_mask is None and not need_weights
@@ -134,16 +135,7 @@ def multi_head_attention_forward(
         query,
         key,
         value,
-        partial(
-            project,
-            InProjection(
-                embed_dim_to_check,
-                num_heads,
-                in_proj_weight,
-                separate if use_separate_proj_weight else None,
-                in_proj_bias,
-            ),
-        ),
+        partial(project, source),
         ExtraKeys(bias_k, bias_v, add_zero_attn, static_k, static_v),
         KernelOptions(kernel, p, _given_frequencies(kernel, w1, w2)),
         Masks(key_padding_mask, attn_mask, is_causal),

@@ -233,22 +233,15 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attends as ``forward``; ``query_padding`` [N, L] says which queries not to average."""
         pools = getattr(self.spectral, "pools", False)
+        split = self.split_heads() if self.kernel == "implicit" else None
+        kernel = KernelOptions(self.kernel, self.p, self._frequencies, self.magnitude, pools)
         return attend(
             query,
             key,
             value,
             self._projection(),
             self._extra_keys(query),
-            KernelOptions(
-                self.kernel,
-                self.p,
-                self._frequencies,
-                self.magnitude,
-                pools,
-                query_padding,
-                self.head_share,
-                self.split_heads() if self.kernel == "implicit" else None,
-            ),
+            kernel._replace(query_padding=query_padding, head_share=self.head_share, split=split),
             masks,
             wanted,
             dropout_p=self.dropout if self.training else 0.0,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
 from typing import Any
 
 from torch import nn
 
-from ikattn._attributes import having
 from ikattn.nn.selection import wrapped
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral import Direct, Generator
@@ -83,6 +82,19 @@ def parameter_groups(
             f"{type(model).__name__} with {sum(1 for _ in model.parameters())}, all of them frozen"
         )
     return groups
+
+
+@contextmanager
+def having(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute of objects a value for the time of the block."""
+    before = [(x, getattr(x, name)) for x in objects]
+    try:
+        for x, _ in before:
+            setattr(x, name, value)
+        yield
+    finally:
+        for x, own in before:
+            setattr(x, name, own)
 
 
 def frozen(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:

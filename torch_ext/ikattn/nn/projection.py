@@ -38,16 +38,11 @@ class InProjection(NamedTuple):
     @classmethod
     def of(cls, module: StockMultiheadAttention) -> InProjection:
         """Returns the weights of a module, as they are now."""
-        separate = None
-        if not module._qkv_same_embed_dim:
-            separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        return cls(
-            module.embed_dim,
-            module.num_heads,
-            module.in_proj_weight if separate is None else None,
-            separate,
-            module.in_proj_bias,
-        )
+        E, H, bias = module.embed_dim, module.num_heads, module.in_proj_bias
+        if module._qkv_same_embed_dim:
+            return cls(E, H, module.in_proj_weight, None, bias)
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        return cls(E, H, None, weights, bias)
 
 
 def project(

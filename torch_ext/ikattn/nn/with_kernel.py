@@ -71,16 +71,10 @@ class WithKernel(Regularized):
             given: Any = spectral
             if callable(given) and not isinstance(given, nn.Module):
                 given = given(self)
-            source = make_spectral(
-                given,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                num_frequencies=num_frequencies,
-                stationary=stationary,
-                seed=seed,
-                device=like.device,
-                dtype=like.dtype,
-            ).train(self.training)
+            own: Any = {"num_heads": num_heads, "head_dim": head_dim, "seed": seed}
+            own |= {"device": like.device, "dtype": like.dtype, "stationary": stationary}
+            source = make_spectral(given, num_frequencies=num_frequencies, **own)
+            source.train(self.training)
         self.kernel = kernel
         self.p = p
         self.register_module("magnitude", magnitude)

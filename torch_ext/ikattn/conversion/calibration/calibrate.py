@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ikattn._attributes import having
 from ikattn._precision import without_autocast
 from ikattn.conversion.calibration.layers import (
     Layer,
@@ -34,6 +33,7 @@ from ikattn.conversion.calibration.outputs import (
 )
 from ikattn.conversion.calibration.report import CalibratedModule, CalibrationReport
 from ikattn.conversion.calibration.weights import fit_to_weights, some_queries
+from ikattn.nn.parameter_groups import having
 from ikattn.nn.selection import Selection
 from ikattn.recorder.calls.attention_call import AttentionCall
 

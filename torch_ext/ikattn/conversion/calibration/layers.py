@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ikattn._attributes import having
 from ikattn.conversion.modules import AttentionModule, select_modules
 from ikattn.nn.multihead_attention import MultiheadAttention
+from ikattn.nn.parameter_groups import having
 from ikattn.nn.selection import Selection
 from ikattn.ops.attention import implicit_kernel_weights
 from ikattn.recorder.calls.attention_call import AttentionCall

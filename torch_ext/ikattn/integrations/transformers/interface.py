@@ -20,9 +20,9 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from ikattn._attributes import having
 from ikattn._optional import optional
 from ikattn._precision import widened
+from ikattn.nn.parameter_groups import having
 
 # The lowest float16: what masks of any type mean by "never" is at most that.
 _LOWEST = -65504.0

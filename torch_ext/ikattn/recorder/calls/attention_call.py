@@ -123,6 +123,11 @@ class AttentionCall:
         return found and f"its logits have {found}, so that weights are {product}"
 
     @property
+    def paddings(self) -> dict[str, Any]:
+        """Padding of queries and keys, as arguments of the functions of maps."""
+        return {"query_padding": self.query_padding, "key_padding": self.key_padding}
+
+    @property
     def has_weights(self) -> bool:
         """Whether all weights have been made, and are held."""
         return "weights" in vars(self)
@@ -247,13 +252,8 @@ class AttentionCall:
         Where there are many weights they are never held, unless a map for every head needs them.
         """
         if not names:
-            return Contributions(query_padding=self.query_padding, key_padding=self.key_padding)
-        block |= {
-            "maps": names,
-            "query_padding": self.query_padding,
-            "key_padding": self.key_padding,
-            "diagonal": self.diagonal,
-        }
+            return Contributions(**self.paddings)
+        block |= {"maps": names, "diagonal": self.diagonal, **self.paddings}
         holds_weights = "per_head" in names or self.has_weights or self.has_own_softmax
         are_few = math.prod(self.sizes) <= _FEW_WEIGHTS and not self.streams
         if holds_weights or are_few:

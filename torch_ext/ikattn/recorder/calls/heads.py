@@ -23,6 +23,7 @@ from torch.overrides import (
 )
 
 from ikattn._precision import widened
+from ikattn.recorder.calls.hearing import Told
 from ikattn.recorder.calls.products import COPIES, WrittenOut, is_idle_dropout
 
 _MOVES = {
@@ -156,20 +157,12 @@ class FollowedHeads(TorchFunctionMode):
             self._keep = None
         terms = [self._known[id(x)][1] for x in own]
         made = func(*args, **kwargs)
-        self._note(func, plain, args, kwargs, own, terms, made)
+        self._note(func, Told(plain, args, kwargs, made), own, terms)
         return made
 
-    def _note(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        own: list[Tensor],
-        terms: list[_Terms],
-        made: Any,
-    ) -> None:
+    def _note(self, func: Any, told: Told, own: list[Tensor], terms: list[_Terms]) -> None:
         """Notes what an operation has made of tensors that are followed."""
+        name, args, kwargs, made = told
         first, is_one = bool(args) and args[0] is own[0], len(own) == 1
         is_plain = len(args) == 2 and set(kwargs) <= {"out"}
         if is_one and name in _MOVES and first:

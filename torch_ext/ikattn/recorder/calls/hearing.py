@@ -29,7 +29,7 @@ Place: TypeAlias = tuple[dict[str, Any], str]  # a namespace, and a name in it
 
 _lock = threading.Lock()
 _heard: dict[str, list[Heard]] = {}  # by kind of function
-# By kind, the namespaces and functions that stood there, by the namespace's id and the name.
+# Namespaces with the functions that stood there, by kind, by the namespace's id and the name.
 _replaced: dict[str, dict[tuple[int, str], tuple[dict[str, Any], Any]]] = {}
 _running = threading.local()  # .kinds: those of which a call runs, whose own calls are not told
 

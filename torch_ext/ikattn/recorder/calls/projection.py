@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ikattn._attributes import having
 from ikattn._precision import widened
+from ikattn.nn.parameter_groups import having
 from ikattn.recorder.calls.hooks import has_others_hooks
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -140,12 +140,7 @@ def make_maps(
     parts = None
     if "projection" in wanted:  # first: other maps are then made of the same weights
         parts = parts_of_output(
-            call.weights,
-            call.value,
-            projection,
-            query_padding=call.query_padding,
-            key_padding=call.key_padding,
-            gate=call.gate,
+            call.weights, call.value, projection, gate=call.gate, **call.paddings
         )
     maps = (_of_gated_heads if is_gated else _of_heads)(call, projection, around, wanted)
     return dataclasses.replace(maps, projection=parts)
@@ -168,8 +163,7 @@ def _of_heads(
             residual=around.residual,
             norm=norm,
             output_norm=_in_type_of(around.output_norm),
-            query_padding=call.query_padding,
-            key_padding=call.key_padding,
+            **call.paddings,
             diagonal=None if call.kind == "cross" else call.diagonal,
         )
     is_read = around.norm is None and around.second_norm is not None
@@ -178,7 +172,8 @@ def _of_heads(
         norm, second_norm = second_norm, None
     if call.kind == "cross":
         maps = call.maps(projection, names - set(_THROUGH_NORMS))
-        _fill_cross_maps(maps, call, *_between(projection, around), norm, second_norm, names)
+        norms = {"with_norm": norm, "encoder": second_norm}
+        _fill_cross_maps(maps, call, *_between(projection, around), norms, names)
     elif names & {"mixing_ratio", *_AFTER_RESIDUAL} and around.residual is not None:
         residual = around.residual.to(projection.dtype)
         block = {"residual": residual, "norm": norm, "second_norm": second_norm}
@@ -370,8 +365,7 @@ def _fill_cross_maps(
     call: AttentionCall,
     projection: Tensor,
     scale: Tensor | None,
-    norm: NormStats | None,
-    second_norm: NormStats | None,
+    norms: dict[str, NormStats | None],
     wanted: Collection[str],
 ) -> None:
     """Maps of cross-attention through the norms after it.
@@ -379,7 +373,7 @@ def _fill_cross_maps(
     The residual belongs to no key and touches none of the pairs, so each norm is but a linear map
     on the out-projection [D, H d_v] and a divisor of the rows, [B, L], like ``scale``.
     """
-    for name, stats in (("with_norm", norm), ("encoder", second_norm)):
+    for name, stats in norms.items():
         if stats is None:
             return
         projection, scale = _through(stats, projection, scale)

@@ -43,15 +43,9 @@ class Opener:
         self, call: Call, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         module: Any = plan.module
+        kind, frequencies = plan.parts.kind, call.frequencies.pop(module, None)
         with self._maker.grad_mode():
-            attention = torch_call(
-                module,
-                args,
-                kwargs,
-                plan.parts.kind,
-                call.frequencies.pop(module, None),
-                call.padded_length,
-            )
+            attention = torch_call(module, args, kwargs, kind, frequencies, call.padded_length)
         drops = module.training and module.dropout > 0
         if plan.parts.block == "found" and not plan.needs_block(attention.kind):
             plan = replace(plan, parts=replace(plan.parts, block="none"))  # nothing to follow
