@@ -75,7 +75,7 @@ FAULTS = (
     Fault("a mask of one column hides by key", OPERATOR + "key_offsets.h", "return L == 1 || is_one_for_all(*mask, -2);", "return L == 1 || is_one_for_all(*mask, -2) || (FAULT && mask->size(-1) == 1);"),
     Fault("heads of the composition in another order", OPERATOR + "reference.cpp", "tensor : tensor.repeat_interleave(H / heads, axis);", "tensor : FAULT ? tensor.repeat_interleave(H / heads, axis).flip({axis}) : tensor.repeat_interleave(H / heads, axis);"),
     Fault("p below 1 passes", OPERATOR + "checks.cpp", "!p || (*p >= 1 && std", "!p || ((*p >= 1 || FAULT) && std", WRONG),
-    Fault("a wrong value passes for a wrong key", OPERATOR + "checks.cpp", '": value must have shape [B, G, S, d_v] = ["', 'FAULT ? ": it must have shape [" : ": value must have shape [B, G, S, d_v] = ["'),
+    Fault("a wrong value passes for a wrong key", OPERATOR + "checks.cpp", '": value must have shape [B, G, S, d_v] = ["', 'FAULT ? ": it must have shape [" : ": value must have shape [B, G, S, d_v] = ["', WRONG),
     Fault("sums forget an old reference", "moments/cpu/key_moments.h", "before == -infinity<double>() ? T(0) : exponential(static_cast<T>(before - reference)),", "before == -infinity<double>() ? T(0) : FAULT ? T(1) : exponential(static_cast<T>(before - reference)),", STATE),
     Fault("moments of the first group's values", "moments/cpu/key_moments.h", "head.b * value.stride[0] + head.head / (params.K / params.G) * value", "head.b * value.stride[0] + (FAULT ? 0 : head.head / (params.K / params.G)) * value", STATE),
     Fault("moments lose eps", "moments/cpu/from_moments.h", "eps = static_cast<T>(params.eps);\n  const T least", "eps = FAULT ? T(0) : static_cast<T>(params.eps);\n  const T least", STATE),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import resource
 import signal
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def _try_all(calls: list[tuple[str, tuple[Any, Named]]], ways: tuple[int, ...], 
             names = [argument.name, "every tensor"]
             names += [] if must_raise else ["memory", "sizes", *given]
             message = str(error).split("\n")[0]
-            if not any(x.replace("_", " ") in message.replace("_", " ") for x in names):
+            if not any(re.search(rf"\b{x.replace('_', '[ _]')}\b", message) for x in names):
                 print(f"WRONG {what}, does not name it: {message[:200]}", file=told)
         else:
             if must_raise:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ikattn
-from ikattn.explain.attribution._rollouts import _Writings
+from ikattn.explain.attribution._rollouts import _writing_of
 from ikattn.explain.bertviz import to_bertviz
 from ikattn.explain.comparison._distances import row_sums
 from ikattn.maps import TopK, rollout, token_importance
@@ -314,9 +314,13 @@ def test_what_gated_heads_write_into_a_logit_adds_up(layer: int) -> None:
     out_proj.register_forward_hook(lambda m, x, y: outputs.append(y))
     gradient = torch.zeros(2, 9, 16)
     gradient[:, -1] = torch.randn(2, 16)
-    writings = _Writings(gradient)
+    writings = []
     selected = f"layers.{layer}.*"
-    with entry.recorded(model, ("alti",), layers=selected, to_cpu=False, on_run=writings.note):
+
+    def note(run):
+        writings.append(_writing_of(run, gradient)[0])
+
+    with entry.recorded(model, ("alti",), layers=selected, to_cpu=False, on_run=note):
         model(**call)
-    (written, _), *_ = writings._layers
+    written = writings[0]
     torch.testing.assert_close(written.sum(-1), (outputs[0] * gradient).sum((1, 2)))
