@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ikattn
+from devices import DEVICE, IN_THE_INTERPRETER
 from fuzz.draws import VALUES, Draws, numbers, uniform
 from fuzz.holding import guarded, laid_out
 from fuzz.laws import LAWS, WEIGHTS
@@ -58,12 +60,15 @@ class AttentionCall:
     def draw(seed: int) -> AttentionCall:
         r = Draws(seed)
         B, H = r.weighted({1: 6, 2: 4, 3: 1}), r.weighted({1: 4, 2: 4, 3: 1, 4: 2, 6: 1})
+        if IN_THE_INTERPRETER:
+            B, H = 1 + B // 3, min(H, 2)
         G = r.choice([x for x in range(1, H + 1) if H % x == 0])
         room = (40_000 if r.chance(8) else 6_000) // (B * H)
-        L = r.size(1, min(room, 1100))
-        S = r.size(1, max(1, min(room // L, 1100)))
+        longest = 40 if IN_THE_INTERPRETER else 1100
+        L = r.size(1, min(room, longest))
+        S = r.size(1, max(1, min(room // L, longest)))
         L, S = (S, L) if r.chance(2) else (L, S)
-        if r.chance(50):  # sums of several parts of 1024 keys
+        if r.chance(50) and not IN_THE_INTERPRETER:  # sums of several parts of 1024 keys
             L, S = 1 + r.below(4), 1025 + r.below(1100)
         if r.chance(40):
             B, L, S = r.choice([(0, L, S), (B, 0, S), (B, L, 0)])
@@ -71,7 +76,8 @@ class AttentionCall:
         d_v = 0 if r.chance(80) else r.size(1, 70)
         if r.chance(20):
             d, d_v, M = r.choice([(130, 5, 9), (8, 130, 8), (16, 16, 64), (3, 200, 70)])
-        values = r.weighted(dict(zip(VALUES, (75, 9, 4, 2, 5, 5), strict=True)))
+        shares = (75, 9, 4, 2, 5, 5) if DEVICE == "cpu" else (75, 20, 0, 0, 5, 0)
+        values = r.weighted(dict(zip(VALUES, shares, strict=True)))
         dtype = r.weighted(DTYPES)
         layouts = tuple(
             r.choice(list(LAYOUTS)) if r.chance(4) and min(B, L, S) else PLAIN for _ in range(4)
@@ -95,8 +101,15 @@ class AttentionCall:
             gradients=tuple(x for x in GRADIENTS if r.chance(1.5)) if r.chance(1.5) else (),
             batch_mode=r.chance(8),
             medium=r.chance(16),
-            laws=tuple(sorted({r.weighted(WEIGHTS) for _ in range(2)})),
+            laws=tuple(sorted({r.weighted(WEIGHTS) for _ in range(2 - IN_THE_INTERPRETER)})),
         )  # fmt: skip
+        if (
+            r.chance(100) and not IN_THE_INTERPRETER
+        ):  # pairs enough for linear time, with one mask for all queries
+            L, keys = 130 + r.below(400), r.choice([None, "1", "S", "111S"])
+            sizes: dict[str, Any] = {"B": 1, "H": 1, "G": 1, "L": L, "d_v": 1 + r.below(16)}
+            sizes |= {"S": L if call.causal else 500 + r.below(500), "M": 1 + r.below(6)}
+            call = replace(call, **sizes, mask=keys, bias=None, frequencies="H", dropout=0.0)
         present = {
             "w2": not call.stationary,
             "key_bias": call.bias,
@@ -172,15 +185,18 @@ class AttentionCall:
 
     def cell(self) -> dict[str, Any]:
         """Names what is counted: routes with their instructions, type, mask and gradients."""
-        forward, backward = ikattn.which_kernels(**self.arguments())
+        own = {"dtype": self.dtype, "gradients": self.gradients or "none"}
+        own["mask"] = ("none" if self.mask is None else self.mask_kind) + ", causal" * self.causal
+        if DEVICE != "cpu":
+            return {"device": f"{DEVICE} {os.environ.get('IKATTN_KERNELS', '')}"} | own
+        with self.modes():
+            forward, backward = ikattn.which_kernels(**self.arguments())
         used = [forward, backward] if self.gradients else [forward]
         return {
             "forward": forward.algorithm,
             "backward": backward.algorithm if self.gradients else "none",
             "instructions": sorted({x.unit for x in used}),
-            "dtype": self.dtype,
-            "mask": ("none" if self.mask is None else self.mask_kind) + ", causal" * self.causal,
-            "gradients": self.gradients or "none",
+            **own,
         }
 
     def modes(self) -> contextlib.AbstractContextManager[Any]:

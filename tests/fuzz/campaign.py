@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from devices import DEVICE
 from fuzz.attention import AttentionCall
 from fuzz.draws import Draws
 from fuzz.edges import EdgeCall
@@ -44,6 +45,8 @@ KINDS: dict[Any, int] = {
     WrongCall: 10,
     LargeCall: 1,
 }
+if DEVICE != "cpu":  # what has kernels there
+    KINDS = {x: KINDS[x] for x in (AttentionCall, EdgeCall, MapCall)}
 
 
 def drawn(seed: int, kind: str | None = None) -> Call:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 FARTHEST = 2.0**33  # what larger offsets of logits count as
 OF_16_BITS = ("avx512_vnni", "avx512_bf16", "amx")
+ON_TENSOR_CORES = "tensor_cores"  # of a GPU
+TF32 = 2.0**-10
 Bounded = tuple[Tensor, Tensor]  # a number and how far a result may be from it; NaN: any number
 
 
@@ -46,6 +48,9 @@ def arithmetic_of(
     own = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
     narrow = unit in OF_16_BITS
     rounded = narrow and unit != "avx512_vnni"
+    of_products = 0.0
+    if unit == ON_TENSOR_CORES:
+        of_products = info.eps if dtype.itemsize < 4 else TF32
     return Arithmetic(
         unit=own.eps / 2,
         stored=0.0 if dtype.itemsize >= 4 else info.eps / 2,
@@ -57,9 +62,9 @@ def arithmetic_of(
         largest=info.max / 2,
         overflow=own.max,
         lost=own.smallest_normal,
-        score=2.0**-15 if narrow else 0.0,
-        narrow=2.0**-7 if rounded else 0.0,
-        weights=3 * 2.0**-8 if rounded and medium else 0.0,
+        score=2.0**-15 if narrow else of_products,
+        narrow=2.0**-7 if rounded else of_products,
+        weights=3 * 2.0**-8 if rounded and medium else 2 * of_products,
         linear=linear,
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import ikattn
 from fuzz.condition import Attention, Bounded, arithmetic_of
 from fuzz.draws import Draws, integers, numbers, uniform
-from fuzz.holding import Wrong, assert_bits, assert_bounded, guarded, unchanged
+from fuzz.holding import Wrong, assert_bits, assert_bounded, guarded, placed, unchanged
 from ikattn.ops import Edges
 
 FORMS = {"implicit": 6, "softmax": 3, "gat": 2}
@@ -95,10 +95,11 @@ class EdgeCall:
         """Raises Wrong where something does not hold."""
         source, target, edges = self.graph()
         given = self.arguments()
-        leaves = {x: y.detach().requires_grad_(x in self.gradients) for x, y in given.items()}
+        there = {x: placed(y) for x, y in given.items()}
+        leaves = {x: y.detach().requires_grad_(x in self.gradients) for x, y in there.items()}
         with unchanged(*given.values()):
             output, weights = self.run(leaves, edges)
-            again = self.run(given, edges)
+            again = self.run(there, edges)
             assert_bits("the same call twice", [output, weights], again)
             if output.dtype != getattr(torch, self.dtype):
                 raise Wrong(f"the output is of type {output.dtype}")
@@ -113,7 +114,8 @@ class EdgeCall:
             target = torch.where(uniform(self.seed + 4, self.E) < 0.8, self.L // 2, target)
         if self.is_sorted:
             target = target.sort().values
-        return source, target, Edges.from_coo(source, target, self.L, is_sorted=self.is_sorted)
+        ends = placed(source), placed(target)
+        return source, target, Edges.from_coo(*ends, self.L, is_sorted=self.is_sorted)
 
     def arguments(self) -> dict[str, Tensor]:
         """Makes the tensors of the call by their names."""
@@ -214,11 +216,13 @@ class EdgeCall:
             return
         incoming = numbers("exact", "value", self.seed + 9, *output.shape).to(dtype)
         wanted, coming = [leaves[x] for x in self.gradients], incoming.transpose(0, 1).unsqueeze(0)
+        incoming = placed(incoming)
         if self.seed % 3 == 0 and self.gradients != ("value",):
             # A gradient of the weights is that of one more value of each edge.
-            of_weights = numbers("exact", "bias", self.seed + 10, *weights.shape).to(weights.dtype)
+            of_weights = numbers("exact", "bias", self.seed + 10, *weights.shape)
+            of_weights = placed(of_weights.to(weights.dtype))
             found = torch.autograd.grad((output, weights), wanted, (incoming, of_weights))
-            more = of_weights.double().T.unsqueeze(-1).unsqueeze(0)
+            more = of_weights.cpu().double().T.unsqueeze(-1).unsqueeze(0)
             call = truth.call | {"value": torch.cat([truth.call["value"].double(), more], -1)}
             truth = Attention(call, truth.arithmetic)
             coming = torch.cat([coming, torch.ones_like(coming[..., :1])], -1)

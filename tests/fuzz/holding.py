@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from devices import DEVICE
+from ikattn.maps import NormStats
 from samples import LAYOUTS
 
 
@@ -37,6 +39,18 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return guarded(LAYOUTS[layout](x))
 
 
+def placed(x: Any) -> Any:
+    """Returns a tensor as the same view of a copy of its memory on the device of the tests."""
+    if isinstance(x, NormStats):
+        return NormStats(placed(x.weight), placed(x.scale), x.centered)
+    if DEVICE == "cpu" or not isinstance(x, Tensor):
+        return x
+    if x.is_neg():
+        return torch._neg_view(placed(torch._neg_view(x)))
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(DEVICE)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 @contextlib.contextmanager
 def unchanged(*given: Any) -> Iterator[None]:
     """Holds tensors, and all the memory that they are views of, to their bits."""
@@ -54,7 +68,7 @@ def bits(*tensors: Tensor, storage: bool = False) -> bytes:
         if storage:
             memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
             return memory.numpy().tobytes()
-        dense = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        dense = x.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
         return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
     return b"".join(map(of, tensors))
@@ -63,7 +77,7 @@ def bits(*tensors: Tensor, storage: bool = False) -> bytes:
 def assert_bits(what: str, expected: Iterable[Tensor], found: Iterable[Tensor]) -> None:
     for one, other in zip(expected, found, strict=True):
         if one.shape != other.shape or bits(one) != bits(other):
-            count = int((one != other).sum()) if one.shape == other.shape else -1
+            count = int((one.cpu() != other.cpu()).sum()) if one.shape == other.shape else -1
             raise Wrong(f"{what}: other bits, in {count} of {one.numel()} elements")
 
 
@@ -72,7 +86,7 @@ def assert_bounded(
 ) -> None:
     """Holds each element to its bound; NaN in the truth wants a number that is not finite."""
     expected, bound = truth
-    found = found.detach().double()
+    found = found.detach().cpu().double()
     if found.shape != expected.shape:
         raise Wrong(f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     if found.numel() == 0:

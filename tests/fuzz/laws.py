@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ikattn
+from devices import DEVICE
 from fuzz.condition import Attention
 from fuzz.draws import integers
 from fuzz.holding import Wrong, assert_bits
@@ -18,14 +19,16 @@ from fuzz.tried import Tried
 from ikattn.ops.magnitude import LearnedOrder
 from rank_programs import on_two_ranks
 
-LAWS: dict[str, Callable[[Tried], None]] = {}
+LAWS: dict[str, Callable[[Tried], None]] = {}  # of this device
 WEIGHTS: dict[str, int] = {}
 
 
-def law(weight: int) -> Callable[[Callable[[Tried], None]], Callable[[Tried], None]]:
+def law(
+    weight: int, of: str = "any device"
+) -> Callable[[Callable[[Tried], None]], Callable[[Tried], None]]:
     def add(function: Callable[[Tried], None]) -> Callable[[Tried], None]:
-        LAWS[function.__name__] = function
         WEIGHTS[function.__name__] = weight
+        LAWS[function.__name__] = function if of in ("any device", DEVICE) else lambda _: None
         return function
 
     return add
@@ -36,7 +39,7 @@ def twice(t: Tried) -> None:
     t.assert_same_bits("the same call twice")
 
 
-@law(6)
+@law(6, of="cpu")
 def threads(t: Tried) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3 - min(before, 2))
@@ -149,24 +152,23 @@ def causal_as_mask(t: Tried) -> None:
 @law(10)
 def weights(t: Tried) -> None:
     given = {name: x for name, x in t.arguments.items() if name != "value"}
-    found = ikattn.implicit_kernel_weights(**given)
+    function = {"function": ikattn.implicit_kernel_weights}
+    found, _ = t.run(given, wanted=[], **function)
     t.compare("weights", found, t.truth.weights)
     mean, bound = (x.mean(1) for x in t.truth.weights)
-    averaged = ikattn.implicit_kernel_weights(**given, average_heads=True)
+    averaged, _ = t.run(given | {"average_heads": True}, wanted=[], **function)
     rounded = bound + 2 * torch.finfo(t.call.torch_dtype).eps * mean
     t.compare("averaged weights", averaged, (mean, rounded))
     wanted = [x for x in t.wanted if x != "value"]
     if not wanted or not found.numel():
         return
     # A weight is the output of a value that is 1 at its key alone.
-    leaves = given | {x: given[x].detach().requires_grad_() for x in wanted}
     incoming = integers(t.call.seed + 40, -4, 4, *found.shape).to(found)
-    made = ikattn.implicit_kernel_weights(**leaves)
-    gradients = torch.autograd.grad(made, [leaves[x] for x in wanted], incoming)
+    _, gradients = t.run(given, incoming, wanted, **function)
     value = torch.eye(t.call.S).expand(t.call.B, 1, -1, -1)
     of_weights = Attention(given | {"value": value}, t.truth.arithmetic, t.keep)
     bounds = of_weights.gradients(incoming, wanted)
-    for name, gradient in zip(wanted, gradients, strict=True):
+    for name, gradient in gradients.items():
         t.compare(f"gradient of {name} by weights", gradient, bounds[name])
 
 
@@ -201,11 +203,13 @@ def packed(t: Tried) -> None:
     lengths_q = [n for b in range(call.B) for n in ([0, rows[b]] if unread else [rows[b]])]
     lengths_k = [n for _ in range(call.B) for n in ([unread, call.S] if unread else [call.S])]
     ends = (torch.tensor([0, *x]).cumsum(0) for x in (lengths_q, lengths_k))
-    output = ikattn.implicit_kernel_attention_varlen(
-        tokens(given["query"], False), tokens(given["key"], True), tokens(given["value"], True),
-        w1, w2, *ends, causal=call.causal, p=call.p, key_bias=bias, eps=call.eps,
-        magnitude_scale=call.scale,
-    )  # fmt: skip
+    changed = {
+        "q": tokens(given["query"], False), "k": tokens(given["key"], True),
+        "v": tokens(given["value"], True), "w1": w1, "w2": w2, "cu_seqlens_q": next(ends),
+        "cu_seqlens_k": next(ends), "causal": call.causal, "p": call.p, "key_bias": bias,
+        "eps": call.eps, "magnitude_scale": call.scale,
+    }  # fmt: skip
+    output, _ = t.run(changed, wanted=[], function=ikattn.implicit_kernel_attention_varlen)
     at = 0
     for b in range(call.B):
         found = output[at : at + rows[b]].transpose(0, 1)
@@ -214,7 +218,7 @@ def packed(t: Tried) -> None:
         at += rows[b]
 
 
-@law(4)
+@law(4, of="cpu")
 def in_batch_mode(t: Tried) -> None:
     call = t.call
     if call.dropout or call.L < 2:
@@ -248,7 +252,7 @@ def _keeps_scores(t: Tried) -> bool:
     )
 
 
-@law(4)
+@law(4, of="cpu")
 def reference(t: Tried) -> None:
     if t.call.values == "special" or not _keeps_scores(t):
         return
@@ -256,7 +260,7 @@ def reference(t: Tried) -> None:
     t.compare("the composition's output", output, t.truth.output, 2)
 
 
-@law(3)
+@law(3, of="cpu")
 def vmapped(t: Tried) -> None:
     call = t.call
     is_empty = not call.B * call.S * call.L
@@ -273,7 +277,7 @@ def vmapped(t: Tried) -> None:
     t.compare("output under vmap", output[0], t.truth.output, 2)
 
 
-@law(3)
+@law(3, of="cpu")
 def forward_derivative(t: Tried) -> None:
     call = t.call
     is_extreme = call.values in ("special", "wide", "denormal")
@@ -304,7 +308,7 @@ def self_or_zero(x: Tensor) -> Tensor:
     return x.double().nan_to_num(0.0, 0.0, 0.0)
 
 
-@law(3)
+@law(3, of="cpu")
 def fake(t: Tried) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -317,7 +321,7 @@ def fake(t: Tried) -> None:
         raise Wrong(f"the fake output has shape, type and strides {told}, the true one {true}")
 
 
-@law(3)
+@law(3, of="cpu")
 def autocast(t: Tried) -> None:
     if t.call.dtype != "float32" or t.call.values in ("special", "wide"):
         return
@@ -328,7 +332,7 @@ def autocast(t: Tried) -> None:
     assert_bits("under autocast", [expected], [found])
 
 
-@law(3)
+@law(3, of="cpu")
 def learned_order(t: Tried) -> None:
     call, wide = t.call, t.arguments["w1"].dtype
     has_order = call.p not in (None, 1.0) and call.scale is None and call.G == call.H
@@ -341,7 +345,7 @@ def learned_order(t: Tried) -> None:
     t.compare("output with a learned order", output, t.truth.output, 4)
 
 
-@law(2)
+@law(2, of="cpu")
 def second_derivative(t: Tried) -> None:
     call = t.call
     wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1")]
@@ -375,7 +379,7 @@ def second_derivative(t: Tried) -> None:
         raise Wrong(f"the second derivative is {found}, by differences {truth}")
 
 
-@law(4)
+@law(4, of="cpu")
 def over_ranks(t: Tried) -> None:
     call = t.call
     is_empty = not call.B * call.L * call.S
@@ -398,7 +402,7 @@ def over_ranks(t: Tried) -> None:
         t.compare(f"gradient of {name} of two ranks", found, bounds[name])
 
 
-@law(1)
+@law(1, of="cpu")
 def compiled(t: Tried) -> None:
     if t.call.seed % 20 or t.call.dropout:
         return

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import ikattn
+from devices import IN_THE_INTERPRETER
 from fuzz.draws import Draws, numbers, uniform
-from fuzz.holding import Wrong, assert_bits, assert_bounded, guarded, unchanged
+from fuzz.holding import Wrong, assert_bits, assert_bounded, guarded, placed, unchanged
 from ikattn.maps import NormStats
 
 SUMMED = ("summed", "with_residual", "with_norm", "encoder")
@@ -46,10 +47,11 @@ class MapCall:
     def draw(seed: int) -> MapCall:
         r = Draws(seed)
         H = 1 + r.below(18)  # up to 16 heads each number has a kernel of its own
-        G, L = r.choice([x for x in range(1, H + 1) if H % x == 0]), r.size(1, 70)
-        S = L if r.chance(1.5) else r.size(1, 130)
+        longest = 14 if IN_THE_INTERPRETER else 70
+        G, L = r.choice([x for x in range(1, H + 1) if H % x == 0]), r.size(1, longest)
+        S = L if r.chance(1.5) else r.size(1, 2 * longest - 10)
         call = MapCall(
-            seed, r.choice([1, 1, 2, 3]), H, G, L, S,
+            seed, r.choice([1, 1, 2, 3]) if not IN_THE_INTERPRETER else 1, H, G, L, S,
             r.size(1, 20), r.size(1, 20), r.size(1, 70), r.choice([0, 0, 3, 8]),
             r.weighted({"float32": 5, "float64": 4, "bfloat16": 2, "float16": 1}),
             r.below(4) if L <= S else 0, (r.chance(2), r.chance(2)), r.chance(3), r.chance(3),
@@ -118,10 +120,13 @@ class MapCall:
         stored = guarded(weights.to(q.dtype))
         norms = [x for y in block.values() if isinstance(y, NormStats) for x in (y.weight, y.scale)]
         with unchanged(*given.values(), stored, *kernel.values(), *block.values(), *norms):
+            of_block = {x: placed(y) for x, y in block.items()}
+            there = [placed(x) for x in (stored, v, project)]
             found, again = (
-                ikattn.contributions(stored, v, project, per_head=True, **block) for _ in range(2)
+                ikattn.contributions(*there, per_head=True, **of_block) for _ in range(2)
             )
-            streamed = ikattn.streamed_contributions(**given, **kernel, **block)
+            options = {x: placed(y) for x, y in (given | kernel).items()} | of_block
+            streamed = ikattn.streamed_contributions(**options)
         self.compare(found, stored.double(), v, project, block, 0.0)
         names = [x for x in ("value_norms", *SUMMED) if getattr(found, x) is not None]
         assert_bits(
@@ -245,12 +250,15 @@ class MapCall:
         counts = y.norm(dim=-1) > 0.1 * size.norm(dim=-1)  # others point where rounding has it
         results = []
         for of_definition in (False, True):
-            leaves = [x.detach().clone().requires_grad_() for x in (a, v, project)]
+            leaves = [x.detach().clone() for x in (a, v, project)]
+            leaves = leaves if of_definition else [placed(x) for x in leaves]
+            leaves = [x.requires_grad_() for x in leaves]
             if of_definition:
                 y = self.vectors(*leaves, block)[name][0]
                 made = torch.where(y.abs().sum(-1) > 0, (y.square().sum(-1) + 1e-300).sqrt(), 0.0)
             else:
-                made = getattr(ikattn.contributions(*leaves, **block), name)
+                there = {x: placed(y) for x, y in block.items()}
+                made = getattr(ikattn.contributions(*leaves, **there), name).cpu()
             steps = torch.where(counts, uniform(self.seed + 50, *made.shape), 0.0)
             results.append(torch.autograd.grad((made.double() * steps).sum(), leaves))
         for x, found, truth in zip(("weights", "value", "projection"), *results, strict=True):

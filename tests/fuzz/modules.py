@@ -195,7 +195,7 @@ class RecordCall:
         )  # fmt: skip
         if not r.chance(4) or importlib.util.find_spec("transformers") is None:
             return call
-        ways = {x: 1 if x == "compiled" else 8 for x in varied_models.WAYS}
+        ways = {x: 4 if x == "compiled" else 8 for x in varied_models.WAYS}
         return RecordCall(seed, family=r.choice(list(FAMILIES)), way=r.weighted(ways))
 
     def cell(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ UNREACHABLE = (
     (("backward none",), ("gradients",), "a gradient has a backward"),
     (("backward",), ("gradients none",), "a backward has a gradient"),
     (("sums",), ("form features", "form moments"), "only a recurrent state has a type of sums"),
-    (("way",), ("norms", "maps", "padding"), "ways are those of models of transformers"),
+    (("way", "model"), ("norms", "maps", "padding"), "ways are those of models of transformers"),
     (("form softmax",), ("gradients w1", "gradients w2"), "softmax has no frequencies"),
     (("dtype float32",), ("kernel implicit", "kernel rbf"), "the module's formula is in float64"),
     (("mask bool", "mask none", "mask rows"), ("gradients attn_mask",), "it must be a float mask"),

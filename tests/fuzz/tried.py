@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,16 @@ import torch
 from torch import Tensor
 
 import ikattn
-from fuzz.condition import OF_16_BITS, Arithmetic, Attention, Bounded, arithmetic_of
-from fuzz.holding import Wrong, assert_bits, assert_bounded, unchanged
+from devices import DEVICE
+from fuzz.condition import (
+    OF_16_BITS,
+    ON_TENSOR_CORES,
+    Arithmetic,
+    Attention,
+    Bounded,
+    arithmetic_of,
+)
+from fuzz.holding import Wrong, assert_bits, assert_bounded, placed, unchanged
 
 if TYPE_CHECKING:
     from fuzz.attention import AttentionCall
@@ -45,15 +54,15 @@ class Tried:
         function: Callable[..., Tensor] = ikattn.implicit_kernel_attention,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         wanted = self.wanted if wanted is None else wanted
-        given = dict(arguments)
+        given = {name: placed(x) for name, x in arguments.items()}
         for name in wanted:
             given[name] = given[name].detach().requires_grad_()
         output = function(**given)
         if not wanted:
-            return output, {}
-        coming = self.incoming if incoming is None else incoming
+            return output.cpu(), {}
+        coming = placed(self.incoming if incoming is None else incoming)
         found = torch.autograd.grad(output, [given[x] for x in wanted], coming)
-        return output.detach(), dict(zip(wanted, found, strict=True))
+        return output.detach().cpu(), {x: y.cpu() for x, y in zip(wanted, found, strict=True)}
 
     def check(self) -> None:
         self.compare("output", self.output, self.truth.output)
@@ -87,6 +96,12 @@ class Tried:
 
     def arithmetic_of(self, arguments: dict[str, Any]) -> Arithmetic:
         """Returns what the routes of a call may lose."""
+        if DEVICE != "cpu":
+            is_narrow = self.call.torch_dtype.itemsize < 4
+            is_narrow |= self.call.dtype == "float32" and self.call.medium
+            is_linear = os.environ.get("IKATTN_LINEAR_TIME") == "always"
+            unit = ON_TENSOR_CORES if is_narrow else ""
+            return arithmetic_of(self.call.torch_dtype, unit, is_linear)
         routes = routes_of(arguments)
         units = (x.split()[1] for x in routes)
         narrow = next((x for x in units if x in OF_16_BITS), "")

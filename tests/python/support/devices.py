@@ -18,8 +18,8 @@ from torch import Tensor
 
 import ikattn  # noqa: F401  its library is what the device's is linked to
 
-_DEVICE = os.environ.get("IKATTN_TEST_DEVICE")
-IN_THE_INTERPRETER = _DEVICE == "interpreter"
+DEVICE = os.environ.get("IKATTN_TEST_DEVICE", "cpu")
+IN_THE_INTERPRETER = DEVICE == "interpreter"
 
 
 def _library_of_interpreter() -> Path:
@@ -58,12 +58,12 @@ def why_no_kernels(device: torch.device) -> str:
 
 def on_test_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, called there: tensors go there, and results, as gradients, come back."""
-    if _DEVICE is None:
+    if DEVICE == "cpu":
         return function
-    device = torch.device(_DEVICE)
+    device = torch.device(DEVICE)
     reason = why_no_kernels(device)
     if reason:
-        raise RuntimeError(f"IKATTN_TEST_DEVICE={_DEVICE}: {reason}")
+        raise RuntimeError(f"IKATTN_TEST_DEVICE={DEVICE}: {reason}")
 
     def moved(argument: Any, to: torch.device | str) -> Any:
         return argument.to(to) if isinstance(argument, Tensor) else argument
