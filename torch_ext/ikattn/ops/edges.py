@@ -6,13 +6,17 @@ key, d_v head size of value, M frequencies.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ikattn.ops.options import EdgeOptions, changed
+
+_Parameters = ParamSpec("_Parameters")
+_Attended: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class Edges(NamedTuple):
@@ -88,36 +92,30 @@ class Edges(NamedTuple):
         return cls(torch.searchsorted(target.contiguous(), nodes), source, order)
 
 
-@overload
-def implicit_kernel_edge_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edges: Edges,
-    w1: Tensor,
-    w2: Tensor | None = ...,
-    *,
-    eps: float = ...,
-    return_weights: Literal[False] = ...,
-    **options: Unpack[EdgeOptions],
-) -> Tensor: ...
+class _Attention(Protocol[_Parameters]):
+    """A function whose result holds the weights, too, where ``return_weights`` asks for them.
+
+    Other arguments are checked where it is left out.
+    """
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, *tensors: Any, return_weights: Literal[True], **options: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def __call__(self, *tensors: Any, return_weights: bool, **options: Any) -> Any: ...
+
+    @overload
+    def __call__(self, *tensors: _Parameters.args, **options: _Parameters.kwargs) -> Tensor: ...
 
 
-@overload
-def implicit_kernel_edge_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edges: Edges,
-    w1: Tensor,
-    w2: Tensor | None = ...,
-    *,
-    eps: float = ...,
-    return_weights: Literal[True],
-    **options: Unpack[EdgeOptions],
-) -> tuple[Tensor, Tensor]: ...
+def _with_weights_on_request(function: Callable[_Parameters, _Attended]) -> _Attention[_Parameters]:
+    """Tells type checkers what a function returns; it stays what it is."""
+    return function  # type: ignore[return-value]
 
 
+@_with_weights_on_request
 def implicit_kernel_edge_attention(
     query: Tensor,
     key: Tensor,
@@ -129,7 +127,7 @@ def implicit_kernel_edge_attention(
     eps: float = 1e-5,
     return_weights: bool = False,
     **options: Unpack[EdgeOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> _Attended:
     r"""Attends from every node to those that have an edge into it.
 
     .. math::
@@ -193,32 +191,7 @@ def implicit_kernel_edge_attention(
     )
 
 
-@overload
-def softmax_edge_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edges: Edges,
-    *,
-    negative_slope: float = ...,
-    return_weights: Literal[False] = ...,
-    **options: Unpack[EdgeOptions],
-) -> Tensor: ...
-
-
-@overload
-def softmax_edge_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edges: Edges,
-    *,
-    negative_slope: float = ...,
-    return_weights: Literal[True],
-    **options: Unpack[EdgeOptions],
-) -> tuple[Tensor, Tensor]: ...
-
-
+@_with_weights_on_request
 def softmax_edge_attention(
     query: Tensor,
     key: Tensor,
@@ -228,7 +201,7 @@ def softmax_edge_attention(
     negative_slope: float = 1.0,
     return_weights: bool = False,
     **options: Unpack[EdgeOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> _Attended:
     r"""Attends over edges by the RBF kernel times the magnitude; by default by softmax.
 
     .. math::
@@ -268,40 +241,7 @@ def softmax_edge_attention(
     )
 
 
-@overload
-def gat_edge_attention(
-    vector: Tensor,
-    target: Tensor,
-    source: Tensor,
-    value: Tensor,
-    edges: Edges,
-    w1: Tensor | None = ...,
-    w2: Tensor | None = ...,
-    *,
-    eps: float = ...,
-    negative_slope: float = ...,
-    return_weights: Literal[False] = ...,
-    **options: Unpack[EdgeOptions],
-) -> Tensor: ...
-
-
-@overload
-def gat_edge_attention(
-    vector: Tensor,
-    target: Tensor,
-    source: Tensor,
-    value: Tensor,
-    edges: Edges,
-    w1: Tensor | None = ...,
-    w2: Tensor | None = ...,
-    *,
-    eps: float = ...,
-    negative_slope: float = ...,
-    return_weights: Literal[True],
-    **options: Unpack[EdgeOptions],
-) -> tuple[Tensor, Tensor]: ...
-
-
+@_with_weights_on_request
 def gat_edge_attention(
     vector: Tensor,
     target: Tensor,
@@ -315,7 +255,7 @@ def gat_edge_attention(
     negative_slope: float = 1.0,
     return_weights: bool = False,
     **options: Unpack[EdgeOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> _Attended:
     r"""Attends by the paper's form for GAT: a learned vector, and the two ends of every edge.
 
     .. math::
@@ -376,7 +316,7 @@ def _attend(
     return_weights: bool,
     options: EdgeOptions,
     **others: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> _Attended:
     """Calls the operator of that name; what is of edges comes and goes in their given order."""
     named = changed(name, options, edges.col, of_edges=True)
     order, edge_bias = edges.order, named.get("edge_bias")
