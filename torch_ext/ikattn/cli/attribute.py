@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -18,31 +17,11 @@ from ikattn.explain.attribution.texts import encoded, taken_by, target_of_text, 
 from ikattn.maps.pictures import text_width
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question of the command line, whose options are its fields; None: not given."""
-
-    model: str
-    prompt: str
-    pair: str | None = None
-    target: str | None = None
-    against: str | None = None
-    method: str = "decompx"
-    chat: bool = False
-    new_tokens: int = 20
-    dtype: str = "auto"
-    device: str = "cpu"
-    device_map: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    out: Path | None = None
-
-
-def answer(question: Question) -> tuple[Attribution, int | None]:
+def answer(question: Namespace) -> tuple[Attribution, int | None]:
     """Loads the model and attributes its answer, and writes the file that was asked for.
 
-    With the scores it returns how many of the last tokens the model answered itself: 0 where it
-    chose a class, None where there was a target.
+    The question has the options of the command line. With the scores it returns how many of the
+    last tokens the model answered itself: 0 where it chose a class, None where there was a target.
     """
     for option in ("prompt", "pair", "target", "against"):
         with doing(f"--{option} must be text in UTF-8"):
@@ -97,7 +76,7 @@ def _shown(token: str) -> str:
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in token)
 
 
-def _load(question: Question) -> Loaded:
+def _load(question: Namespace) -> Loaded:
     about: dict[str, Any] = {"trust_remote_code": question.trust_remote_code}
     dtype = question.dtype
     options = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
@@ -124,7 +103,7 @@ def _kind_of(transformers: Any, config: Any) -> Any:
     return kind
 
 
-def _ask(question: Question, loaded: Loaded) -> Attribution:
+def _ask(question: Namespace, loaded: Loaded) -> Attribution:
     model, tokenizer = loaded.model, loaded.tokenizer
     inputs = _inputs(question, model, tokenizer)
     against = None if question.against is None else _number(question.against, model, tokenizer)
@@ -157,7 +136,7 @@ def _ask(question: Question, loaded: Loaded) -> Attribution:
     return attribute(model, inputs, answer, **options)
 
 
-def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]:
+def _inputs(question: Namespace, model: Any, tokenizer: Any) -> dict[str, Tensor]:
     if question.pair is None:
         chat = [{"role": "user", "content": question.prompt}]
         given: Any = chat if question.chat else question.prompt
@@ -167,7 +146,7 @@ def _inputs(question: Question, model: Any, tokenizer: Any) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def _generated(question: Question, model: Any, inputs: dict[str, Tensor], room: int) -> list[int]:
+def _generated(question: Namespace, model: Any, inputs: dict[str, Tensor], room: int) -> list[int]:
     """Returns the model's greedy answer."""
     count = min(question.new_tokens, room)
     made = model.generate(**inputs, max_new_tokens=max(count, 1), do_sample=False)

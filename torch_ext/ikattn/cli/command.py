@@ -245,10 +245,9 @@ def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from ikattn.cli.attribute import Question, answer, table
+    from ikattn.cli.attribute import answer, table
 
-    names = Question.__dataclass_fields__
-    _print(table(*answer(Question(**{name: getattr(parsed, name) for name in names}))))
+    _print(table(*answer(parsed)))
     return 0
 
 
