@@ -35,8 +35,8 @@ from ikattn.explain.attribution._torch import (
     name_of,
     operands_in_place,
     out_of_place,
-    tensors_in,
 )
+from ikattn.recorder.sums.tensors import tensors_in
 
 Activation: TypeAlias = Literal["slope", "tangent"]
 

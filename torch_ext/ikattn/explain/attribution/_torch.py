@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ikattn.recorder.calls.hooks import Hook
+from ikattn.recorder.sums.tensors import tensors_in
 
 
 def _names(text: str) -> frozenset[str]:
@@ -100,15 +101,6 @@ def body_of(func: FunctionType) -> FunctionType:
     body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
-
-
-def tensors_in(x: Any) -> Iterator[Tensor]:
-    """Goes through the tensors of tuples, lists and dictionaries."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (tuple, list, dict)):
-        for each in x.values() if isinstance(x, dict) else x:
-            yield from tensors_in(each)
 
 
 def mapped(change: Callable[[Tensor], Any], x: Any) -> Any:

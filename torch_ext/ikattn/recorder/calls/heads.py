@@ -10,7 +10,7 @@ merged heads, ``[R, H d_v]``; X columns of what the out-projection is called wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from torch.overrides import (
 from ikattn._precision import widened
 from ikattn.recorder.calls.hearing import Told
 from ikattn.recorder.calls.products import COPIES, WrittenOut, is_idle_dropout
+from ikattn.recorder.sums.tensors import tensors_in
 
 _MOVES = {
     *("reshape", "view", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"),
@@ -142,7 +143,7 @@ class FollowedHeads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = [x for x in _tensors((args, kwargs)) if id(x) in self._known]
+        own = [x for x in tensors_in((args, kwargs)) if id(x) in self._known]
         name = getattr(func, "__name__", "")
         plain = name.strip("_")
         if not own:
@@ -282,14 +283,3 @@ def _joined(terms: list[_Terms], axis: int) -> list[_Term]:
 
 def _linear(made: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
     return Product(input, weight, bias, made)
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for each in x:
-            yield from _tensors(each)
-    elif isinstance(x, dict):
-        for each in x.values():
-            yield from _tensors(each)

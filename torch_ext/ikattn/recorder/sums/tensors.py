@@ -5,7 +5,7 @@ Sizes: D model size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,15 @@ class Seen(NamedTuple):
         if self.version < 0:  # an inference tensor counts no versions
             return same_numbers(rows_of(self.tensor), self.rows)
         return self.tensor._version == self.version
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """Goes through the tensors of tuples, lists and dictionaries."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for each in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(each)
 
 
 def first_tensor(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
