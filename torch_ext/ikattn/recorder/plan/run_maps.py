@@ -20,6 +20,7 @@ from ikattn.maps.contribution_maps import MAPS, Contributions, NormStats
 from ikattn.maps.mixing import alti
 from ikattn.maps.mixing import projection as parts_of_output
 from ikattn.maps.sequences import AXES
+from ikattn.maps.summary import without_padding
 from ikattn.ops.attention import similarity_and_magnitude
 from ikattn.recorder.calls.attention_call import MOST_WEIGHTS, AttentionCall
 from ikattn.recorder.plan.parts import AttentionParts
@@ -391,7 +392,7 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
     """
     ledger = {}
     if "weights" in wanted:
-        ledger["weights"] = _without_padding(call.weights, call)
+        ledger["weights"] = without_padding(call.weights, **call.paddings, caller="record")
     if not {"similarity", "magnitude"} & set(wanted):
         return ledger
     query = call.query
@@ -413,18 +414,9 @@ def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:
     if "similarity" in wanted:
         if hidden is not None:
             similarity = similarity.masked_fill(hidden, 0.0)
-        ledger["similarity"] = _without_padding(similarity, call)
+        ledger["similarity"] = without_padding(similarity, **call.paddings, caller="record")
     if "magnitude" in wanted:
         if padding is not None:
             magnitude = magnitude.masked_fill(padding[:, None], 0.0)
         ledger["magnitude"] = magnitude
     return ledger
-
-
-def _without_padding(pairs: Tensor, call: AttentionCall) -> Tensor:
-    """``pairs``, [B, H, L, S], with 0 where query or key is padding."""
-    if call.query_padding is not None:
-        pairs = pairs.masked_fill(call.query_padding[:, None, :, None], 0.0)
-    if call.key_padding is not None:
-        pairs = pairs.masked_fill(call.key_padding[:, None, None, :], 0.0)
-    return pairs
