@@ -365,12 +365,8 @@ class Follower:
         is_norm = "Norm" in type(module).__name__ and not list(module.children())
         if total is None or parts.second_norm is not None or not is_norm:
             return
-        is_same = (x.data_ptr(), x.shape, x.stride()) == (
-            total.data_ptr(),
-            total.shape,
-            total.stride(),
-        )
-        if not is_same or run.total is None or not run.total.is_as_it_was:
+        here, there = ((y.data_ptr(), y.shape, y.stride()) for y in (x, total))
+        if here != there or run.total is None or not run.total.is_as_it_was:
             return
         if run.order is None or run.order.is_normed:
             run.plan = replace(run.plan, parts=replace(parts, second_norm=module))
