@@ -114,7 +114,7 @@ def edge_contributions(
             weights.double().split(_EDGES_AT_ONCE), source.split(_EDGES_AT_ONCE), strict=True
         )
     ]
-    square = torch.cat(squares) if squares else wide.new_zeros(0)
+    square = torch.cat(squares)
     positive = ~(square <= 0)  # a root has no derivative at 0; NaN stays
     root = torch.where(positive, square, 1.0).sqrt()
     return EdgeContributions(per_head, torch.where(positive, root, 0.0).to(weights.dtype))
