@@ -8,6 +8,7 @@ in turns, beside softmax's flash kernel, and what is compared is the ratio to th
     python benchmarks/linear_time.py --causal   # likewise
     python benchmarks/linear_time.py --memory   # peak memory in fresh processes
     python benchmarks/linear_time.py --digits   # errors, by how weights and values are
+    python benchmarks/linear_time.py --forget   # causal calls with gates over calls without
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -106,6 +108,39 @@ def compare(dtype: str, of_frequencies: list[int], seconds: float, is_causal: bo
                 f"{1 / relative['auto']:.2f}",
             ]
         print("| " + " | ".join(row) + " |", flush=True)
+
+
+def compare_forgetting(of_frequencies: list[int], seconds: float) -> None:
+    """Prints the time of a call with gates over one without."""
+    torch.set_num_threads(1)
+    print(f"{processor()}, one thread, B = 1, H = 2, d = 64, gates near 0.95 and 0.99")
+    print("| M | N | forward | forward + backward |\n|---|---|---|---|")
+    for M in of_frequencies:
+        for length in (512, 1024, 2048, 4096, 8192):
+            call = inputs(length, 64, M, torch.float32)
+            logits = torch.randn(1, 2, length) + torch.tensor([[3.0], [5.0]])
+            leaves = [x.requires_grad_() for x in (*call, F.logsigmoid(logits))]
+            gradient = torch.randn_like(call[2])
+
+            def without(tokens: list[Tensor] = leaves) -> Tensor:
+                return ikattn.implicit_kernel_attention(*tokens[:5], is_causal=True)
+
+            def with_gates(tokens: list[Tensor] = leaves) -> Tensor:
+                options = {"is_causal": True, "log_decay": tokens[5]}
+                return ikattn.implicit_kernel_attention(*tokens[:5], **options)
+
+            def both(call: Any, wanted: list[Tensor], gradient: Tensor = gradient) -> None:
+                torch.autograd.grad(call(), wanted, gradient)
+
+            with torch.no_grad():
+                found = [interleaved({"0": without, "1": with_gates}, seconds)]
+            rivals = {
+                "0": partial(both, without, leaves[:5]),
+                "1": partial(both, with_gates, leaves),
+            }
+            found.append(interleaved(rivals, seconds))
+            ratios = [f"{min(x['1']) / min(x['0']):.2f}" for x in found]
+            print(f"| {M} | {length} | {' | '.join(ratios)} |", flush=True)
 
 
 MEMORY = """
@@ -239,6 +274,7 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--digits", action="store_true")
+    parser.add_argument("--forget", action="store_true")
     options = parser.parse_args()
     if options.one:
         dtype = getattr(torch, options.dtype)
@@ -248,6 +284,8 @@ def main() -> None:
     elif options.digits:
         digits()
         loud_value()
+    elif options.forget:
+        compare_forgetting(options.frequencies, options.seconds)
     else:
         compare(options.dtype, options.frequencies, options.seconds, options.causal)
 

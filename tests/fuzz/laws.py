@@ -12,8 +12,8 @@ from torch import Tensor
 
 import ikattn
 from devices import DEVICE
-from fuzz.condition import Attention
-from fuzz.draws import integers
+from fuzz.condition import Attention, of_heads
+from fuzz.draws import integers, uniform
 from fuzz.holding import Wrong, assert_bits
 from fuzz.tried import Tried
 from ikattn.ops.magnitude import LearnedOrder
@@ -306,6 +306,48 @@ def forward_derivative(t: Tried) -> None:
 
 def self_or_zero(x: Tensor) -> Tensor:
     return x.double().nan_to_num(0.0, 0.0, 0.0)
+
+
+@law(4)
+def forgetting(t: Tried) -> None:
+    """Gives tokens gates, whose summed logarithms the truth has as a mask of pairs."""
+    call, n = t.call, min(t.call.L, t.call.S)
+    if call.dropout:
+        return
+    bias = t.arguments["key_bias"]
+    is_of_keys = bias is not None and bias.dim() > 0 and bias.shape[-1] == call.S
+    cut = {x: t.arguments[x][:, :, :n] for x in ("query", "key", "value")}
+    cut |= {"attn_mask": None, "is_causal": True, "key_bias": bias[..., :n] if is_of_keys else bias}
+    steps = integers(call.seed + 110, 0, 8, call.B, (1, call.G, call.H)[call.seed % 3], n)
+    steps = steps * (0.0, 0.01, 1.0, 10.0)[call.seed // 3 % 4]
+    closed = uniform(call.seed + 111, *steps.shape) < 0.02
+    log_decay = (-steps).masked_fill(closed, -math.inf)
+    given = t.arguments | cut | {"log_decay": log_decay.to(t.arguments["w1"].dtype)}
+    wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1", "w2")]
+    both = [*wanted, "log_decay"] if wanted else []
+    output, gradients = t.run(given, t.incoming[:, :, :n], both)
+    total = of_heads(given["log_decay"].double().clamp(min=-1e4).cumsum(-1), 1, call.H)
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().expand(call.B, call.H, n, n)
+    how, size = t.truth.arithmetic, float(total.abs().max()) if total.numel() else 0.0
+    how = replace(how, linear=True, unit=max(how.unit, 2.0**-53 * size))  # sums in float64
+    truth = Attention(t.arguments | cut | {"attn_mask": decay}, how)
+    t.compare("output with gates", output, truth.output)
+    if not wanted:
+        return
+    bounds = truth.gradients(t.incoming[:, :, :n], [*wanted, "attn_mask"])
+    # A gate is in the bias of its token and of all later ones.
+    of_pairs, off = bounds.pop("attn_mask")
+    off = off.sum(-2) + off.sum(-1) + 8 * how.unit * of_pairs.abs().sum(-2)
+    of_gates = [
+        x.flip(-1).cumsum(-1).flip(-1).unflatten(1, (steps.shape[1], -1)).sum(2)
+        for x in (-of_pairs.sum(-2), off)
+    ]
+    bounds["log_decay"] = (
+        of_gates[0].masked_fill(closed, 0.0),
+        of_gates[1] + torch.finfo(given["log_decay"].dtype).eps * of_gates[0].abs(),
+    )
+    for name, found in gradients.items():
+        t.compare(f"gradient of {name} with gates", found, bounds[name])
 
 
 @law(3, of="cpu")

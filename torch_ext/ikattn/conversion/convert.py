@@ -36,6 +36,7 @@ def convert(
     stationary: bool = False,
     seed: int | None = None,
     sizes: Sizes | None = None,
+    forget: bool = False,
 ) -> Model:
     """Gives every attention module of a model the implicit kernel, in place, and returns the model.
 
@@ -76,6 +77,8 @@ def convert(
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
         sizes: For modules of transformers of which this package does not know it: from the module
             to its number of query heads and head size, (H, d).
+        forget: Gives nn.MultiheadAttention gates, as for ``MultiheadAttention``; select the modules
+            of causal self-attention alone.
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.
@@ -98,12 +101,17 @@ def convert(
     refused = [found for found in candidates if not found.is_plain]
     if not convertible:
         raise ValueError(f"nothing that can be converted: {_describe(refused)}")
-    settings = KernelSettings(kernel, p, num_frequencies, spectral, stationary, seed, sizes)
+    settings = KernelSettings(kernel, p, num_frequencies, spectral, stationary, seed, sizes, forget)
     by_kind = _by_kind(convertible)
     if sizes is not None and all(kind.title != "attention of transformers" for kind in by_kind):
         held = ", ".join(kind.title for kind in by_kind)
         raise ValueError(f"convert: sizes is for attention of transformers, got {held}")
     for kind, modules in by_kind.items():
+        if forget and kind.title != "nn.MultiheadAttention":
+            raise ValueError(
+                f"convert: forget must be False for {kind.title}, got {forget!r}; select leaves "
+                "modules out"
+            )
         kind.check(model, modules, settings)
     to_change = [found for found in convertible if found.kernel != kernel]
     if to_change and (kernel == "implicit" or (kernel == "rbf" and p == "learned")):

@@ -18,6 +18,7 @@ from ikattn.nn.over_ranks import attention_function, dropout_seed_for, is_over_r
 from ikattn.nn.softmax import rbf_key_bias, select_away, softmax_attention
 from ikattn.nn.softmax_heads import Split, by_heads
 from ikattn.ops.attention import implicit_kernel_weights
+from ikattn.ops.forgetting import ForgetGates
 from ikattn.ops.magnitude import LearnedOrder
 
 Kernel = Literal["dot", "rbf", "implicit"]
@@ -40,6 +41,7 @@ class KernelOptions(NamedTuple):
     query_padding: Tensor | None = None  # bool [N, L], for these averages
     head_share: HeadShare | None = None  # whose heads these are, where ranks share them out
     split: Split | None = None  # the heads, where some compute softmax in spite of the name
+    forget: ForgetGates | None = None  # of "implicit" alone
 
 
 class Wanted(NamedTuple):
@@ -114,6 +116,9 @@ def _implicit(call: HeadCall) -> Attended:
         # one seed for both calls: the weights returned are the weights used
         "dropout_seed": dropout_seed_for(dropout_p, query.device, kernel.head_share),
     }
+    if kernel.forget is not None:
+        _check_forgets(call)
+        options["log_decay"] = kernel.forget(call.value)
     if call.wanted.weights and is_over_ranks():
         raise RuntimeError(
             "MultiheadAttention: need_weights must be False under context_parallel, where no rank "
@@ -129,8 +134,25 @@ def _implicit(call: HeadCall) -> Attended:
     return output, weights
 
 
+def _check_forgets(call: HeadCall) -> None:
+    """Raises where a call is not one that gates have a meaning for."""
+    others = "keep_softmax" * (call.kernel.split is not None)
+    others = others or "tensor parallelism" * (call.kernel.head_share is not None)
+    others = others or "context_parallel" * is_over_ranks()
+    if others:
+        raise NotImplementedError(f"MultiheadAttention: forget=True does not work with {others}")
+    if not call.masks.is_causal or call.query.size(2) != call.key.size(2):
+        raise ValueError(
+            "MultiheadAttention: forget=True wants causal self-attention without appended keys: "
+            "expected is_causal=True beside the causal attn_mask, got is_causal="
+            f"{call.masks.is_causal}, {call.query.size(2)} queries and {call.key.size(2)} keys"
+        )
+
+
 def _hybrid(call: HeadCall, split: Split) -> Attended:
     """Attends with softmax in some heads, and with the implicit kernel in the others."""
+    if call.kernel.forget is not None:
+        _check_forgets(call)
     if is_over_ranks() or call.kernel.head_share is not None:
         raise NotImplementedError(
             "MultiheadAttention: heads that compute softmax are not supported where ranks share "

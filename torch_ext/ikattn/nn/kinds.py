@@ -23,6 +23,7 @@ class KernelSettings(NamedTuple):
     stationary: bool
     seed: int | None
     sizes: Sizes | None
+    forget: bool
 
 
 class Kind:

@@ -59,9 +59,13 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         stationary: One set of frequencies per head in place of two; for named sources.
         seed: If given, the initial frequencies are a function of it alone, and torch's default
             generator is left as nn.MultiheadAttention would leave it.
+        forget: Each head has gates in (0, 1], made from the values of tokens, by which a query
+            counts tokens before less; ``forget.weight`` and ``forget.bias`` are their parameters.
+            For "implicit" in causal self-attention: calls must pass ``is_causal=True``.
 
     Raises:
-        ValueError: Unknown kernel or spectral, p < 1, num_frequencies < 1.
+        ValueError: Unknown kernel or spectral, p < 1, num_frequencies < 1, gates for a kernel that
+            has none.
         ValueError, AssertionError: What nn.MultiheadAttention raises.
 
     Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147).
@@ -73,6 +77,8 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         >>> output.shape, weights.shape
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
     """
+
+    can_forget = True
 
     def __init__(
         self,
@@ -94,6 +100,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         spectral: Spectral = "direct",
         stationary: bool = False,
         seed: int | None = None,
+        forget: bool = False,
     ) -> None:
         super().__init__(
             embed_dim,
@@ -115,6 +122,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             spectral=spectral,
             stationary=stationary,
             seed=seed,
+            forget=forget,
         )
 
     @torch.inference_mode(False)  # frequencies are there to be trained
@@ -241,7 +249,12 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             value,
             self._projection(),
             self._extra_keys(query),
-            kernel._replace(query_padding=query_padding, head_share=self.head_share, split=split),
+            kernel._replace(
+                query_padding=query_padding,
+                head_share=self.head_share,
+                split=split,
+                forget=self.forget,
+            ),
             masks,
             wanted,
             dropout_p=self.dropout if self.training else 0.0,
@@ -301,6 +314,7 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
             and self.kernel == "implicit"
             and getattr(self, "head_share", None) is None
             and self.split_heads() is None
+            and self.forget is None
             and not (need_weights or has_extra_keys or getattr(self.spectral, "pools", False))
             and dropout_p < 1.0
         ):

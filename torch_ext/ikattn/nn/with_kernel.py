@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.kernels import Kernel
+from ikattn.ops.forgetting import ForgetGates
 from ikattn.ops.magnitude import LearnedOrder
 from ikattn.spectral.direct import checked_size
 from ikattn.spectral.factory import Spectral, check_spectral, make_spectral
@@ -25,16 +26,19 @@ class ModuleOptions(TypedDict, total=False):
     spectral: Spectral
     stationary: bool
     seed: int | None
+    forget: bool
 
 
 class WithKernel(Regularized):
     """A base of attention modules whose kernel can be chosen and changed."""
 
+    can_forget = False
     default_frequencies = 32  # at heads of 64 a call takes about as long as with softmax
 
     kernel: Kernel
     p: float | None  # None where it is learned
     magnitude: LearnedOrder | None
+    forget: ForgetGates | None
 
     def _choose_kernel(
         self,
@@ -48,6 +52,7 @@ class WithKernel(Regularized):
         spectral: Spectral = "direct",
         stationary: bool = False,
         seed: int | None = None,
+        forget: bool = False,
     ) -> None:
         """Takes the options of ``MultiheadAttention``, with new frequencies for "implicit".
 
@@ -66,6 +71,14 @@ class WithKernel(Regularized):
             "num_frequencies",
             self.default_frequencies if num_frequencies is None else num_frequencies,
         )
+        gates = None
+        if forget:
+            if kernel != "implicit" or not self.can_forget:
+                raise ValueError(
+                    f"forget must be False for kernel={kernel!r} of {type(self).__name__}, got "
+                    f"{forget!r}"
+                )
+            gates = ForgetGates(num_heads, head_dim, device=like.device, dtype=like.dtype)
         source = None
         if kernel == "implicit":
             given: Any = spectral
@@ -79,17 +92,18 @@ class WithKernel(Regularized):
         self.p = p
         self.register_module("magnitude", magnitude)
         self.register_module("spectral", source)
+        self.register_module("forget", gates)
         self.regularization = None
 
     def _drop_kernel(self) -> None:
         """Takes away what ``_choose_kernel`` gave, before the class changes back."""
-        for name in ("kernel", "p", "spectral", "magnitude", "regularization"):
+        for name in ("kernel", "p", "spectral", "magnitude", "forget", "regularization"):
             delattr(self, name)
         vars(self).pop("_regularized_in", None)
 
     def _reset_kernel(self) -> None:
-        """Draws frequencies anew, and makes orders the first ones again."""
-        for name in ("spectral", "magnitude"):  # absent while upstream's constructor runs
+        """Draws frequencies anew, and makes orders and gates the first ones again."""
+        for name in ("spectral", "magnitude", "forget"):  # absent while upstream's constructor runs
             reset = getattr(getattr(self, name, None), "reset_parameters", None)
             if reset is not None:
                 reset()
@@ -101,12 +115,13 @@ class WithKernel(Regularized):
         are unexpected, which torch overlooks where the child is None.
         """
         _, strict, _, unexpected_keys, _ = args
-        for child, what in (("spectral", "frequencies stay"), ("magnitude", "orders p stay")):
+        children = {"spectral": "frequencies", "magnitude": "orders p", "forget": "gates"}
+        for child, what in children.items():
             module, own = getattr(self, child), f"{prefix}{child}."
             given = [name for name in state_dict if name.startswith(own)]
             if module is None:
                 unexpected_keys += given if strict else []
             elif not given and not any(x.is_meta for x in module.state_dict().values()):
-                _logger.info("%s* is not in the checkpoint: %s as they are", own, what)
+                _logger.info("%s* is not in the checkpoint: %s stay as they are", own, what)
                 state_dict.update(module.state_dict(prefix=own))
         super()._load_from_state_dict(state_dict, prefix, *args)

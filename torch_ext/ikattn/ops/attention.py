@@ -27,6 +27,8 @@ def implicit_kernel_attention(
     value: Tensor,
     w1: Tensor,
     w2: Tensor | None = None,
+    *,
+    log_decay: Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
     r"""Computes attention by an implicit spectral kernel times the magnitude of the key.
@@ -52,6 +54,10 @@ def implicit_kernel_attention(
         w1: Frequencies ``[H, d, M]`` or ``[G, d, M]``, optionally with a leading batch axis, in
             cycles per unit of query; in the dtype of query or float32.
         w2: The second frequencies, shaped as w1. None: the stationary kernel, w2 = w1.
+        log_decay: Logarithms of forget gates, broadcastable to ``[B, H, S]`` or ``[B, G, S]``: the
+            weight of key j for query i is multiplied by the gates of the tokens j + 1 to i. Wants
+            is_causal and L = S; -inf forgets all that was before. Time is linear at any length but
+            with a mask or dropout, which take the memory of ``[B, H, L, S]``.
         p: Order of the norm in a key's magnitude, any real >= 1. None: no magnitude. 2 by default.
         key_bias: Added to the logit of a key in every row; broadcastable to ``[B, H, S]`` or
             ``[B, G, S]``. ``-inf`` hides a key.
@@ -85,6 +91,10 @@ def implicit_kernel_attention(
     """
     if query.is_nested or key.is_nested or value.is_nested:
         return attend_jagged(query, key, value, w1, w2, **options)
+    if log_decay is not None:
+        from ikattn.ops import forgetting  # which imports this module
+
+        return forgetting.attend(query, key, value, w1, w2, log_decay, options)
     named = changed("implicit_kernel_attention", options, query)
     output, _ = operator("implicit_kernel_attention")(query, key, value, w1, w2, **named)
     return output  # type: ignore[no-any-return]
@@ -97,12 +107,13 @@ def implicit_kernel_weights(
     w2: Tensor | None = None,
     *,
     average_heads: bool = False,
+    log_decay: Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Computes the weights that :func:`implicit_kernel_attention` uses, after dropout.
 
     Args:
-        query, key, w1, w2, options: As in :func:`implicit_kernel_attention`; the same
+        query, key, w1, w2, log_decay, options: As in :func:`implicit_kernel_attention`; the same
             dropout_seed gives the same dropped weights.
         average_heads: Return the mean over heads, without ever holding ``[B, H, L, S]``.
 
@@ -123,6 +134,10 @@ def implicit_kernel_weights(
         >>> torch.allclose(weights.sum(-1), torch.ones(2, 10))
         True
     """
+    if log_decay is not None:
+        from ikattn.ops import forgetting  # which imports this module
+
+        options = forgetting.options_of_weights(query, key, log_decay, options)
     named = changed("implicit_kernel_weights", options, query)
     return operator("implicit_kernel_weights")(  # type: ignore[no-any-return]
         query, key, w1, w2, average_heads=average_heads, **named

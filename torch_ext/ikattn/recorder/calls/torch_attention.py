@@ -19,6 +19,8 @@ from ikattn.nn.functional import ExtraKeys, with_extra_keys
 from ikattn.nn.masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn.projection import InProjection, project
 from ikattn.nn.softmax import rbf_key_bias, select_away
+from ikattn.ops.forgetting import options_of_weights
+from ikattn.ops.options import AttentionOptions
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hooks import has_others_hooks
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
@@ -77,6 +79,10 @@ def torch_call(
         key_bias=_key_bias(module, k, masks.padding),
         softmax_heads=getattr(module, "softmax_heads", None),
     )
+    gates = getattr(module, "forget", None)
+    if gates is not None:
+        options: AttentionOptions = {"is_causal": True, "attn_mask": call.attn_mask}
+        call.attn_mask = options_of_weights(q, k, widened(gates(v)), options)["attn_mask"]
     if masks.padding is not None:
         call.key_padding = hidden(masks.padding).clone()  # the mask is the caller's
         if kind == "self":

@@ -1,0 +1,163 @@
+"""Gates on what causal attention remembers: the operator, and the module that makes gates.
+
+The law ``forgetting`` of the fuzzed calls holds outputs, gradients, types and groups of heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+import ikattn
+from agreement import assert_close
+from samples import Arguments
+
+attention = ikattn.implicit_kernel_attention
+
+
+def drawn(length: int, dtype: torch.dtype = torch.float64, M: int = 8) -> tuple[Arguments, Tensor]:
+    torch.manual_seed(0)
+    call = {x: torch.randn(1, 2, length, 16, dtype=dtype) for x in ("query", "key", "value")}
+    w1, w2 = 0.1 * torch.randn(2, 2, 16, M, dtype=dtype)
+    gates = logsigmoid(torch.randn(1, 2, length, dtype=dtype) + torch.tensor([[2.0], [6.0]]))
+    return {**call, "w1": w1, "w2": w2, "is_causal": True}, gates.to(dtype)
+
+
+def pair_by_pair(call: Arguments, log_decay: Tensor) -> Tensor:
+    """The definition: each weight times the gates between its tokens."""
+    gates, L = log_decay.exp(), call["query"].size(2)
+    between = torch.stack(
+        [torch.stack([gates[..., j + 1 : i + 1].prod(-1) for j in range(L)], -1) for i in range(L)],
+        -2,
+    )
+    weights = between * ikattn.implicit_kernel_weights(
+        *(call[x] for x in ("query", "key", "w1", "w2")), is_causal=True
+    )
+    return weights / weights.sum(-1, keepdim=True) @ call["value"]
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_weights_are_multiplied_by_the_gates_between(length: int) -> None:
+    call, gates = drawn(length)
+    gates[..., length // 2] = -math.inf  # the token forgets all that was before
+    assert_close(attention(**call, log_decay=gates), pair_by_pair(call, gates), 1e-12)
+
+
+@pytest.mark.parametrize("strength", [1.0, 300.0])  # sums near zero, and in the thousands
+def test_parts_of_a_call_agree(strength: float) -> None:
+    call, gates = drawn(700)
+    whole = attention(**call, log_decay=strength * gates)
+    value = call.pop("value")
+    weights = ikattn.implicit_kernel_weights(**call, log_decay=strength * gates)
+    assert_close(weights @ value, whole, 1e-11)
+    state = ikattn.RecurrentState(call["w1"], call["w2"])
+    bias = -(strength * gates).cumsum(-1)
+    parts = [
+        state.extend(*(x[:, :, part] for x in (call["query"], call["key"], value, bias)))
+        for part in (slice(0, 300), slice(300, 700))
+    ]
+    assert_close(torch.cat(parts, 2), whole, 1e-11)
+    with ikattn.deterministic("batch"):
+        assert_close(attention(**call, value=value, log_decay=strength * gates), whole, 1e-11)
+
+
+def test_float32_keeps_its_digits_over_65536_tokens() -> None:
+    call, gates = drawn(1 << 16, torch.float32)
+    assert float(gates.sum(-1).min()) < -6000
+    found = attention(**call, log_decay=gates)
+    wide = {x: y.double() if isinstance(y, Tensor) else y for x, y in call.items()}
+    truth = attention(**wide, log_decay=gates.double())
+    assert float((found - truth).abs().max() / truth.abs().max()) < 2e-5
+
+
+def test_rows_with_small_scores_keep_their_digits() -> None:
+    call, _ = drawn(400, torch.float32)
+    call["w1"][:, 0] = call["w2"][:, 0] = 0.25
+    call["query"][:] = call["key"][:] = call["query"][:, :, :1].clone()
+    call["query"][..., 0], call["key"][..., 0] = 0.0, 1.0  # a quarter of a turn apart
+    call["w2"] = call["w1"]
+    wide = {x: y.double() if isinstance(y, Tensor) else y for x, y in call.items()}
+    gates = torch.full((1, 2, 400), -1.0)
+    truth = attention(**wide, log_decay=gates.double())
+    assert_close(attention(**call, log_decay=gates).double(), truth, 1e-5)
+
+
+def test_transforms() -> None:
+    call, gates = drawn(30)
+    query = call.pop("query")
+
+    def of(x: Tensor, y: Tensor) -> Tensor:
+        return attention(x, **call, log_decay=y)
+
+    two = torch.stack([query, query.flip(0)]), torch.stack([gates, 2 * gates])
+    assert_close(torch.func.vmap(of)(*two)[1], of(query, 2 * gates), 1e-12)
+    assert_close(torch.compile(of, backend="aot_eager")(query, gates), of(query, gates), 1e-12)
+    leaves = query[..., :4, :].requires_grad_(), gates[..., :4].requires_grad_()
+    short = {x: y[:, :, :4] if x in ("key", "value") else y for x, y in call.items()}
+
+    def decayed(x: Tensor, y: Tensor, strength: float) -> Tensor:
+        return attention(x, **short, log_decay=strength * y)
+
+    for strength in (1.0, 300.0):
+        assert torch.autograd.gradcheck(decayed, (*leaves, strength))
+        assert torch.autograd.gradgradcheck(decayed, (*leaves, strength))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_causal": False}, "log_decay wants is_causal=True"),
+        ({"log_decay": torch.zeros(3, 7)}, "log_decay must broadcast to"),
+        ({"log_decay": torch.zeros(7, dtype=torch.int64)}, "log_decay must be floating point"),
+        ({"eps": 0.0}, "eps must be"),
+        ({"value": torch.randn(1, 2, 8, 16).double()}, "value must have shape"),
+        ({"unknown": 1}, "unexpected keyword argument 'unknown'"),
+    ],
+)
+def test_errors(change: dict[str, Any], message: str) -> None:
+    call, gates = drawn(7)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        attention(**(call | {"log_decay": gates} | change))
+
+
+def test_a_module_forgets() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dtype=torch.float64)
+    model = ikattn.convert(nn.TransformerEncoder(layer, 2), num_frequencies=4, forget=True).eval()
+    x, mask = torch.randn(2, 30, 16).double(), torch.ones(30, 30).triu(1).bool()
+    gates = model.layers[0].self_attn.forget
+    assert gates.bias.tolist() == [2.0, 4.0, 6.0, 8.0]
+    nn.init.normal_(gates.weight)
+    before = model(x, mask=mask, is_causal=True)
+    with ikattn.record(model, maps=("weights", "summed")) as recording:
+        assert torch.equal(model(x, mask=mask, is_causal=True), before)
+    first = model.layers[0].self_attn
+    padding = torch.arange(30) >= torch.tensor([[30], [20]])
+    given = {"key_padding_mask": padding, "attn_mask": mask, "is_causal": True}
+    output, weights = first(x, x, x, average_attn_weights=False, **given)
+    assert_close(weights[0], recording[0].weights[0].double(), 1e-6)
+    assert torch.equal(first(x, x, x, need_weights=False, **given)[0], output)
+    output.square().sum().backward()
+    assert bool(gates.weight.grad.any())
+    again = ikattn.convert(nn.TransformerEncoder(layer, 2), num_frequencies=4, forget=True).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x, mask=mask, is_causal=True), before)
+    with pytest.raises(ValueError, match=r"forget=True wants causal .* is_causal=False"):
+        first(x, x, x)
+    first.keep_softmax(torch.tensor([True, False, False, False]))
+    with pytest.raises(NotImplementedError, match="does not work with keep_softmax"):
+        first(x, x, x, attn_mask=mask, is_causal=True)
+    ikattn.revert(model)
+    assert not [name for name, _ in model.named_parameters() if "forget" in name]
+
+
+def test_modules_that_cannot_forget() -> None:
+    with pytest.raises(ValueError, match="cross-attention of 1 layers"):
+        ikattn.convert(nn.TransformerDecoderLayer(16, 4), forget=True)
+    with pytest.raises(ValueError, match="forget must be False for kernel='rbf'"):
+        ikattn.MultiheadAttention(16, 4, kernel="rbf", forget=True)
