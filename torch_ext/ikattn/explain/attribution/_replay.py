@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ikattn.explain.attribution._linear import Activation, LinearModel
-from ikattn.explain.attribution._torch import SUMS, detached, mapped, name_of
+from ikattn.explain.attribution._torch import SUMS, detached, name_of
 from ikattn.recorder.calls.sdpa import sdpa_call
 
 # Functions that take a tensor without its waiting bias.
@@ -98,7 +99,7 @@ class Replay(LinearModel):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self._waiting and name_of(func) not in _UNASKING:
-            args, kwargs = mapped(self._whole, args), mapped(self._whole, kwargs or {})
+            args, kwargs = tree_map_only(Tensor, self._whole, (args, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class Replay(LinearModel):
         if not waiting:
             return super()._sum(func, *args, **kwargs)
         if not all(self._depends(x) for x in args) or kwargs or "sub" in name_of(func):
-            return super()._sum(func, *mapped(self._whole, args), **kwargs)
+            return super()._sum(func, *tree_map_only(Tensor, self._whole, args), **kwargs)
         result = func(*args)
         for constant in waiting:
             result = self._shared(result, constant)

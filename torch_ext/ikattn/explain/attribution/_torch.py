@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from ikattn.recorder.calls.hooks import Hook
 from ikattn.recorder.sums.tensors import tensors_in
@@ -103,22 +104,9 @@ def body_of(func: FunctionType) -> FunctionType:
     return body
 
 
-def mapped(change: Callable[[Tensor], Any], x: Any) -> Any:
-    """Returns tuples, lists and dictionaries with their tensors changed."""
-    if isinstance(x, Tensor):
-        return change(x)
-    if type(x) in (tuple, list):
-        return type(x)(mapped(change, each) for each in x)
-    if hasattr(x, "_fields"):
-        return type(x)(*(mapped(change, each) for each in x))
-    if type(x) is dict:
-        return {name: mapped(change, each) for name, each in x.items()}
-    return x
-
-
 def detached(x: Any) -> Any:
     """Returns tuples, lists and dictionaries with tensors that have no gradient."""
-    return mapped(Tensor.detach, x)
+    return tree_map_only(Tensor, Tensor.detach, x)
 
 
 @contextmanager
