@@ -20,8 +20,8 @@ from ikattn.explain.attribution._model import (
     activation_bytes,
     called_linear,
     checkpointed,
+    entered,
     products_of,
-    replaced,
     stacks_of,
 )
 from ikattn.explain.attribution._places import readers_of
@@ -41,36 +41,38 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
         raise ValueError(f"attribute: the value must be finite, got {expected.sum(0).tolist()}")
     B, stacks, linear = expected.size(1), stacks_of(model, "attribute"), LinearModel(activation)
     with ExitStack() as opened:
-        entered: list[tuple[Stack, torch.Size]] = []  # in the order in which they run
+        called: list[tuple[Stack, torch.Size]] = []  # in the order in which they run
         if activation_bytes(stacks, task.inputs) > _MUCH:
             opened.enter_context(checkpointed(stacks, linear))
         # in the backward pass too, where blocks may run once more
         opened.enter_context(called_linear(model, linear))
         readers = readers_of(task, stacks)
 
-        def entering(stack: Stack, x: Tensor) -> Tensor:
+        def entering(stack: Stack, n: int, x: Tensor) -> Tensor:
             """Returns a leaf in the place of what a stack is called with, if it is of B sequences.
 
             Other stacks read what an earlier one made, or the patches of all pictures in a row,
             which enter the vectors of tokens, and keep it.
             """
-            entered.append((stack, x.shape))
+            called.append((stack, x.shape))
             is_of_tokens = x.dim() > 2 and B in x.shape[:2]
             is_one_row = len(stacks) == 1 and B == 1 and x.dim() == 2
             is_made = stack not in readers and x.requires_grad
-            return x if is_made or not (is_of_tokens or is_one_row) else x.detach().requires_grad_()
+            keeps = is_made or not (is_of_tokens or is_one_row)
+            stack.source = x if keeps else x.detach().requires_grad_()
+            return stack.source
 
         for stack in stacks:
-            opened.enter_context(replaced(stack, partial(entering, stack)))
+            opened.enter_context(entered(stack, partial(entering, stack)))
         values = task.values(linear)
-        order = [stack for stack, _ in entered]
+        order = [stack for stack, _ in called]
         ran = order
         if not task.is_seq2seq:  # first the stack of which tokens are known
             ran = sorted((stack for stack in stacks if stack in order), key=task.is_unnamed)
         read = [stack.source for stack in ran]
         sources = [x for x in read if x is not None and x.is_leaf and x.requires_grad]
         if not sources:
-            shapes = ", ".join(f"{stack.name or 'it'} with {list(x)}" for stack, x in entered)
+            shapes = ", ".join(f"{stack.name or 'it'} with {list(x)}" for stack, x in called)
             raise ValueError(
                 f"attribute: target must give one number for each sequence, got {B} numbers; "
                 f"called were, of {type(model).__name__}, {shapes or 'no blocks'}"

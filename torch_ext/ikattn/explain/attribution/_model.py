@@ -172,19 +172,24 @@ def _mixers(
 
 
 @contextmanager
-def replaced(stack: Stack, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Has the first block that runs called with another tensor, made of ``[B, S, D]``, once.
+def entered(
+    stack: Stack, make: Callable[[int, Tensor], Tensor], *, every_block: bool = False
+) -> Iterator[None]:
+    """Has the first block that runs, or every one, called with another tensor.
 
-    It becomes the ``source`` of the stack.
+    It is made of the number of the block that runs and of ``[B, S, D]``, with which it was called.
     """
-    stack.source = None
+    count = 0
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal count
         x = first_tensor(args, kwargs)
-        if stack.source is not None or x is None:
+        if x is None or (count > 0 and not every_block):
             return None
         check_graph(module)
-        y = stack.source = make(x)
+        with torch._C.DisableTorchFunction():
+            y = make(count, x)
+        count += 1
         return called_with(args, kwargs, x, y)
 
     with hooked(stack.blocks, before=hook):  # the first that runs, in whatever order

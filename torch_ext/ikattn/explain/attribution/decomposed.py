@@ -6,7 +6,7 @@ Sizes: B batch, N blocks, K vectors that go through together, L = S tokens, D mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -19,14 +19,13 @@ from ikattn.explain.attribution._model import (
     Stack,
     alone,
     called_linear,
-    check_graph,
+    entered,
     is_of_batch,
     sequences_of,
     the_stack_of,
 )
 from ikattn.explain.attribution._replay import BlockReplay, Replay
-from ikattn.explain.attribution._torch import called_with, first_output, hooked
-from ikattn.recorder.sums.tensors import first_tensor
+from ikattn.explain.attribution._torch import first_output, hooked
 
 _DECOMPOSED, _BLOCKS = "decomposed_norms", "block_maps"
 
@@ -158,8 +157,15 @@ def _followed(
     vectors go through together, and one more that takes them.
     """
     caller, shares_biases = replay.caller, replay.shares_biases
-    entered = partial(_entered, stack, replay)
     given: list[Tensor] = []  # vectors that enter
+
+    def calling_with(make: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
+        def entering(n: int, x: Tensor) -> Tensor:
+            y = make(n, x)
+            replay.enter_block(y)
+            return y
+
+        return entered(stack, entering, every_block=replay.enters_every_block)
 
     def first(n: int, x: Tensor) -> Tensor:
         if x.dim() != 3:
@@ -198,12 +204,12 @@ def _followed(
         # there is no backward pass, for which anything would be kept
         nothing: Any = lambda x: None  # noqa: E731
         opened.enter_context(torch.autograd.graph.saved_tensors_hooks(nothing, nothing))
-        with entered(first), _outputs_of(stack) as expected:
+        with calling_with(first), _outputs_of(stack) as expected:
             model(**inputs)
         if not given:
             raise ValueError(f"{caller}: {stack.name or 'the model'} was called with no tensor")
         replay.begin(None)
-        with entered(whole), _outputs_of(stack) as made:
+        with calling_with(whole), _outputs_of(stack) as made:
             model(**inputs)
         _check_vectors(stack, made, expected, caller)
         S, device = given[0].size(1), given[0].device
@@ -213,7 +219,7 @@ def _followed(
             own[torch.arange(len(keys), device=device), keys] = True
             replay.begin(own)
             with (
-                entered(partial(alone_of, keys)),
+                calling_with(partial(alone_of, keys)),
                 _outputs_of(stack, norms_and_sum if shares_biases else norms) as found,
             ):
                 _run_many(model, inputs, len(own), caller)
@@ -222,27 +228,6 @@ def _followed(
                 found = [each for each, _ in found]
             parts.append(torch.stack(found))  # [N, K, L]
     return torch.cat(parts, 1).mT
-
-
-@contextmanager
-def _entered(stack: Stack, replay: Replay, make: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Has blocks called with what is made of their number and of what they were called with."""
-    count = 0
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal count
-        x = first_tensor(args, kwargs)
-        if x is None or (count > 0 and not replay.enters_every_block):
-            return None
-        check_graph(module)
-        with torch._C.DisableTorchFunction():
-            y = make(count, x)
-        replay.enter_block(y)
-        count += 1
-        return called_with(args, kwargs, x, y)
-
-    with hooked(stack.blocks, before=hook):
-        yield
 
 
 @contextmanager
