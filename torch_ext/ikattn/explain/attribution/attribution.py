@@ -251,33 +251,29 @@ class Attribution:
 
     def _repr_html_(self) -> str:
         """Returns the page of :meth:`to_html`, small; with targets summed where it is too large."""
-        return _frame(self)
+        both = (self.scores, self.prefix_scores)
+        size = 16 / 3 * sum(x.numel() for x in both if x is not None)  # base64 of float32
+        if size < _LARGEST_FRAME:
+            contents = _contents(self)
+            written = BytesIO()
+            write_mode(written, "attribution", "Attribution", lambda arrays: contents, kind="small")
+            shown = contents["sequences"]
+            longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
+            page = frame(written.getvalue(), "Attribution", min(560, 260 + 2 * longest))
+            if len(page) < _LARGEST_FRAME:
+                return page
+        if self.scores.dim() == 3:
+            names = ("scores", "prefix_scores", "value", "bias")
+            apart: dict[str, Any] = {name: getattr(self, name) for name in names}
+            sums: dict[str, Any] = {n: x if x is None else x.sum(1) for n, x in apart.items()}
+            return replace(self, **sums)._repr_html_()
+        return (
+            f"<p>{html.escape(self.method or 'attribution')}: the page would take more than "
+            f"{_LARGEST_FRAME / 1e6:g} MB here; to_html(path) writes it to a file.</p>"
+        )
 
 
 # --- The page
-
-
-def _frame(found: Attribution) -> str:
-    """Returns the page in a frame that its script cannot leave; if too large, of summed targets."""
-    both = (found.scores, found.prefix_scores)
-    if 16 / 3 * sum(x.numel() for x in both if x is not None) < _LARGEST_FRAME:  # base64, float32
-        contents = _contents(found)
-        written = BytesIO()
-        write_mode(written, "attribution", "Attribution", lambda arrays: contents, kind="small")
-        shown = contents["sequences"]
-        longest = max(sum(len(text["texts"]) for text in own["texts"]) for own in shown)
-        page = frame(written.getvalue(), "Attribution", min(560, 260 + 2 * longest))
-        if len(page) < _LARGEST_FRAME:
-            return page
-    if found.scores.dim() == 3:
-        prefix = None if found.prefix_scores is None else found.prefix_scores.sum(1)
-        value, bias = found.value.sum(1), found.bias.sum(1)
-        sums = found.scores.sum(1)
-        return _frame(replace(found, scores=sums, value=value, bias=bias, prefix_scores=prefix))
-    return (
-        f"<p>{html.escape(found.method or 'attribution')}: the page would take more than "
-        f"{_LARGEST_FRAME / 1e6:g} MB here; to_html(path) writes it to a file.</p>"
-    )
 
 
 def _contents(found: Attribution) -> dict[str, Any]:
