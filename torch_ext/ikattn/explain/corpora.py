@@ -298,10 +298,8 @@ class CorpusSums:
     def _add_sequence(
         self, sequence: SequenceMaps, types_of: Callable[[Sequence[str]], Sequence[str]]
     ) -> None:
-        @functools.cache  # most layers read the same tokens
-        def one_hot(*tokens: str) -> Tensor:
-            return self._one_hot(tokens, types_of)
-
+        # most layers read the same tokens
+        one_hot = functools.cache(functools.partial(self._one_hot, types_of))
         for name, maps in sequence.layers.items():
             labels = sequence.labels(self.layers[name])
             _check_tokens(sequence, self.layers[name], len(labels[1]))
@@ -310,9 +308,7 @@ class CorpusSums:
                 add_to(self._of_map(name, map_name), sums)
         self.sequences += 1
 
-    def _one_hot(
-        self, tokens: Sequence[str], types_of: Callable[[Sequence[str]], Sequence[str]]
-    ) -> Tensor:
+    def _one_hot(self, types_of: Callable[[Sequence[str]], Sequence[str]], *tokens: str) -> Tensor:
         """Returns ``[L, A]``, float64, one where a token is of a type."""
         types = list(types_of(list(tokens)))
         if len(types) != len(tokens) or not set(types) <= set(self.types):
