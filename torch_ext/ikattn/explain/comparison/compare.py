@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -92,11 +92,15 @@ def compare(
         raise ValueError(
             f"compare: keep must be 0 or more, and names two, got {keep} and {names!r}"
         )
-    asked = maps if maps is None or isinstance(maps, str) else tuple(maps)
+    # by default the weights are a recording of their own
+    asked: list[Any] = [None, "weights"]
+    if maps is not None:
+        asked = [maps if isinstance(maps, str) else tuple(maps)]
     running = _Running(keep, tokenizer)
     with ExitStack() as stack:
         recordings_a, recordings_b = (
-            stack.enter_context(_recordings(model, asked, layers)) for model in (model_a, model_b)
+            [stack.enter_context(record(model, x, layers=layers, to_cpu=False)) for x in asked]
+            for model in (model_a, model_b)
         )
 
         def run(model: nn.Module, inputs: Inputs, own: list[Recording]) -> tuple[Batch, Any]:
@@ -186,17 +190,6 @@ class _Running:
             sequences=self._sequences,
             left_out=tuple(self._left_out),
         )
-
-
-@contextmanager
-def _recordings(
-    model: nn.Module, maps: str | tuple[str, ...] | None, layers: Selection | None
-) -> Iterator[list[Recording]]:
-    """Records a model; by default its weights are a recording of their own."""
-    asked: list[str | tuple[str, ...] | None] = [None, "weights"] if maps is None else [maps]
-    with ExitStack() as stack:
-        contexts = (record(model, names, layers=layers, to_cpu=False) for names in asked)
-        yield [stack.enter_context(context) for context in contexts]
 
 
 def _main_output(output: Any) -> Tensor | None:
