@@ -26,7 +26,6 @@ from ikattn.integrations.transformers.interface import (
     import_transformers,
     is_causal,
     mask_of,
-    register_attention,
     says_causal,
     watch_configs,
 )
@@ -52,9 +51,11 @@ _REFUSED = {
 
 def register_implicit() -> None:
     """Registers "ikattn_implicit" with transformers, also by its name in saved configs."""
-    masks = import_transformers().AttentionMaskInterface
+    transformers = import_transformers()
+    masks = transformers.AttentionMaskInterface
     for name in (IMPLICIT, SAVED):
-        register_attention(name, _implicit_attention, masks_of="sdpa")
+        transformers.AttentionInterface.register(name, _implicit_attention)
+        # without it transformers would hand over no masks at all
         masks.register(name, one_row_for_all(masks()["sdpa"]))
     watch_configs(IMPLICIT)
     register_style()

@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -81,17 +81,6 @@ def import_transformers() -> Any:
     """Imports the library."""
     install = "'ikattn[transformers]'"
     return optional("transformers", "ikattn.integrations.transformers", install)
-
-
-def register_attention(name: str, attend: Callable[..., Any], *, masks_of: str) -> None:
-    """Makes ``attend`` an attention function that gets the masks of another one.
-
-    Without the second registration transformers would hand it no masks at all.
-    """
-    transformers = import_transformers()
-    masks = transformers.AttentionMaskInterface
-    transformers.AttentionInterface.register(name, attend)
-    masks.register(name, masks()[masks_of])
 
 
 def mask_of(module: nn.Module, given: Given) -> Tensor | None:
