@@ -15,10 +15,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ikattn._optional import optional
 from ikattn._precision import widened
@@ -35,8 +35,8 @@ _HANDS_ON = (
     "transformers.modeling_utils",
     __name__,
 )
-_lines: dict[int, str] = {}  # file and line, by id of a config
-_told: set[tuple[int, str]] = set()  # ids of configs, and attention implementations
+_lines = WeakIdKeyDictionary()  # file and line, by config
+_told = WeakIdKeyDictionary()  # attention implementations, by config
 
 
 class Given(NamedTuple):
@@ -136,11 +136,10 @@ def watch_configs(kernel: str) -> None:
         before = getattr(config, "_attn_implementation_internal", None)
         watched.fset(config, value)
         if before == kernel and config._attn_implementation_internal != kernel:
-            if id(config) not in _lines:
-                finalize(config, _forget, id(config))
-            _lines[id(config)] = _line()
+            _lines[config] = _line()
         elif config._attn_implementation_internal == kernel:
-            _forget(id(config))
+            _lines.pop(config, None)
+            _told.pop(config, None)
 
     set_implementation.is_watched = True  # type: ignore[attr-defined]
     config_class._attn_implementation = property(watched.fget, set_implementation)
@@ -152,12 +151,11 @@ def tell_of_another_kernel(module: nn.Module, kernel: str) -> None:
     name = getattr(config, "_attn_implementation_internal", None)
     if name is None or kernel in name or id(config) in _on_purpose:
         return
-    if (id(config), name) in _told:
+    told = _told.setdefault(config, set())
+    if name in told:
         return
-    if not any(number == id(config) for number, _ in _told):
-        finalize(config, _forget, id(config))
-    _told.add((id(config), name))
-    line = _lines.get(id(config))
+    told.add(name)
+    line = _lines.get(config)
     _logger.warning(
         '%s runs the attention "%s" and not its implicit kernel, for its config says so%s; '
         'model.set_attn_implementation("%s") takes that back',
@@ -174,8 +172,3 @@ def _line() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__") in _HANDS_ON:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-
-
-def _forget(number: int) -> None:
-    _lines.pop(number, None)
-    _told.difference_update([told for told in _told if told[0] == number])
