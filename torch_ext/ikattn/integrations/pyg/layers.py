@@ -166,12 +166,22 @@ class _GATForm(GraphAttention):
             "return_weights": needs_messages or bool(return_attention_weights),
         }
         attend: Any = self._attend_as_stock if self.kernel == "dot" else self._attend_by_kernel
-        mapped = Mapped(ends, source, graph, self._map_edges(edge_index, edge_attr))
-        attended = attend(mapped, options)
+        edge_attr = None if self.lin_edge is None else attributes_of(edge_index, edge_attr)
+        of_edges = None
+        if edge_attr is not None:
+            of_edges = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+        attended = attend(Mapped(ends, source, graph, of_edges), options)
         output, weights = attended if isinstance(attended, tuple) else (attended, None)
         if needs_messages:
             output = self.propagate(edge_index, x=(source, target), alpha=weights, size=size)
-        return self._finish(output, weights, edge_index, residual, return_attention_weights)
+        output = output.flatten(1) if self.concat else output.mean(1)
+        if residual is not None:
+            output = output + residual
+        if self.bias is not None:
+            output = output + self.bias
+        if not return_attention_weights or weights is None:
+            return output
+        return with_weights(output, edge_index, weights)
 
     @property
     def _vector(self) -> Tensor:
@@ -213,32 +223,6 @@ class _GATForm(GraphAttention):
             torch_sparse = optional("torch_sparse", "a SparseTensor", "torch_sparse")
             return torch_sparse.set_diag(edge_index), edge_attr
         return with_self_loops(edge_index, edge_attr, self.fill_value, num_nodes)
-
-    def _map_edges(self, edge_index: Any, edge_attr: Tensor | None) -> Tensor | None:
-        """Returns features of edges, [E, H, C]."""
-        edge_attr = None if self.lin_edge is None else attributes_of(edge_index, edge_attr)
-        shape = (-1, self.heads, self.out_channels)
-        return None if edge_attr is None else self.lin_edge(edge_attr).view(shape)
-
-    def _finish(
-        self,
-        output: Tensor,
-        weights: Tensor | None,
-        edge_index: Any,
-        residual: Tensor | None,
-        return_attention_weights: Any,
-    ) -> Any:
-        if self.concat:
-            output = output.reshape(-1, self.heads * self.out_channels)
-        else:
-            output = output.mean(1)
-        if residual is not None:
-            output = output + residual
-        if self.bias is not None:
-            output = output + self.bias
-        if not return_attention_weights or weights is None:
-            return output
-        return with_weights(output, edge_index, weights)
 
 
 class ImplicitKernelGATConv(_GATForm, GATConv):  # type: ignore[misc]
