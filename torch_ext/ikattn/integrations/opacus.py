@@ -92,7 +92,7 @@ def restore(model: Model) -> Model:
     """
     for module in list(model.modules()):
         if isinstance(module, _Private):
-            values = {name: module.value_of(name) for name in module.per_sample}
+            values: dict[str, Any] = {n: held.value for n, held in module.per_sample.items()}
             del module.per_sample
             module.__class__ = module.__dict__.pop("_class_before")
             for name, value in values.items():
@@ -111,12 +111,6 @@ class PerSample(nn.Module):
         self.value = value
         self.batch_first = batch_first
 
-    def of_each(self, batch_size: int) -> Tensor:
-        """Returns the parameter for each sample, [N, *shape], all of them the same memory."""
-        batch = torch.empty(batch_size, 0) if self.batch_first else torch.empty(0, batch_size)
-        copies: Tensor = self(batch)
-        return copies if self.batch_first else copies.squeeze(0)
-
     def forward(self, batch: Tensor) -> Tensor:
         """Returns the parameter as [N, *shape] or [1, N, *shape], for a tensor [N, 0] or [0, N].
 
@@ -131,15 +125,19 @@ class _Private(nn.Module):
 
     per_sample: nn.ModuleDict
 
-    def value_of(self, name: str) -> nn.Parameter | None:
-        """Returns the parameter of that name; None if there is none."""
-        held: Any = self.per_sample._modules.get(name)
-        return None if held is None else held.value
+    def __getattr__(self, name: str) -> Any:
+        """Finds parameters in ``per_sample`` by the names that they had."""
+        held = vars(self).get("_modules", {}).get("per_sample", {})
+        return held[name].value if name in held else super().__getattr__(name)
 
     def _for_samples(self, name: str, batch_size: int) -> Tensor | None:
         """Returns the parameter of a name for each sample, [N, *shape]; None if there is none."""
-        held: Any = self.per_sample._modules.get(name)
-        return None if held is None else held.of_each(batch_size)
+        if name not in self.per_sample:
+            return None
+        held: Any = self.per_sample[name]
+        sizes = (batch_size, 0) if held.batch_first else (0, batch_size)
+        copies: Tensor = held(torch.empty(sizes))  # of the same memory
+        return copies if held.batch_first else copies.squeeze(0)
 
     def _wants_samples(self) -> bool:
         """Whether Opacus' hooks look: exactly where they do, the gradient of each sample is due."""
@@ -161,16 +159,8 @@ class _Private(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _parameter(name: str) -> Any:
-    """Returns a property, in place of a parameter that is in ``per_sample``."""
-    return property(lambda self: self.value_of(name))
-
-
 class PrivateDirect(_Private, Direct):
     """Frequencies that are parameters, with a batch axis while Opacus looks."""
-
-    w1 = _parameter("w1")
-    w2 = _parameter("w2")
 
     def forward(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None
@@ -186,14 +176,6 @@ class PrivateDirect(_Private, Direct):
 
 class PrivateMultiheadAttention(_Private, MultiheadAttention):
     """Multi-head attention whose parameters Opacus can tell the gradients of."""
-
-    in_proj_weight = _parameter("in_proj_weight")
-    in_proj_bias = _parameter("in_proj_bias")
-    q_proj_weight = _parameter("q_proj_weight")
-    k_proj_weight = _parameter("k_proj_weight")
-    v_proj_weight = _parameter("v_proj_weight")
-    bias_k = _parameter("bias_k")
-    bias_v = _parameter("bias_v")
 
     def _projection(self) -> Projection:
         return self._project if self._wants_samples() else super()._projection()
@@ -256,8 +238,7 @@ def _register_samplers() -> None:
     if PerSample not in samplers:
         grad_sample.register_grad_sampler(PerSample)(_gradient_of_each)
     if NonDynamicallyQuantizableLinear not in samplers:  # the class of out_proj: a Linear
-        linear_sampler = samplers[nn.Linear]
-        grad_sample.register_grad_sampler(NonDynamicallyQuantizableLinear)(linear_sampler)
+        grad_sample.register_grad_sampler(NonDynamicallyQuantizableLinear)(samplers[nn.Linear])
 
 
 def _gradient_of_each(
