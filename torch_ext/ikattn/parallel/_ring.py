@@ -49,23 +49,6 @@ class Call:
         return options
 
 
-@dataclass
-class Merged:
-    """Outputs and normalisers of queries over the keys that came so far."""
-
-    output: Tensor  # [B, H, L, d_v], in the arithmetic type
-    log_normalizer: Tensor  # float64 [B, H, L], -inf before the first key
-
-    def add(self, rows: slice, output: Tensor, log_normalizer: Tensor) -> None:
-        """Takes in the output of some queries over further keys."""
-        before = self.log_normalizer[:, :, rows]
-        both = torch.logaddexp(before, log_normalizer)
-        share = (log_normalizer - both).exp().nan_to_num(0.0)  # 0 where neither has a key
-        dtype = self.output.dtype
-        self.output[:, :, rows].lerp_(output.to(dtype), share.unsqueeze(-1).to(dtype))
-        self.log_normalizer[:, :, rows] = both
-
-
 class Ring(torch.autograd.Function):
     """Computes the output [B, H, L, d_v] of this rank's queries over the keys of all ranks.
 
@@ -86,21 +69,24 @@ class Ring(torch.autograd.Function):
         key_bias: Tensor | None,
     ) -> Tensor:
         B, H, L, _ = query.shape
-        shape = (B, H, L, value.size(3))
         dtype = torch.promote_types(query.dtype, torch.float32)
-        nothing = query.new_full((B, H, L), -torch.inf, dtype=torch.float64)
-        merged = Merged(query.new_zeros(shape, dtype=dtype), nothing)
+        # over the keys that came so far
+        output = query.new_zeros((B, H, L, value.size(3)), dtype=dtype)
+        log_normalizer = query.new_full((B, H, L), -torch.inf, dtype=torch.float64)
         for source, (k, v, *bias) in _sources(call.ranks, key, value, key_bias):
             for block in call.blocks(source, L, key.size(2)):
                 rows, columns = block.queries, block.keys
-                part = torch.ops.ikattn.implicit_kernel_attention(
+                part, of_part = torch.ops.ikattn.implicit_kernel_attention(
                     *(query[:, :, rows], k[:, :, columns], v[:, :, columns], w1, w2),
                     **call.options_of(block, H, bias),
                 )
-                merged.add(rows, *part)
-        output = merged.output.to(query.dtype)
+                both = torch.logaddexp(log_normalizer[:, :, rows], of_part)
+                share = (of_part - both).exp().nan_to_num(0.0)  # 0 where neither has a key
+                output[:, :, rows].lerp_(part.to(dtype), share.unsqueeze(-1).to(dtype))
+                log_normalizer[:, :, rows] = both
+        output = output.to(query.dtype)
         ctx.call = call
-        ctx.save_for_backward(query, key, value, w1, w2, key_bias, output, merged.log_normalizer)
+        ctx.save_for_backward(query, key, value, w1, w2, key_bias, output, log_normalizer)
         return output
 
     @staticmethod
