@@ -248,8 +248,13 @@ class RowsAsked:
             ends = run.start, run.stop
             block = call.narrow(*ends).without_later_keys()
             part = _widened(make_maps(block, projection, around.narrow(*ends), of_rows), S)
-            came.update(name for name in states if getattr(part, name) is not None)
-            parts.append(_without_rows(part, states, run))
+            for name, state in states.items():
+                rows_of_run = getattr(part, name)
+                if rows_of_run is not None:  # which the reduction takes
+                    state.add(rows_of_run, run)
+                    setattr(part, name, None)
+                    came.add(name)
+            parts.append(part)
         found = stacked(found, parts)
         # a map that a run turned out not to have has no rows
         found.reduced = {name: _kept(states[name], name, layer) for name in states if name in came}
@@ -355,18 +360,6 @@ def _widened(maps: Contributions, S: int) -> Contributions:
         rows = getattr(maps, name)
         if rows is not None and rows.size(-1) < S:
             setattr(maps, name, pad(rows, (0, S - rows.size(-1))))
-    return maps
-
-
-def _without_rows(
-    maps: Contributions, states: dict[str, Reducing], queries: range
-) -> Contributions:
-    """``maps`` without those of queries and keys, which their reductions have taken."""
-    for name, state in states.items():
-        rows = getattr(maps, name)
-        if rows is not None:
-            state.add(rows, queries)
-            setattr(maps, name, None)
     return maps
 
 
