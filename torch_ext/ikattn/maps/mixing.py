@@ -96,7 +96,10 @@ def alti(
         if stats is not None:
             by_head = _through(by_head, stats)
             divisor = divisor * stats.scale.to(dtype)
-    heads = _vectors(value.to(dtype), by_head, weights)
+    # Vectors [B, S, H, D] that heads take from tokens; what no query looks at may be NaN, and is 0.
+    value = value.to(dtype).repeat_interleave(weights.size(1) // value.size(1), 1)
+    value = value.masked_fill((weights == 0).all(-2).unsqueeze(-1), 0)
+    heads = (value @ by_head).transpose(1, 2)
     if norm is not None:
         residual = _through(residual, norm) / norm.scale.to(dtype).unsqueeze(-1)
     if isinstance(divisor, Tensor):
@@ -239,15 +242,6 @@ def _check_shapes(
     for name, x in tokens.items():
         if x is not None and x.shape != (B, L, D):
             raise ValueError(f"{caller}: {name} must be [{B}, {L}, {D}], got {list(x.shape)}")
-
-
-def _vectors(value: Tensor, by_head: Tensor, weights: Tensor) -> Tensor:
-    """Returns vectors [B, S, H, D] that heads take from tokens; 0 where no query looks."""
-    counts = (weights != 0).any(-2)  # [B, H, S]; others may hold NaN
-    value = value.repeat_interleave(weights.size(1) // value.size(1), 1)
-    value = value.masked_fill(~counts.unsqueeze(-1), 0)
-    vectors: Tensor = (value @ by_head).transpose(1, 2)
-    return vectors
 
 
 def _through(x: Tensor, stats: NormStats) -> Tensor:
