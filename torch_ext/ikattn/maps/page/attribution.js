@@ -195,11 +195,8 @@ function showTexts() {
     const elements = fill(container, text.texts, text.special, text.title);
     const heading = element("h2", {}, text.title);
     if (text.padding) heading.append(` (without ${text.padding} token${text.padding > 1 ? "s" : ""} of padding)`);
-    container.addEventListener("pointerover", (event) => tell(own, placeOf(event.target)));
-    container.addEventListener("pointerleave", () => tell(null));
-    container.addEventListener("focusin", (event) => tell(own, placeOf(event.target)));
-    container.addEventListener("focusout", () => tell(null));
-    container.addEventListener("scroll", () => tell(null));
+    for (const name of ["pointerover", "focusin"]) container.addEventListener(name, (event) => tell(own, placeOf(event.target)));
+    for (const name of ["pointerleave", "focusout", "scroll"]) container.addEventListener(name, () => tell(null));
     container.addEventListener("click", (event) => {
       const at = placeOf(event.target);
       if (at !== null) focusOn(elements, at);

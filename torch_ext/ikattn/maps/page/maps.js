@@ -2,19 +2,13 @@
 
 const MAPS = [
   ["norms", "N", "Contribution N"],
-  ["with_residual", "N + residual", "N_Res"],
-  ["with_norm", "N + residual + norm", "N_ResLN"],
-  ["encoder", "whole block", "N_Enc"],
-  ["alti", "ALTI", "ALTI"],
-  ["projection", "signed part", "Part in the output"],
+  ["with_residual", "N + residual", "N_Res", "the same, with the token itself added on the diagonal"],
+  ["with_norm", "N + residual + norm", "N_ResLN", "the same, through the normalisation that follows"],
+  ["encoder", "whole block", "N_Enc", "the same, through the block's second normalisation"],
+  ["alti", "ALTI", "ALTI", "how much nearer a token brings the output, as a share of its row"],
+  ["projection", "signed part", "Part in the output",
+    "the length along the attention's output, below 0 where it points away; rows over all heads add up to 1"],
 ];
-const MEANINGS = {
-  with_residual: "the same, with the token itself added on the diagonal",
-  with_norm: "the same, through the normalisation that follows",
-  encoder: "the same, through the block's second normalisation",
-  alti: "how much nearer a token brings the output, as a share of its row",
-  projection: "the length along the attention's output, below 0 where it points away; rows over all heads add up to 1",
-};
 
 // --- Arrays ------------------------------------------------------------------------------------------
 
@@ -65,16 +59,16 @@ function weightsPlate(layer = state.layer, head = state.head) {
 
 function normsPlate(layer = state.layer, head = state.head) {
   if (!layerOf(layer)) return null;
-  const title = (MAPS.find(([name]) => name === state.map) || MAPS[0])[2];
+  const [, , title, meaning] = MAPS.find(([name]) => name === state.map) || MAPS[0];
   if (state.map === "projection") {
     const parts = headOrMean("projection", layer, head);
     const which = head === null ? "all heads" : `head ${head}`;
-    return parts && plateOf(parts, `${title}, ${which}`, MEANINGS.projection, false);
+    return parts && plateOf(parts, `${title}, ${which}`, meaning, false);
   }
   if (state.map !== "norms") {
     const values = array(state.map, layer);
     const note = head === null ? "" : " (all heads together)";
-    return values && plateOf(values, title + note, MEANINGS[state.map], true);
+    return values && plateOf(values, title + note, meaning, true);
   }
   const summed = array("summed", layer);
   if (head === null && summed) {
