@@ -82,13 +82,9 @@ def describe(recording: RecordedMaps) -> str:
     """Returns a line about a recording: the model, its layers and heads, and who wrote the page."""
     heads = sorted({layer.heads for layer in recording.layers.values()}) or [0]
     counts = "-".join(map(str, dict.fromkeys((heads[0], heads[-1]))))
-    return " · ".join(
-        (
-            short_name(recording.model) or "unknown model",
-            f"{len(recording.layers)} layers of attention, {counts} heads",
-            f"ikattn {version()}",
-        )
-    )
+    model = short_name(recording.model) or "unknown model"
+    layers = f"{len(recording.layers)} layers of attention, {counts} heads"
+    return f"{model} · {layers} · ikattn {version()}"
 
 
 def sequence_contents(
