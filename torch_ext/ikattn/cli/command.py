@@ -49,9 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = warn
             warnings.simplefilter("always", Notice)
             _parser().parse_args(arguments, parsed)
-            status: int = parsed.run(parsed, say)
+            made = parsed.run(parsed, say)
+            if isinstance(made, str):  # letters that the encoding lacks are written as escapes
+                encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+                print(made.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
-        return status
+        return 0 if isinstance(made, str) else int(made)
     except SystemExit:
         raise
     except BaseException as error:  # panics of libraries in Rust are no Exception
@@ -69,12 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print(text: str) -> None:
-    """Prints on stdout, whose encoding may lack letters: they are written as escapes."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ikattn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -83,33 +80,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_analyze(commands)
     _add_attribute(commands)
     help_ = "print where CMake finds ikattn and its torch"
-    _add(commands, "cmake-prefix-path", _cmake_prefix_path, help=help_)
+    paths = f"{cmake_prefix_path()};{torch.utils.cmake_prefix_path}"
+    _add(commands, "cmake-prefix-path", lambda *_: paths, help=help_)
     return parser
 
 
 def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    run: Callable[[argparse.Namespace, Callable[[str], None]], int],
+    run: Callable[[argparse.Namespace, Callable[[str], None]], str | int],
     *,
     help: str,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Adds a subcommand, which ``run`` does: it is given the options and how to tell of things."""
+    """Adds a subcommand, which ``run`` does: it is given the options and how to tell of things.
+
+    It returns the text to print, or, of a command that prints for itself, the exit status.
+    """
     parser = commands.add_parser(name, help=help, description=description or help)
     parser.add_argument("--debug", action="store_true", help="show the traceback of what failed")
     parser.set_defaults(run=run, parser=parser)
     return parser
 
 
-def _info(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
-    _print(info())
-    return 0
-
-
-def _cmake_prefix_path(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
-    _print(f"{cmake_prefix_path()};{torch.utils.cmake_prefix_path}")
-    return 0
+def _info(*_: object) -> str:
+    return info()
 
 
 def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -244,14 +239,13 @@ def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--out", type=Path, metavar="FILE", help="write coloured text (.html) or numbers (.json)")
 
 
-def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _attribute(parsed: argparse.Namespace, say: Callable[[str], None]) -> str:
     from ikattn.cli.attribute import answer, table
 
-    _print(table(*answer(parsed)))
-    return 0
+    return table(*answer(parsed))
 
 
-def _analyze(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _analyze(parsed: argparse.Namespace, say: Callable[[str], None]) -> str:
     from ikattn.cli.analyze import analyze, check_libraries
 
     parser = parsed.parser
@@ -263,8 +257,7 @@ def _analyze(parsed: argparse.Namespace, say: Callable[[str], None]) -> int:
     job = Job(**{name: getattr(parsed, name) for name in Job.__dataclass_fields__})
     check_libraries(job)
     count = analyze(job, *_sources(parsed), say)
-    _print(f"{count} line{'' if count == 1 else 's'} in {job.out}")
-    return 0
+    return f"{count} line{'' if count == 1 else 's'} in {job.out}"
 
 
 def _sources(parsed: argparse.Namespace) -> tuple[Source, Source | None]:
