@@ -62,21 +62,18 @@ def _to(call: Call, device: str, dtype: torch.dtype | None = None) -> Call:
     return {name: placed(x) for name, x in call.items()}
 
 
-def _results(function: Callable[..., Any], call: Call) -> list[Tensor]:
-    """The outputs of a call, and the gradients of its tensors of floating point."""
+def _results(function: Callable[..., Tensor], call: Call) -> list[Tensor]:
+    """The output of a call, and the gradients of its tensors of floating point."""
     leaves = {
         name: x.requires_grad_()
         for name, x in call.items()
         if isinstance(x, Tensor) and x.is_floating_point()
     }
-    found = function(**call | leaves)
-    outputs = [found] if isinstance(found, Tensor) else [x for x in found if x is not None]
-    if not any(x.requires_grad for x in outputs):
-        return outputs
-    incoming = [
-        torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view_as(x).to(x) for x in outputs
-    ]
-    return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), incoming)]
+    output = function(**call | leaves)
+    if not output.requires_grad:
+        return [output]
+    incoming = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)
+    return [output, *torch.autograd.grad(output, list(leaves.values()), incoming.to(output))]
 
 
 def _error(found: Tensor, truth: Tensor) -> float:
@@ -148,12 +145,12 @@ def _attention(
     return Check(calls, function, environment, reached, _composition, timed)
 
 
-def _maps(**given: Any) -> tuple[Any, ...]:
-    return (ikattn.contributions(**given).summed,)
+def _maps(**given: Any) -> Any:
+    return ikattn.contributions(**given).summed
 
 
-def _streamed(**given: Any) -> tuple[Any, ...]:
-    return (ikattn.streamed_contributions(**given).summed,)
+def _streamed(**given: Any) -> Any:
+    return ikattn.streamed_contributions(**given).summed
 
 
 def _decoded(query: Tensor, key: Tensor, value: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
