@@ -106,7 +106,6 @@ class FollowedHeads(TorchFunctionMode):
         self._keep: Callable[[], None] | None = None
         self.stop = ""  # the name of the last operation that heads cannot be followed through
         self.product: Product | None = None  # of what is made of heads
-        self.is_entered = False
 
     def begin(self, heads: Tensor, place: Callable[[], Tensor], keep: Callable[[], None]) -> None:
         """Follows ``heads``, beside those of calls before it in the same module.
@@ -120,7 +119,6 @@ class FollowedHeads(TorchFunctionMode):
 
     def enter(self) -> None:
         _push_mode(self)
-        self.is_entered = True
 
     def leave(self) -> None:
         """Lets go of all tensors, and of the mode, which others may have been entered above."""
@@ -128,9 +126,6 @@ class FollowedHeads(TorchFunctionMode):
         self.product = None
         if self._written_out is not None:
             self._written_out.forget()
-        if not self.is_entered:
-            return
-        self.is_entered = False
         above = []
         while self in _get_current_function_mode_stack():
             mode = _pop_mode()
@@ -139,9 +134,7 @@ class FollowedHeads(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         own = [x for x in tensors_in((args, kwargs)) if id(x) in self._known]
         name = getattr(func, "__name__", "")
