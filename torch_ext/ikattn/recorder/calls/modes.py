@@ -90,29 +90,21 @@ def as_the_model_runs(*, gradients: bool) -> Iterator[None]:
 
 
 def check_is_plain_call(name: str) -> None:
-    """Checks that a call is none whose numbers a hook cannot look at.
-
-    Raises:
-        NotImplementedError: It is inside a transform of torch.func, or is being compiled.
-    """
+    """Raises NotImplementedError in torch.func and torch.compile, where hooks see no numbers."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             f"record: {name} runs inside a transform of torch.func (grad, vmap, jvp), where its "
             "tensors have no numbers to look at; record a call outside the transform"
         )
-    if _compiles():
+    if "torch._dynamo" not in sys.modules:
+        return
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    if get_eval_frame_callback() not in (None, False):
         raise NotImplementedError(
             f"record: {name} runs in code that torch.compile makes, and compiled for the first "
             "time inside the block; call torch.compile before the block, or call the model itself"
         )
-
-
-def _compiles() -> bool:
-    if "torch._dynamo" not in sys.modules:
-        return False
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-    return get_eval_frame_callback() not in (None, False)
 
 
 _lock = threading.Lock()
