@@ -307,9 +307,8 @@ class Recorder:
         if plan.seen_by not in ("torch", "interface"):  # it may compute without what tells of it
             self._opener.left_out[plan.name] = f"ran as none of {KNOWN_ATTENTION}"
             return
-        implementation = getattr(
-            getattr(plan.module, "config", None), "_attn_implementation_internal", None
-        )
+        config = getattr(plan.module, "config", None)
+        implementation = getattr(config, "_attn_implementation_internal", None)
         now = "" if implementation is None else f" (its config says {implementation!r} now)"
         raise RuntimeError(
             f"record: {plan.title} ran, but its attention was not seen{now}: "

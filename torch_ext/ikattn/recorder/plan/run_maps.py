@@ -229,9 +229,6 @@ def _of_gated_rows(
     own = own.unsqueeze(1) if call.kind == "self" else own.new_zeros(rows, 1)
     order, back = (places + own) % max(1, keys), (places - own) % max(1, keys)
 
-    def as_items(x: Tensor) -> Tensor:
-        return x.flatten(0, 1).unsqueeze(1)
-
     def turned(x: Tensor, order: Tensor) -> Tensor:
         return x.gather(-1, order.expand(*x.shape[:-1], keys))
 
@@ -249,7 +246,8 @@ def _of_gated_rows(
         query_padding=None if padding is None else padding.reshape(-1, 1),
         key_padding=None if hidden is None else hidden[:, order].flatten(0, 1),
     )
-    found = _of_heads(items, projection, around.changed(as_items), wanted)
+    around = around.changed(lambda x: x.flatten(0, 1).unsqueeze(1))
+    found = _of_heads(items, projection, around, wanted)
     changes: dict[str, Any] = {"query_padding": padding, "key_padding": call.key_padding}
     for name, axes in AXES.items():
         x = getattr(found, name)

@@ -23,8 +23,11 @@ from ikattn.recorder.runs.projections import Projections, check_is_alone, is_han
 from ikattn.recorder.runs.residual_sum import is_sum
 from ikattn.recorder.runs.run import Run
 from ikattn.recorder.runs.torch_blocks import block_of, second_half, why_no_norm
-from ikattn.recorder.sums.claims import settle
+from ikattn.recorder.sums.claims import Settlement
+from ikattn.recorder.sums.finding import Variant
 from ikattn.recorder.sums.tensors import rows_of, same_rows, see, takes_waiting
+
+_NO_SUM = "no module near it was given, or has made, the sum of a residual and its output"
 
 
 class Follower:
@@ -121,13 +124,12 @@ class Follower:
 
     def flows_out(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """A module has made ``out`` of ``x``."""
-        if run.stage == "heads" and module is run.plan.module and run.routed is not None:
-            self._take_routed(call, run, run.routed, out)
-            return
-        if run.stage == "heads" and module is run.plan.module and run.following is not None:
-            self._take_product(call, run, run.following.product)
-            return
-        if run.stage == "projection" and module is run.out_proj:
+        if run.stage == "heads" and module is run.plan.module:
+            if run.routed is not None:
+                self._take_routed(call, run, run.routed, out)
+            elif run.following is not None:
+                self._take_product(call, run, run.following.product)
+        elif run.stage == "projection" and module is run.out_proj:
             assert run.heads is not None
             is_found = run.plan.parts.out_proj is None
             if is_found and is_handed_on(x, out):
@@ -213,7 +215,7 @@ class Follower:
             # made here, where what they are made of is let go
             run.maps = self._maker.make(call, run, run.plan.maps(run.attention.kind))
             call.claim(run.noted_heads_claim())
-        run.begin_sum(call.see(y))
+        run.variants, run.stage = [Variant(call.see(y))], "sum"
 
     def _summed(self, call: Call, run: Run, module: nn.Module | None, x: Tensor) -> None:
         """``x`` is the residual plus the attention's output; ``module`` is called with it."""
@@ -274,17 +276,12 @@ class Follower:
         if run.stage == "reading norm":
             self._leave_unread(call, run)
         elif run.stage == "sum" and parts.block == "found":
-            self._without_sum(call, run)
+            self._without_block(call, run, run.why_no_block or _NO_SUM)
         elif run.stage == "end of block":
             self._maker.finish(call, run, parts)
         else:
             return False
         return True
-
-    def _without_sum(self, call: Call, run: Run) -> None:
-        """Makes the maps of a run in whose block no sum was seen."""
-        why = "no module near it was given, or has made, the sum of a residual and its output"
-        self._without_block(call, run, run.why_no_block or why)
 
     def _without_block(self, call: Call, run: Run, why: str) -> None:
         """Makes the maps of a run whose block is not known, and why."""
@@ -295,7 +292,7 @@ class Follower:
         """The block has gone on, and nothing was the residual plus the attention's output."""
         parts = run.plan.parts
         if parts.block == "found":
-            self._without_sum(call, run)
+            self._without_block(call, run, run.why_no_block or _NO_SUM)
             return
         if not run.plan.module.training and x.numel():
             of = "what the norm after it was given" if module is not None else "its block's output"
@@ -396,7 +393,7 @@ class Follower:
                 fault = partial(self._known_readers.discard, norm)
                 call.claim(claim._replace(at_fault=fault))
             else:
-                settle([claim])
+                Settlement([claim], Tensor.cpu).check()  # the host waits for it
                 self._known_readers.add(norm)
         except (TypeError, RuntimeError) as error:
             if is_known or isinstance(error, torch.OutOfMemoryError):

@@ -52,13 +52,11 @@ Stage: TypeAlias = Literal[
     "heads", "projection", "sum", "norm", "second norm", "reading norm", "end of block", "done"
 ]
 
-
 _HEADS = "weights times values are not the heads it computed"
 _HEADS_HINT = (
     ". The attention differs from softmax(query . key) as it was told: something changed logits, "
     "weights or values in between"
 )
-
 
 # Modules one after the other that may stand between an attention's output and the sum.
 MOST_VARIANTS = 8
@@ -278,10 +276,6 @@ class Run:
         return max(x.dtype, y.dtype, key=tolerance_of)
 
     # --- 3
-
-    def begin_sum(self, y: Seen) -> None:
-        self.variants = [Variant(y)]
-        self.stage = "sum"
 
     def follow(self, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """Notes what a module made of a tensor: of the output so far, or of something else."""

@@ -212,12 +212,3 @@ class Settlement:
                 f"record: {claim.layer} does not add up: {claim.step}, which is off by "
                 f"{100 * wrong[first]:.3g} % of the largest number{claim.hint}"
             )
-
-
-def settle(claims: list[Claim]) -> None:
-    """Looks at all claims at once, and takes them from the list; the host waits for them.
-
-    Raises:
-        RuntimeError: That of the first which does not hold.
-    """
-    Settlement(claims, Tensor.cpu).check()

@@ -102,26 +102,19 @@ def order_of_rows(
         return "same"
     total, before = (widened(each.reshape(-1, y.size(-1))) for each in (x, residual))
 
-    def adds_up(y: Tensor) -> bool:
+    def adds_up(y: Tensor) -> bool:  # rows of NaN are compared with nothing
         added = widened(y.reshape(total.shape))
-        return _differs_nowhere(total, before, added, found.scale, y.dtype)
+        added = added if found.scale is None else added * found.scale
+        size = before.abs().amax(-1) + added.abs().amax(-1) + total.abs().amax(-1)
+        if found.scale is not None:  # as accurate as the largest of the rows it was found by
+            size = size.nan_to_num(0.0).amax()
+        off = (total - before - added).abs().amax(-1)
+        return not bool((off > 16 * torch.finfo(y.dtype).eps * size).any())
 
     if adds_up(y):
         return "same"
     may_be_turned = y.dim() == 3 and y.shape[:2] == x.shape[1::-1]
     return "turned" if may_be_turned and adds_up(y.transpose(0, 1)) else None
-
-
-def _differs_nowhere(
-    total: Tensor, before: Tensor, added: Tensor, scale: float | Tensor | None, dtype: torch.dtype
-) -> bool:
-    """Whether rows ``[rows, D]`` are the sum of others; those of NaN are compared with nothing."""
-    added = added if scale is None else added * scale
-    size = before.abs().amax(-1) + added.abs().amax(-1) + total.abs().amax(-1)
-    if scale is not None:  # which is as accurate as the largest of the rows it was found by
-        size = size.nan_to_num(0.0).amax()
-    off = (total - before - added).abs().amax(-1)
-    return not bool((off > 16 * torch.finfo(dtype).eps * size).any())
 
 
 def _fits(rest: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
