@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from ikattn._library import version
 from ikattn._whole_files import whole_file
 from ikattn.maps.contribution_maps import Contributions
-from ikattn.maps.files._common import MapFileError, Sink
+from ikattn.maps.files._common import MapFileError
 from ikattn.maps.files._json import JsonSink, read_json
 from ikattn.maps.files._npz import NumpySink, read_npz
 from ikattn.maps.files._safetensors import SafetensorsSink, read_safetensors
@@ -52,6 +52,7 @@ __all__ = [
     "write_arrays",
 ]
 
+Sink: TypeAlias = SafetensorsSink | NumpySink | JsonSink
 FORMAT = "ikattn maps"
 VERSION = 1  # raised when an older ikattn could no longer read what this one writes
 
@@ -234,7 +235,7 @@ def _open_sink(path: Path) -> Iterator[Sink]:
         yield opened(file, path, stack)
 
 
-def _format_of(path: Path) -> tuple[_Writer, _Reader]:
+def _format_of(path: Path) -> tuple[type[Sink], _Reader]:
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"a file of maps must end in {', '.join(SUFFIXES)}, got {path.name!r}")
     return _FORMATS[path.suffix.lower()]
@@ -344,9 +345,8 @@ def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedM
     return recording
 
 
-_Writer: TypeAlias = Callable[[BinaryIO, Path, ExitStack], Sink]
 _Reader: TypeAlias = "Callable[[Path], tuple[str | bytes | None, dict[str, Tensor]]]"
-_FORMATS: dict[str, tuple[_Writer, _Reader]] = {
+_FORMATS: dict[str, tuple[type[Sink], _Reader]] = {
     ".safetensors": (SafetensorsSink, read_safetensors),
     ".npz": (NumpySink, read_npz),
     ".json": (JsonSink, read_json),

@@ -1,10 +1,9 @@
-"""Sinks, types and errors that the formats of map files share."""
+"""Types and errors that the formats of map files share."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +27,6 @@ class MapFileError(ValueError):
 
     def __init__(self, path: str | os.PathLike[str], cause: str) -> None:
         super().__init__(f"{os.fspath(path)}: {cause}")
-
-
-class Sink(Protocol):
-    """One format while it is being written."""
-
-    def add(self, name: str, tensor: Tensor) -> None: ...
-
-    def finish(self, metadata: dict[str, Any]) -> None: ...
 
 
 def raw_bytes(tensor: Tensor) -> memoryview | bytes:
