@@ -45,6 +45,10 @@ class FixedKernel:
             tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]
         ] = {}
 
+    def __len__(self) -> int:
+        """Returns the number of keys that came, and were not cropped; hidden ones count, too."""
+        return self._length
+
     def __repr__(self) -> str:
         heads, size, frequencies = self.w1.shape
         return (
@@ -110,6 +114,8 @@ class FixedKernel:
     def _check_query(self, method: str, query: Tensor, batch: int, groups: int) -> None:
         own, size, _ = self.w1.shape
         name = f"{type(self).__name__}.{method}"
+        self._refuse_gradients(method, query)
+        check_floating(name, query=query)
         if query.dim() != 4 or query.size(0) != batch or query.size(3) != size:
             raise ValueError(
                 f"{name}: query must have shape [B, H, L, d] with B = {batch} and d = {size}, got "

@@ -80,10 +80,6 @@ class KeyFeatures(FixedKernel):
         self._batch_invariant = torch.ops.ikattn.deterministic() == "batch"
         self._kept: _Kept | None = None
 
-    def __len__(self) -> int:
-        """Returns S, the number of keys kept."""
-        return self._length
-
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, with their room for more keys; 0 before the first key."""
@@ -161,9 +157,9 @@ class KeyFeatures(FixedKernel):
             RuntimeError, TypeError, ValueError: An argument has a wrong shape, type or value, or a
                 gradient would be lost. Masks of 0 and 1 are no masks: ``mask.bool()`` is one.
         """
-        self._refuse_gradients("attend", query, value)
+        self._refuse_gradients("attend", value)
         function = "KeyFeatures.attend"
-        check_floating(function, query=query, value=value, key_bias=key_bias)
+        check_floating(function, value=value, key_bias=key_bias)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             check_floating(function, "bool or floating point", attn_mask=attn_mask)
         kept, length = self._known(), self._length

@@ -90,10 +90,6 @@ class RecurrentState(FixedKernel):
         self._moments: Tensor | None = None  # [B, K, E, d_v + 1]
         self._reference: Tensor | None = None  # [B, K]
 
-    def __len__(self) -> int:
-        """Returns the number of keys that came, hidden ones included."""
-        return self._length
-
     @property
     def nbytes(self) -> int:
         """Bytes of the sums; 0 before the first key."""
@@ -154,8 +150,6 @@ class RecurrentState(FixedKernel):
             RuntimeError, TypeError, ValueError: An argument has a wrong shape, type or value, or a
                 gradient would be lost.
         """
-        self._refuse_gradients("attend", query)
-        check_floating("RecurrentState.attend", query=query)
         self._check_eps("attend", eps)
         moments, reference = self._known()
         self._check_query("attend", query, moments.size(0), self._groups)
@@ -197,8 +191,6 @@ class RecurrentState(FixedKernel):
                 f"{list(query.shape)} and {list(key.shape)}"
             )
         # all that may be wrong, before anything changes
-        self._refuse_gradients("extend", query)
-        check_floating("RecurrentState.extend", query=query)
         self._check_eps("extend", eps)
         self._check_tokens("extend", key, value, key_bias)
         self._check_query("extend", query, key.size(0), key.size(1))
