@@ -44,7 +44,6 @@ Activation: TypeAlias = Literal["slope", "tangent"]
 # compute in float32.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-
 _FACTORS = ("mat1", "batch1", "mat2", "batch2")  # names, in a sum with a product
 
 
@@ -119,9 +118,7 @@ class LinearModel(TorchFunctionMode):
         self._constants.clear()
         self._lost.clear()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         args = operands_in_place(args, kwargs)
         name = name_of(func)

@@ -46,7 +46,8 @@ class Replay(LinearModel):
         self.shares_biases = biases == "absdot"  # among the vectors
         self._kept: list[Any] = []
         self._next: int | None = None  # None: numbers are being fixed
-        self._own: Tensor | None = None
+        self._vectors_own: Tensor | None = None  # which token each vector belongs to
+        self._own: Tensor | None = None  # likewise, until tokens are mixed
         self._is_whole, self._count = False, 1
         # Events of the first call, and how far a later one has come.
         self._events: list[str] = []
@@ -68,7 +69,8 @@ class Replay(LinearModel):
         With "absdot" the last belongs to none: it takes biases that are still to be shared. None:
         vectors are whole, and every bias is as it is.
         """
-        self._next, self._own, self._event = 0, own, 0
+        self._next, self._event = 0, 0
+        self._own = self._vectors_own = own
         self._is_whole, self._count = own is None, 1 if own is None else own.size(0)
 
     @property
@@ -95,9 +97,7 @@ class Replay(LinearModel):
         self._next += 1
         return self._kept[self._next - 1]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._waiting and name_of(func) not in _UNASKING:
             args, kwargs = tree_map_only(Tensor, self._whole, (args, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
@@ -242,7 +242,6 @@ class BlockReplay(Replay):
     def __init__(self, activation: Activation, caller: str, scope: str) -> None:
         super().__init__(activation, "none", caller)
         self._scope = scope
-        self._vectors_own: Tensor | None = None
         self._ages: Any = WeakTensorKeyDictionary()  # when tensors were made
         self._age = 0
         # Tensors of the stream, and what was added last: the operands of one sum, or of several.
@@ -250,10 +249,6 @@ class BlockReplay(Replay):
         self._first: Any = None
         self._added: list[Tensor] | None = None
         self._last: list[Tensor] = []
-
-    def begin(self, own: Tensor | None) -> None:
-        super().begin(own)
-        self._vectors_own = own
 
     def enter_block(self, x: Tensor) -> None:
         self._own = self._vectors_own
@@ -265,9 +260,7 @@ class BlockReplay(Replay):
             return output
         return torch.stack(self._last).sum(0) if self._last else None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._first = args[0] if args else None  # a rule gets a copy of what is changed in place
         self._added = None
         result = super().__torch_function__(func, types, args, kwargs)

@@ -162,9 +162,7 @@ class _Zeroed(TorchFunctionMode):
         self._keys = keys
         self._weights: Any = WeakTensorKeyDictionary()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
         if name == "multi_head_attention_forward":
