@@ -65,10 +65,9 @@ def decompose(task: Task, each: bool, activation: Activation) -> Attribution:
         for stack in stacks:
             opened.enter_context(entered(stack, partial(entering, stack)))
         values = task.values(linear)
-        order = [stack for stack, _ in called]
-        ran = order
+        ran = [stack for stack, _ in called]
         if not task.is_seq2seq:  # first the stack of which tokens are known
-            ran = sorted((stack for stack in stacks if stack in order), key=task.is_unnamed)
+            ran = sorted((stack for stack in stacks if stack in ran), key=task.is_unnamed)
         read = [stack.source for stack in ran]
         sources = [x for x in read if x is not None and x.is_leaf and x.requires_grad]
         if not sources:

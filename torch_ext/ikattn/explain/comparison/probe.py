@@ -25,13 +25,8 @@ _MEASURES = {"entropy": "entropy_b", "drift": "total_variation"}
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Calls a model with tensors on its device, those of floating point in its dtype."""
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    for parameter in model.parameters():
-        device = device or parameter.device
-        if parameter.is_floating_point():
-            dtype = parameter.dtype
-            break
+    device = next((p.device for p in model.parameters()), None)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
