@@ -100,11 +100,5 @@ def cmake_prefix_path() -> str:
 
     LibTorch is found too where torch is installed beside ikattn, as pip does; otherwise add
     torch.utils.cmake_prefix_path. ``python -m ikattn cmake-prefix-path`` prints both.
-
-    Example:
-        >>> from ikattn._library import cmake_prefix_path
-        >>> from pathlib import Path
-        >>> (Path(cmake_prefix_path()) / "share/cmake/ikattn/ikattnConfig.cmake").exists()
-        True
     """
     return str(_PACKAGE)

@@ -18,25 +18,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file that gets its name, and replaces one of that name, when the block ends well.
 
     Until then it stands in the same directory under another name. An exception in the block, also
-    a KeyboardInterrupt, removes it and leaves what stood under the name as it was.
-
-    Args:
-        path: Its name.
-
-    Yields:
-        The file, binary and seekable.
-
-    Raises:
-        OSError: The path is not writable or the disk is full; the message names the path.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> path = Path(tempfile.mkdtemp(), "answer.txt")
-        >>> with whole_file(path) as file:
-        ...     _ = file.write(b"42")
-        >>> path.read_text()
-        '42'
+    a KeyboardInterrupt, removes it and leaves what stood under the name as it was. OSError, which
+    names the path, tells that it is not writable or the disk is full.
     """
     final = Path(os.path.realpath(path))  # through a link, not in its place
     partial = final.with_name(PARTIAL.replace("*", secrets.token_hex(6)))

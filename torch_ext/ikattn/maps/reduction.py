@@ -84,18 +84,7 @@ class Reduction(Protocol):
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """The sums of columns, ``[.., S]``: what each token gives away, to all queries together.
-
-    Example:
-        >>> import torch
-        >>> from ikattn.maps.reduction import ColumnSums, PairMap
-        >>> map_ = torch.rand(2, 6, 5)
-        >>> reducing = ColumnSums().begin(PairMap("layer", "summed", (2, 6, 5), None))
-        >>> for first in (0, 3):
-        ...     reducing.add(map_[:, first : first + 3], range(first, first + 3))
-        >>> torch.allclose(reducing.finish(), map_.sum(1))
-        True
-    """
+    """The sums of columns, ``[.., S]``: what each token gives away, to all queries together."""
 
     def begin(self, about: PairMap) -> Reducing:
         return _Sums()

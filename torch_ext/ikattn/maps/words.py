@@ -18,15 +18,8 @@ def texts_of(tokens: Sequence[str], *, byte_level: bool = False) -> list[str]:
 
     Knows the marks of byte-level BPE ("Ġ"), sentencepiece ("▁"), WordPiece ("##"), subword-nmt
     ("@@") and CLIP ("</w>"). Tokens without any mark are words. A letter of several tokens stands
-    at the last of them, and the others are empty.
-
-    Args:
-        tokens: Of one sequence, as :func:`ikattn.maps.tokens.readable_tokens` gives them.
-        byte_level: Whether they are of byte-level BPE, of which a text without spaces bears no
-            mark.
-
-    Returns:
-        As many texts.
+    at the last of them, and the others are empty. With ``byte_level`` they are of byte-level BPE,
+    of which a text without spaces bears no mark.
 
     Example:
         >>> from ikattn.maps.words import texts_of

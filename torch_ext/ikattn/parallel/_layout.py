@@ -21,12 +21,10 @@ class Block(NamedTuple):
 
 
 class Layout:
-    """A sequence in equal chunks, and who holds which.
+    """A sequence in equal chunks, and who of W ranks, its size, holds which.
 
-    Args:
-        name: "contiguous": rank r of W holds chunk r of W. "zigzag": chunks r and 2W - 1 - r of 2W,
-            so that every rank has as many pairs of a causal call.
-        size: W, the number of ranks.
+    "contiguous": rank r holds chunk r of W. "zigzag": chunks r and 2W - 1 - r of 2W, so that every
+    rank has as many pairs of a causal call.
     """
 
     def __init__(self, name: LayoutName, size: int) -> None:
