@@ -36,11 +36,9 @@ def answer(question: Namespace) -> tuple[Attribution, int | None]:
     if question.target is None:
         answered = found.target_tokens if loaded.model.can_generate() else None
         own = len(answered[0]) if answered else 0
-    if question.out is None:
-        return found, own
-    if question.out.suffix == ".html":
+    if question.out is not None and question.out.suffix == ".html":
         found.to_html(question.out)
-    else:
+    elif question.out is not None:
         with whole_file(question.out) as file:
             file.write(json.dumps(_record(found)).encode())
     return found, own
