@@ -16,7 +16,6 @@ from ikattn.ops.dropout import draw_dropout_seed, place_dropout_seed
 
 _MARK = "_ikattn_over_ranks"  # on a module: True within a context, False after one
 
-
 _attend: ContextVar[Callable[..., Tensor]] = ContextVar(
     "ikattn_attend", default=implicit_kernel_attention
 )

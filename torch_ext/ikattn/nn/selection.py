@@ -12,7 +12,6 @@ Selection: TypeAlias = (
     Callable[[str, nn.Module], bool] | str | type[nn.Module] | Sequence[str | type[nn.Module]]
 )
 
-
 _WRAPPERS = ("DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
 
 

@@ -27,7 +27,6 @@ _OTHERS = ("key_value_states", "encoder_hidden_states")
 
 Listener = Callable[["Layer", AttentionCall], None]
 
-
 _TORCH, _INTERFACE = "nn.MultiheadAttention", "attention of transformers"
 
 

@@ -194,7 +194,6 @@ def _tell_if_unused(module: nn.Module, args: Any) -> None:
 
 def _sizes_of(module: nn.Module) -> tuple[int, int]:
     """Returns H and d of an attention module."""
-
     heads = _first_int(_HEADS, module, getattr(module, "config", None))
     head_size = _first_int(_HEAD_SIZE, module)
     if heads is None or head_size is None:
