@@ -87,7 +87,7 @@ class Tried:
     def compare(self, what: str, found: Tensor, truth: Bounded, times: float = 1.0) -> None:
         if DEVICE != "cpu" and found.numel():  # kernels keep digits beside the largest alone
             how, (expected, bound) = self.truth.arithmetic, truth
-            largest = expected.nan_to_num(0.0).abs().max() + 1e-20
+            largest = expected.nan_to_num(0.0).abs().max() + 1e-8
             truth = expected, bound + max(8 * how.unit, how.stored / 4, how.narrow / 4) * largest
         assert_bounded(what, found, truth, times)
 

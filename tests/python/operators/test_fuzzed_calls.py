@@ -49,9 +49,11 @@ REGRESSIONS = (
     # More features than a sum over them has sizes for.
     "WrongCall(seed=2183772306866612007, base='StateCall', ways=(3479532021,))",
     # A head size of values with which the output has more than 2^63 numbers.
-    "WrongCall(seed=10664601039579682332, base='AttentionCall', ways=(1806731139,))",
+    "WrongCall(seed=10186008084181029652, base='AttentionCall', ways=(1096122594,))",
     # Offsets of packed sequences that are sparse.
-    "WrongCall(seed=2451530372959034013, base='AttentionCall', ways=(3100241240,))",
+    "WrongCall(seed=12375796275222541635, base='AttentionCall', ways=(4227609237,))",
+    # A dropout mask of more than 2^63 numbers.
+    "WrongCall(seed=4521920293590204006, base='AttentionCall', ways=(3341979396,))",
     # A second derivative under a mask that hides keys with the lowest number of its type.
     "AttentionCall(seed=6824952624862708916, B=2, H=2, L=17, S=65, d_v=16, M=15, values='normal', "
     "causal=True, scale=2.0, eps=0.001, stationary=True, mask='B111', dropout=0.5, "
