@@ -550,11 +550,3 @@ def test_full_disk_keeps_what_is_finished(tmp_path, bert, text, monkeypatch, cap
     assert [entry["line"] for entry in entries_in(tmp_path / "out")] == [1, 2]
     assert analyze(*arguments) == 0
     assert len(entries_in(tmp_path / "out")) == 5
-
-
-def test_progress_is_plain_without_tqdm(tmp_path, bert, text, monkeypatch, capsys):
-    real = analyzing.find_spec
-    monkeypatch.setattr(analyzing, "find_spec", lambda name: None if name == "tqdm" else real(name))
-    out = tmp_path / "out"
-    assert analyze("--model", bert, "--file", text, "--out", out, "--format", "npz") == 0
-    assert "5 of 5 lines" in capsys.readouterr().err

@@ -125,6 +125,23 @@ def test_errors(change: dict[str, Any], message: str) -> None:
         attention(**(call | {"log_decay": gates} | change))
 
 
+@pytest.mark.parametrize("strength", [1.0, 300.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_before_a_bad_gate_stay_finite(strength: float, bad: float) -> None:
+    call, gates = drawn(200)
+    gates[..., 150] = bad
+    rows = attention(**call, log_decay=strength * gates).isfinite().all(-1)
+    assert torch.equal(rows, (torch.arange(200) < 150).expand_as(rows))
+
+
+def test_nested_tensors_have_no_gates() -> None:
+    call, gates = drawn(7)
+    parts = [torch.randn(n, 2, 16) for n in (3, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(ValueError, match="log_decay must be None for nested"):
+        attention(x, x, x, call["w1"].float(), is_causal=True, log_decay=gates)
+
+
 def test_a_module_forgets() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dtype=torch.float64)

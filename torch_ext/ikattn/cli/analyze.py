@@ -173,21 +173,7 @@ def check_libraries(job: Job) -> None:
 @contextmanager
 def _progress(results: Results) -> Iterator[tuple[Callable[[], Any], Callable[[str], Any]]]:
     """How to show the lines that are done, and to write a notice beside their number."""
-    total, shown = results.total, results.reached
-    if find_spec("tqdm") is not None:
-        options = {"total": total, "initial": shown, "unit": "line", "file": sys.stderr}
-        with import_module("tqdm").tqdm(**options) as bar:
-            yield (
-                lambda: bar.update(results.reached - bar.n),
-                lambda text: bar.write(text, sys.stderr),
-            )
-        return
-    step = max(1, total // 20)
-
-    def advance() -> None:
-        nonlocal shown
-        if results.reached // step > shown // step or shown < results.reached == total:
-            shown = results.reached
-            print(f"{shown} of {total} lines", file=sys.stderr)
-
-    yield advance, lambda text: print(text, file=sys.stderr)
+    sizes = {"total": results.total, "initial": results.reached}
+    tqdm = import_module("tqdm").tqdm  # which transformers requires
+    with tqdm(**sizes, unit="line", file=sys.stderr) as bar:
+        yield lambda: bar.update(results.reached - bar.n), lambda text: bar.write(text, sys.stderr)

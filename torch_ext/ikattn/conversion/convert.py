@@ -107,11 +107,6 @@ def convert(
         held = ", ".join(kind.title for kind in by_kind)
         raise ValueError(f"convert: sizes is for attention of transformers, got {held}")
     for kind, modules in by_kind.items():
-        if forget and kind.title != "nn.MultiheadAttention":
-            raise ValueError(
-                f"convert: forget must be False for {kind.title}, got {forget!r}; select leaves "
-                "modules out"
-            )
         kind.check(model, modules, settings)
     to_change = [found for found in convertible if found.kernel != kernel]
     if to_change and (kernel == "implicit" or (kernel == "rbf" and p == "learned")):

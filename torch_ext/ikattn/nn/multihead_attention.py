@@ -243,18 +243,14 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         pools = getattr(self.spectral, "pools", False)
         split = self.split_heads() if self.kernel == "implicit" else None
         kernel = KernelOptions(self.kernel, self.p, self._frequencies, self.magnitude, pools)
+        own: Any = {"head_share": self.head_share, "split": split, "forget": self.forget}
         return attend(
             query,
             key,
             value,
             self._projection(),
             self._extra_keys(query),
-            kernel._replace(
-                query_padding=query_padding,
-                head_share=self.head_share,
-                split=split,
-                forget=self.forget,
-            ),
+            kernel._replace(query_padding=query_padding, **own),
             masks,
             wanted,
             dropout_p=self.dropout if self.training else 0.0,

@@ -74,10 +74,8 @@ class WithKernel(Regularized):
         gates = None
         if forget:
             if kernel != "implicit" or not self.can_forget:
-                raise ValueError(
-                    f"forget must be False for kernel={kernel!r} of {type(self).__name__}, got "
-                    f"{forget!r}"
-                )
+                what = f"kernel={kernel!r} of {type(self).__name__}"
+                raise ValueError(f"forget must be False for {what}, got {forget!r}")
             gates = ForgetGates(num_heads, head_dim, device=like.device, dtype=like.dtype)
         source = None
         if kernel == "implicit":

@@ -90,6 +90,11 @@ def implicit_kernel_attention(
         torch.Size([2, 4, 10, 16])
     """
     if query.is_nested or key.is_nested or value.is_nested:
+        if log_decay is not None:
+            raise ValueError(
+                "implicit_kernel_attention: log_decay must be None for nested tensors; gates of 0 "
+                "keep sequences in one row apart"
+            )
         return attend_jagged(query, key, value, w1, w2, **options)
     if log_decay is not None:
         from ikattn.ops import forgetting  # which imports this module

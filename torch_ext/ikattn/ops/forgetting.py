@@ -37,9 +37,7 @@ class ForgetGates(nn.Module):
     Args:
         num_heads: H.
         head_dim: d_v.
-        device, dtype: Of the parameters.
-
-    Source: the decay of causal attention as a bias of keys, docs/guide/forgetting.md.
+        factory: Device and dtype of the parameters.
 
     Example:
         >>> import torch
@@ -49,17 +47,10 @@ class ForgetGates(nn.Module):
         torch.Size([3, 2, 10])
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, num_heads: int, head_dim: int, **factory: Any) -> None:
         super().__init__()
-        own: Any = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, **own))
-        self.bias = nn.Parameter(torch.empty(num_heads, **own))
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, **factory))
+        self.bias = nn.Parameter(torch.empty(num_heads, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -103,8 +94,12 @@ def attend(
     linear time, and by pairs the rows whose digits sums in float32 would lose. Masks of pairs,
     dropout and batch-invariant bits take all pairs, in quadratic memory.
     """
-    is_traced = torch.compiler.is_compiling()
-    is_traced = is_traced or torch._C._functorch.maybe_current_level() is not None
+    is_traced = (  # numbers cannot be looked at
+        torch.compiler.is_compiling()
+        or query.is_meta
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
     if not is_traced:
         named = changed("implicit_kernel_attention", options, query)
         torch.ops.ikattn.check_implicit_kernel_attention(query, key, value, w1, w2, **named)
@@ -115,7 +110,7 @@ def attend(
         query, key, value = (x.to(lower) for x in (query, key, value))
     call = _Call(query, key, value, w1, w2, total, options)
     takes_pairs = options.get("attn_mask") is not None or options.get("dropout_p", 0.0) != 0.0
-    if takes_pairs or torch.ops.ikattn.deterministic() == "batch":
+    if takes_pairs or (not is_traced and torch.ops.ikattn.deterministic() == "batch"):
         return _by_pairs(call)
     with without_autocast(query.device):
         # A graph has no branches, and sums in float64 keep the digits of every row.
@@ -140,9 +135,14 @@ def options_of_weights(
 
 
 def _summed(query: Tensor, key: Tensor, log_decay: Tensor, options: AttentionOptions) -> Tensor:
-    """Returns the sums up to each token, less the mean of the first and the last."""
+    """Returns the sums up to each token, less half of the last."""
     name = "implicit_kernel_attention"
     check_floating(name, log_decay=log_decay)
+    if log_decay.device != query.device:
+        raise ValueError(
+            f"{name}: log_decay must be on the device of query, {query.device}, got "
+            f"{log_decay.device}"
+        )
     if not options.get("is_causal") or query.size(2) != key.size(2):
         raise ValueError(
             f"{name}: log_decay wants is_causal=True and as many queries as keys, got is_causal="
@@ -150,9 +150,9 @@ def _summed(query: Tensor, key: Tensor, log_decay: Tensor, options: AttentionOpt
         )
     whole, heads = with_heads(log_decay, query.size(1), key.size(1))
     check_broadcasts(name, "log_decay", log_decay, (key.size(0), heads, key.size(2)))
-    whole = whole.expand(*whole.shape[:2], key.size(2))
-    total = whole.double().clamp(min=_NEVER).cumsum(-1)
-    return total - total[..., :: max(1, total.size(-1) - 1)].detach().mean(-1, keepdim=True)
+    whole = whole.expand(*whole.shape[:2], key.size(2)).double().clamp(min=_NEVER)
+    total = whole.masked_fill(whole == math.inf, math.nan).cumsum(-1)
+    return total - total[..., -1:].detach().nan_to_num(0.0) / 2
 
 
 def _with_decay(

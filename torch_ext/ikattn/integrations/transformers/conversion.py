@@ -58,6 +58,7 @@ class InterfaceAttention(Kind):
             "kernel": (settings.kernel == "implicit", "'implicit'"),
             "p": (settings.p != "learned", "a number or None"),
             "spectral": (isinstance(settings.spectral, str), f"one of {SOURCES}"),
+            "forget": (not settings.forget, "False"),
         }
         for name, (is_taken, expected) in taken.items():
             if not is_taken:
