@@ -327,9 +327,17 @@ def forgetting(t: Tried) -> None:
     wanted = [x for x in t.wanted if x in ("query", "key", "value", "w1", "w2")]
     both = [*wanted, "log_decay"] if wanted else []
     output, gradients = t.run(given, t.incoming[:, :, :n], both)
-    total = of_heads(given["log_decay"].double().clamp(min=-1e4).cumsum(-1), 1, call.H)
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().expand(call.B, call.H, n, n)
-    how, size = t.truth.arithmetic, float(total.abs().max()) if total.numel() else 0.0
+    closed[..., :1] = True  # nothing is before the first
+    total = given["log_decay"].double().masked_fill(closed, 0.0).cumsum(-1)
+    total, part = (of_heads(x, 1, call.H) for x in (total, closed.cumsum(-1)))
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
+    decay = decay.masked_fill(part.unsqueeze(-1) != part.unsqueeze(-2), -math.inf)
+    decay = decay.expand(call.B, call.H, n, n)
+    # What stands for gates of 0 in sums is above all logits.
+    logits = t.truth.logits[t.truth.logits.isfinite()]
+    largest = float(logits.abs().max()) if logits.numel() else 0.0
+    how, size = t.truth.arithmetic, float(total.abs().max()) if n and call.B else 0.0
+    size += (1000 + 2 * largest) * float(part.max()) if n and call.B else 0.0
     how = replace(how, linear=True, unit=max(how.unit, 2.0**-53 * size))  # sums in float64
     truth = Attention(t.arguments | cut | {"attn_mask": decay}, how)
     t.compare("output with gates", output, truth.output, 4)

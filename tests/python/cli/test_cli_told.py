@@ -67,7 +67,7 @@ def test_an_exception_is_one_sentence_or_a_traceback(error, status, message, mon
     def fail(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(command, "_info", fail)
+    monkeypatch.setattr(command, "info", fail)
     assert message in told(capsys, "info", status=status)
     assert cli.main(["info", "--debug"]) == status
     said = capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_a_warning_is_told_once_whatever_the_filters(monkeypatch, capsys):
                 warnings.simplefilter("ignore")
         return 0
 
-    monkeypatch.setattr(command, "_info", warn)
+    monkeypatch.setattr(command, "info", warn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert told(capsys, "info", status=0) == "ikattn info: two layers gave no map"

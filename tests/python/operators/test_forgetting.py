@@ -134,6 +134,27 @@ def test_rows_before_a_bad_gate_stay_finite(strength: float, bad: float) -> None
     assert torch.equal(rows, (torch.arange(200) < 150).expand_as(rows))
 
 
+@pytest.mark.parametrize("length", [20, 300])
+def test_a_gate_of_0_is_no_small_number(length: int) -> None:
+    call, gates = drawn(length)
+    half = length // 2
+    gates[..., half] = -math.inf
+    call["key"][..., 3, :] *= 100  # outweighs all keys after the gate
+    call["value"][..., 1, :] = math.nan
+    alone = {x: y[:, :, half:] if x in ("query", "key", "value") else y for x, y in call.items()}
+    found, truth = (
+        attention(**call, log_decay=gates),
+        attention(**alone, log_decay=gates[..., half:]),
+    )
+    assert_close(found[:, :, half:], truth, 1e-10)
+    hidden = torch.zeros(length, dtype=torch.float64)
+    hidden[half : half + 2] = -math.inf
+    call["value"][..., 1, :] = 0.0
+    found = attention(**call, log_decay=gates, key_bias=hidden)
+    assert not bool(found[:, :, half : half + 2].any())  # they see no key
+    assert bool(found[:, :, half + 2 :].any())
+
+
 def test_nested_tensors_have_no_gates() -> None:
     call, gates = drawn(7)
     parts = [torch.randn(n, 2, 16) for n in (3, 4)]
@@ -174,7 +195,13 @@ def test_a_module_forgets() -> None:
 
 
 def test_modules_that_cannot_forget() -> None:
-    with pytest.raises(ValueError, match="cross-attention of 1 layers"):
-        ikattn.convert(nn.TransformerDecoderLayer(16, 4), forget=True)
+    decoder, x = (
+        ikattn.convert(nn.TransformerDecoderLayer(16, 4, 8), forget=True),
+        torch.randn(5, 1, 16),
+    )
+    with pytest.raises(ValueError, match=r"forget=True wants causal .* got is_causal=False"):
+        decoder(x, x, tgt_mask=torch.ones(5, 5).triu(1).bool(), tgt_is_causal=True)
+    with pytest.raises(ValueError, match="has gates"):
+        ikattn.calibrate(decoder, [(x, x)])
     with pytest.raises(ValueError, match="forget must be False for kernel='rbf'"):
         ikattn.MultiheadAttention(16, 4, kernel="rbf", forget=True)

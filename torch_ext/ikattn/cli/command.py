@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ikattn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add(commands, "info", _info, help="print versions, instruction set and threads")
+    _add(commands, "info", lambda *_: info(), help="print versions, instruction set and threads")
     _add_selftest(commands)
     _add_analyze(commands)
     _add_attribute(commands)
@@ -101,10 +101,6 @@ def _add(
     parser.add_argument("--debug", action="store_true", help="show the traceback of what failed")
     parser.set_defaults(run=run, parser=parser)
     return parser
-
-
-def _info(*_: object) -> str:
-    return info()
 
 
 def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

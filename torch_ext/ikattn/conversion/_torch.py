@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,19 +32,11 @@ class TorchAttention(Kind):
     def describe(self, module: Any) -> str:
         return self.title
 
-    def check(
-        self, model: nn.Module, modules: Sequence[nn.Module], settings: KernelSettings
-    ) -> None:
-        count = len(_crossing(model).intersection(modules))
-        if settings.forget and count:
-            raise ValueError(
-                "convert: forget=True is for causal self-attention; select names the "
-                f"cross-attention of {count} layers of nn.TransformerDecoderLayer, too"
-            )
-
     def change(self, model: nn.Module, module: Any, settings: KernelSettings) -> None:
         """Changes the module's class, as torch.nn.utils.parametrize does; all it holds stays."""
-        if settings.spectral == "mikan" and module in _crossing(model):
+        decoders = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
+        is_cross = any(module is layer.multihead_attn for layer in decoders)
+        if settings.spectral == "mikan" and is_cross:
             settings = settings._replace(spectral=_keys_alone(settings), stationary=False)
         module.__class__ = MultiheadAttention
         module.set_kernel(**self.options_of(settings))
@@ -68,12 +59,6 @@ class TorchAttention(Kind):
                 encoder.use_nested_tensor = False
             elif _NESTED_BEFORE in vars(encoder):
                 encoder.use_nested_tensor = vars(encoder).pop(_NESTED_BEFORE)
-
-
-def _crossing(model: nn.Module) -> set[nn.Module]:
-    """Returns the cross-attention of torch's decoder layers."""
-    layers = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
-    return {layer.multihead_attn for layer in layers}
 
 
 def _keys_alone(settings: KernelSettings) -> Any:

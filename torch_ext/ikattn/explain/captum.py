@@ -26,8 +26,7 @@ except ModuleNotFoundError:  # the classes work without it
 
 
 Inputs = TypeVar("Inputs", Tensor, tuple[Tensor, ...])
-Index: TypeAlias = "int | tuple[int, ...]"
-Target: TypeAlias = "Index | Sequence[Index] | Tensor | None"
+Target: TypeAlias = "int | tuple[int, ...] | Sequence[int | tuple[int, ...]] | Tensor | None"
 
 
 class _OfTokens(Method):  # type: ignore[misc]

@@ -118,7 +118,9 @@ def _implicit(call: HeadCall) -> Attended:
     }
     if kernel.forget is not None:
         _check_forgets(call)
-        options["log_decay"] = kernel.forget(call.value)
+        options["log_decay"] = kernel.forget(
+            call.value, None if padding is None else hidden(padding)
+        )
     if call.wanted.weights and is_over_ranks():
         raise RuntimeError(
             "MultiheadAttention: need_weights must be False under context_parallel, where no rank "

@@ -8,6 +8,7 @@ Source: K. Song et al., "Implicit Kernel Attention", AAAI 2021 (arXiv 2006.06147
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,10 +92,8 @@ def implicit_kernel_attention(
     """
     if query.is_nested or key.is_nested or value.is_nested:
         if log_decay is not None:
-            raise ValueError(
-                "implicit_kernel_attention: log_decay must be None for nested tensors; gates of 0 "
-                "keep sequences in one row apart"
-            )
+            hint = "gates of 0 keep sequences in one row apart"
+            raise ValueError(f"log_decay must be None for nested tensors; {hint}")
         return attend_jagged(query, key, value, w1, w2, **options)
     if log_decay is not None:
         from ikattn.ops import forgetting  # which imports this module
@@ -142,7 +141,10 @@ def implicit_kernel_weights(
     if log_decay is not None:
         from ikattn.ops import forgetting  # which imports this module
 
-        options = forgetting.options_of_weights(query, key, log_decay, options)
+        given: Any = changed("implicit_kernel_weights", options, query)  # with a seed of dropout
+        if not forgetting.is_traced(query):
+            torch.ops.ikattn.check_implicit_kernel_weights(query, key, w1, w2, **given)
+        options = forgetting.options_of_weights(query, key, log_decay, given)
     named = changed("implicit_kernel_weights", options, query)
     return operator("implicit_kernel_weights")(  # type: ignore[no-any-return]
         query, key, w1, w2, average_heads=average_heads, **named
@@ -274,15 +276,12 @@ def similarity_and_magnitude(
         raise ValueError(
             f'similarity_and_magnitude: kernel must be "dot", "rbf" or "implicit", got {kernel!r}'
         )
-    if (kernel == "implicit") != (w1 is not None):
-        raise ValueError(
-            'similarity_and_magnitude: w1 must be given for kernel="implicit" and only there, '
-            f"got {kernel!r} with w1 {'missing' if w1 is None else 'given'}"
-        )
-    if w2 is not None and w1 is None:
-        raise ValueError(
-            f'similarity_and_magnitude: w2 must be given for kernel="implicit" only, got {kernel!r}'
-        )
+    for name, w in (("w1", w1), ("w2", w2)):
+        if (w is not None and kernel != "implicit") or (w1 is None and kernel == "implicit"):
+            raise ValueError(
+                f'similarity_and_magnitude: {name} must be given for kernel="implicit" and only '
+                f"there, got {kernel!r} with w1 {'missing' if w1 is None else 'given'}"
+            )
     if magnitude_scale is not None and kernel == "dot":
         raise ValueError(
             'similarity_and_magnitude: magnitude_scale must be None for kernel="dot", '

@@ -18,14 +18,13 @@ from torch.nn.functional import logsigmoid, pad
 from ikattn._precision import widened, without_autocast
 from ikattn.ops._fixed_kernel import added, check_broadcasts, check_floating, to_heads, with_heads
 from ikattn.ops.attention import implicit_kernel_attention, spectral_features
-from ikattn.ops.magnitude import log_magnitude
+from ikattn.ops.magnitude import check_order, log_magnitude
 from ikattn.ops.moments import causal_attention_from_moments
 from ikattn.ops.options import AttentionOptions, changed
 
-_NEVER = -1e4  # the logarithm that a gate of 0 counts as; its exponential is 0 in float64
 _NEAR = 128.0  # summed logarithms that float32 rounds by at most 4e-6
-_PAIRS = 128  # tokens for each frequency up to which pairs are faster than moments
-_CHUNK = 128  # tokens that the operator takes by pairs, at least (on CUDA 64)
+_CHUNK = 128  # tokens that sums take by pairs; times M, those up to which all pairs are faster
+_FAR = 2.0**33  # what larger offsets of logits count as, in the operator, too
 
 
 class ForgetGates(nn.Module):
@@ -33,18 +32,6 @@ class ForgetGates(nn.Module):
 
     At first they are the same for all tokens, and heads differ: those of the first keep some eight
     tokens, those of the last three thousand.
-
-    Args:
-        num_heads: H.
-        head_dim: d_v.
-        factory: Device and dtype of the parameters.
-
-    Example:
-        >>> import torch
-        >>> from ikattn.ops.forgetting import ForgetGates
-        >>> gates = ForgetGates(num_heads=2, head_dim=4)
-        >>> gates(torch.randn(3, 2, 10, 4)).shape  # their logarithms
-        torch.Size([3, 2, 10])
     """
 
     def __init__(self, num_heads: int, head_dim: int, **factory: Any) -> None:
@@ -59,14 +46,22 @@ class ForgetGates(nn.Module):
             self.weight.zero_()
             self.bias.copy_(torch.linspace(2.0, 8.0, len(self.bias)))
 
-    def forward(self, value: Tensor) -> Tensor:
-        """Returns logarithms of gates [B, H, S], in float32 at least, of values [B, H, S, d_v]."""
-        wide = widened(value)
-        weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
-        return logsigmoid((wide * weight.unsqueeze(-2)).sum(-1) + bias.unsqueeze(-1))
+    def forward(self, value: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Returns logarithms of gates [B, H, S], in float32 at least, of values [B, H, S, d_v].
 
-    def extra_repr(self) -> str:
-        return "num_heads={}, head_dim={}".format(*self.weight.shape)
+        Hidden tokens, bool [B, S], have gates of 1, whatever they hold.
+        """
+        wide = widened(value)
+        if hidden is not None:
+            wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
+        weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
+        gates = logsigmoid((wide * weight.unsqueeze(-2)).sum(-1) + bias.unsqueeze(-1))
+        return gates if hidden is None else gates.masked_fill(hidden[:, None], 0.0)
+
+
+class _Gates(NamedTuple):  # of tokens [B or 1, heads or 1, S]
+    total: Tensor  # float64, logarithms summed up to a token, of gates that are not 0
+    closed: Tensor  # bool, whether a gate is 0
 
 
 class _Call(NamedTuple):
@@ -75,7 +70,7 @@ class _Call(NamedTuple):
     value: Tensor
     w1: Tensor
     w2: Tensor | None
-    total: Tensor  # of the logarithms, float64 [B or 1, heads or 1, S]
+    gates: _Gates
     options: AttentionOptions
 
 
@@ -90,37 +85,39 @@ def attend(
 ) -> Tensor:
     """Computes ``implicit_kernel_attention`` with gates.
 
-    In short calls with sums near zero they are a bias of the keys. Other calls take moments, in
-    linear time, and by pairs the rows whose digits sums in float32 would lose. Masks of pairs,
-    dropout and batch-invariant bits take all pairs, in quadratic memory.
+    In short calls with sums near zero they are a bias of the keys. Other calls take moments, and
+    pairs for rows whose digits sums in float32 would lose. Masks, dropout and batch-invariant bits
+    take all pairs, in quadratic memory.
     """
-    is_traced = (  # numbers cannot be looked at
-        torch.compiler.is_compiling()
-        or query.is_meta
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    )
-    if not is_traced:
-        named = changed("implicit_kernel_attention", options, query)
+    name = "implicit_kernel_attention"
+    named: Any = changed(name, options, query)  # with the seed of dropout
+    traced = is_traced(query)
+    if not traced:
         torch.ops.ikattn.check_implicit_kernel_attention(query, key, value, w1, w2, **named)
-    total = _summed(query, key, log_decay, options)
+    check_order(name, named.get("p", 2.0))
+    gates = _gates_of(name, query, key, log_decay, named)
     kind = query.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        query, key, value = (x.to(lower) for x in (query, key, value))
-    call = _Call(query, key, value, w1, w2, total, options)
-    takes_pairs = options.get("attn_mask") is not None or options.get("dropout_p", 0.0) != 0.0
-    if takes_pairs or (not is_traced and torch.ops.ikattn.deterministic() == "batch"):
+    lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if lowers and query.dtype != torch.float64:
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    call = _Call(query, key, value, w1, w2, gates, named)
+    takes_pairs = named.get("attn_mask") is not None or named.get("dropout_p", 0.0) != 0.0
+    takes_pairs = takes_pairs or query.size(2) == 0
+    if takes_pairs or (not traced and torch.ops.ikattn.deterministic() == "batch"):
         return _by_pairs(call)
     with without_autocast(query.device):
         # A graph has no branches, and sums in float64 keep the digits of every row.
-        if is_traced:
+        if traced:
             return _by_moments(call, torch.float64)[0]
-        if query.size(2) <= _PAIRS * w1.size(-1) and bool((total.abs() <= _NEAR).all()):
-            bias = _with_bias(call).to(torch.promote_types(query.dtype, torch.float32))
-            near: AttentionOptions = {**options, "key_bias": bias}
+        has_closed = bool(gates.closed.any())
+        is_near = not has_closed and bool((gates.total.abs() <= _NEAR).all())
+        if is_near and query.size(2) <= _CHUNK * w1.size(-1):
+            bias = _with_bias(call, -gates.total)
+            near = {**named, "key_bias": bias.to(torch.promote_types(query.dtype, torch.float32))}
             return implicit_kernel_attention(*call[:5], **near)
         output, lost = _by_moments(call, widened(query).dtype)
+        if has_closed and not bool(output.isfinite().all()):
+            return _by_pairs(call)  # NaN must not pass a gate of 0
         rows = lost.nonzero().squeeze(-1)
         if 8 * len(rows) > len(lost):
             return _by_moments(call, torch.float64)[0]
@@ -128,43 +125,60 @@ def attend(
 
 
 def options_of_weights(
-    query: Tensor, key: Tensor, log_decay: Tensor, options: AttentionOptions
+    query: Tensor, key: Tensor, log_decay: Tensor, options: Any
 ) -> AttentionOptions:
     """Returns the options with which ``implicit_kernel_weights`` has gates."""
-    return _with_decay(query, _summed(query, key, log_decay, options), options)
+    gates = _gates_of("implicit_kernel_weights", query, key, log_decay, options)
+    return _with_decay(query, gates, options)
 
 
-def _summed(query: Tensor, key: Tensor, log_decay: Tensor, options: AttentionOptions) -> Tensor:
-    """Returns the sums up to each token, less half of the last."""
-    name = "implicit_kernel_attention"
+def is_traced(x: Tensor) -> bool:
+    """Whether numbers cannot be looked at: in graphs, transforms, and tensors of other classes."""
+    modes = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+    return (
+        torch.compiler.is_compiling()
+        or x.is_meta
+        or type(x) not in (Tensor, nn.Parameter)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.maybe_current_level() is not None
+        or any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
+    )
+
+
+def _gates_of(
+    name: str, query: Tensor, key: Tensor, log_decay: Tensor, options: AttentionOptions
+) -> _Gates:
     check_floating(name, log_decay=log_decay)
     if log_decay.device != query.device:
-        raise ValueError(
-            f"{name}: log_decay must be on the device of query, {query.device}, got "
-            f"{log_decay.device}"
-        )
+        both = f"{query.device}, got {log_decay.device}"
+        raise ValueError(f"{name}: log_decay must be on the device of query, {both}")
     if not options.get("is_causal") or query.size(2) != key.size(2):
-        raise ValueError(
-            f"{name}: log_decay wants is_causal=True and as many queries as keys, got is_causal="
-            f"{options.get('is_causal', False)}, {query.size(2)} queries and {key.size(2)} keys"
-        )
+        got = f"got {query.size(2)} and {key.size(2)}, is_causal={options.get('is_causal', False)}"
+        wants = "is_causal=True and as many queries as keys"
+        raise ValueError(f"{name}: log_decay wants {wants}, {got}")
+    if key.size(1) != query.size(1) and not options.get("enable_gqa"):
+        raise ValueError(f"{name}: enable_gqa=True allows fewer heads of key than of query")
     whole, heads = with_heads(log_decay, query.size(1), key.size(1))
     check_broadcasts(name, "log_decay", log_decay, (key.size(0), heads, key.size(2)))
-    whole = whole.expand(*whole.shape[:2], key.size(2)).double().clamp(min=_NEVER)
-    total = whole.masked_fill(whole == math.inf, math.nan).cumsum(-1)
-    return total - total[..., -1:].detach().nan_to_num(0.0) / 2
+    whole = whole.expand(*whole.shape[:2], key.size(2)).double()
+    first = torch.arange(key.size(2), device=key.device) == 0  # whose gate nothing is before
+    closed = (whole == -math.inf) & ~first
+    whole = whole.masked_fill(closed | first, 0.0).masked_fill(whole == math.inf, math.nan)
+    total = whole.masked_fill(first, 0.0).cumsum(-1)
+    return _Gates(total - total[..., -1:].detach().nan_to_num(0.0) / 2, closed)
 
 
 def _with_decay(
-    query: Tensor, total: Tensor, options: AttentionOptions, rows: Tensor | None = None
+    query: Tensor, gates: _Gates, options: AttentionOptions, rows: Tensor | None = None
 ) -> AttentionOptions:
     """Returns options whose mask of pairs has the decay, beside the mask that was given."""
-    of_keys = to_heads(total, query.size(1))
-    of_queries = of_keys if rows is None else of_keys.index_select(2, rows)
-    decay = of_queries.unsqueeze(-1) - of_keys.unsqueeze(-2)
-    at = torch.arange(decay.size(-1), device=decay.device)
-    later = (at if rows is None else rows).unsqueeze(-1) < at
-    decay = decay.masked_fill(later, -math.inf)
+    heads, L = query.size(1), gates.total.size(-1)
+    at = torch.arange(L, device=query.device)
+    rows = at if rows is None else rows
+    total, part = (to_heads(x, heads) for x in (gates.total, gates.closed.cumsum(-1)))
+    decay = total.index_select(2, rows).unsqueeze(-1) - total.unsqueeze(-2)
+    is_same = part.index_select(2, rows).unsqueeze(-1) == part.unsqueeze(-2)
+    decay = decay.masked_fill(~is_same | (rows.unsqueeze(-1) < at), -math.inf)
     decay = decay.to(torch.promote_types(query.dtype, torch.float32))
     mask = options.get("attn_mask")
     if mask is not None:
@@ -175,7 +189,7 @@ def _with_decay(
 def _by_pairs(call: _Call, rows: Tensor | None = None) -> Tensor:
     """Returns the output, or some rows of it."""
     query = call.query if rows is None else call.query.index_select(2, rows)
-    options = _with_decay(query, call.total, call.options, rows)
+    options = _with_decay(query, call.gates, call.options, rows)
     return implicit_kernel_attention(query, *call[1:5], **options)
 
 
@@ -183,7 +197,12 @@ def _by_moments(call: _Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the output by features in a type, and rows that lose digits, bool [L]."""
     query, key, options = call.query.to(dtype), call.key.to(dtype), call.options
     magnitude = log_magnitude(key, options.get("p", 2.0), options.get("magnitude_scale"))
-    logits = _with_bias(call, magnitude)
+    logits = _with_bias(call, magnitude, -call.gates.total)
+    # A gate of 0 is one whose exponential is 0 beside the largest key.
+    finite = logits.detach().masked_fill(~logits.isfinite(), 0.0)
+    never = 1000.0 + 2 * finite.abs().amax(-1, keepdim=True)
+    closed = call.gates.closed
+    logits = logits + to_heads(closed.cumsum(-1), logits.size(1)) * never
     own = max(call.w1.size(-3), logits.size(1))  # K
     batch, groups = key.shape[:2]
     key = key if groups == own else key.repeat_interleave(own // groups, 1)
@@ -195,25 +214,31 @@ def _by_moments(call: _Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     output, log_z, *_ = causal_attention_from_moments(
         of_query, of_key, logits, call.value, nothing, reference, eps=eps
     )
+    # Rows that see no key since the last gate of 0.
+    seen = (logits != -math.inf).long().cumsum(-1)
+    before = torch.where(to_heads(closed, own), seen.roll(1, -1), 0)
+    is_blind = to_heads(seen == before.cummax(-1).values, query.size(1))
+    output = output.masked_fill(is_blind.unsqueeze(-1), 0.0)
+    if dtype == torch.float64:
+        return output.to(call.query.dtype), closed.new_zeros(query.size(2))
     lost = _lost(of_query.detach(), of_key.detach(), logits.detach(), log_z.detach())
     return output.to(call.query.dtype), lost
 
 
 def _with_bias(call: _Call, *terms: Tensor) -> Tensor:
-    """Adds what gates and the bias of keys are in logits, float64 [.., heads, S], to terms."""
-    terms = (*terms, -call.total)
+    """Adds the bias of keys to terms of logits, float64 [.., heads, S]."""
     bias = call.options.get("key_bias")
     if bias is not None:
-        terms = (*terms, with_heads(bias, call.query.size(1), call.key.size(1))[0])
+        bias, _ = with_heads(bias.double(), call.query.size(1), call.key.size(1))
+        terms = (*terms, torch.where(bias == -math.inf, bias, bias.clamp(-_FAR, _FAR)))
     heads = max(x.size(1) for x in terms)
     return functools.reduce(added, (to_heads(x.double(), heads) for x in terms))
 
 
 def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> Tensor:
-    def own(w: Tensor) -> Tensor:
-        return w.repeat_interleave(x.size(1) // w.size(-3), -3).to(x.dtype)
-
-    return spectral_features(x, own(w1), None if w2 is None else own(w2))
+    repeats = x.size(1) // w1.size(-3)
+    own: Any = [w if w is None else w.repeat_interleave(repeats, -3).to(x.dtype) for w in (w1, w2)]
+    return spectral_features(x, *own)
 
 
 def _lost(of_query: Tensor, of_key: Tensor, logits: Tensor, log_z: Tensor) -> Tensor:

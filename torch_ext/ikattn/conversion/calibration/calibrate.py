@@ -117,6 +117,8 @@ def calibrate(
                 f"calibrate: expected frequencies that require grad, got frozen ones in {layer}; "
                 "select leaves modules out"
             )
+        if getattr(layer.module, "forget", None) is not None:
+            raise ValueError(f"calibrate: {layer} has gates, and so cannot come near softmax")
         if getattr(layer.module, "head_share", getattr(layer.kernel, "head_share", None)):
             raise ValueError(
                 f"calibrate: the heads of {layer} are shared out over ranks; calibrate the model "

@@ -20,7 +20,6 @@ from ikattn.nn.masks import Masks, as_bias, as_visible, hidden
 from ikattn.nn.projection import InProjection, project
 from ikattn.nn.softmax import rbf_key_bias, select_away
 from ikattn.ops.forgetting import options_of_weights
-from ikattn.ops.options import AttentionOptions
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hooks import has_others_hooks
 from ikattn.recorder.calls.modes import as_the_model_runs, model_has_autocast, model_has_gradients
@@ -80,9 +79,10 @@ def torch_call(
         softmax_heads=getattr(module, "softmax_heads", None),
     )
     gates = getattr(module, "forget", None)
-    if gates is not None:
-        options: AttentionOptions = {"is_causal": True, "attn_mask": call.attn_mask}
-        call.attn_mask = options_of_weights(q, k, widened(gates(v)), options)["attn_mask"]
+    if gates is not None and call.kernel == "implicit":
+        log_decay = gates(v, None if masks.padding is None else hidden(masks.padding))
+        masked = {"is_causal": True, "attn_mask": call.attn_mask}
+        call.attn_mask = options_of_weights(q, k, widened(log_decay), masked)["attn_mask"]
     if masks.padding is not None:
         call.key_padding = hidden(masks.padding).clone()  # the mask is the caller's
         if kind == "self":
