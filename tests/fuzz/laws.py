@@ -333,7 +333,7 @@ def forgetting(t: Tried) -> None:
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
     decay = decay.masked_fill(part.unsqueeze(-1) != part.unsqueeze(-2), -math.inf)
     decay = decay.expand(call.B, call.H, n, n)
-    # What stands for gates of 0 in sums is above all logits.
+    # Sums have a number above all logits for each gate of 0.
     logits = t.truth.logits[t.truth.logits.isfinite()]
     largest = float(logits.abs().max()) if logits.numel() else 0.0
     how, size = t.truth.arithmetic, float(total.abs().max()) if n and call.B else 0.0
