@@ -423,9 +423,12 @@ struct AttentionOperators {
     double count = 1;  // what strides reach, also beside an axis of 0
     for (const int64_t size : {B, H, L, S})
       count *= static_cast<double>(std::max<int64_t>(1, size));
-    TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0 && count < 0x1p63,
-                "dropout_keep_mask: sizes must not be negative, nor be those of 2^63 numbers, got ",
-                B, ", ", H, ", ", L, ", ", S);
+    TORCH_CHECK(B >= 0 && H >= 0 && L >= 0 && S >= 0,
+                "dropout_keep_mask: sizes must not be negative, got ", B, ", ", H, ", ", L, ", ",
+                S);
+    TORCH_CHECK(count < 0x1p63,
+                "dropout_keep_mask: sizes must be those of fewer than 2^63 numbers, got ", B, ", ",
+                H, ", ", L, ", ", S);
     const at::Tensor keep = with_memory_for("dropout_keep_mask", "the mask", [&] {
       return at::ones({B, H, L, S}, dropout_seed.options().dtype(at::kBool));
     });
