@@ -1,4 +1,4 @@
-"""Gates on what causal attention remembers: the operator, and the module that makes gates.
+"""Gates on what causal attention remembers, as arguments of the operators.
 
 The law ``forgetting`` of the fuzzed calls holds outputs, gradients, types and groups of heads.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import ikattn
@@ -29,7 +29,7 @@ def drawn(length: int, dtype: torch.dtype = torch.float64, M: int = 8) -> tuple[
 
 
 def pair_by_pair(call: Arguments, log_decay: Tensor) -> Tensor:
-    """The definition: each weight times the gates between its tokens."""
+    """Multiplies each weight by the gates between its tokens, as the definition does."""
     gates, L = log_decay.exp(), call["query"].size(2)
     between = torch.stack(
         [torch.stack([gates[..., j + 1 : i + 1].prod(-1) for j in range(L)], -1) for i in range(L)],
@@ -142,11 +142,8 @@ def test_a_gate_of_0_is_no_small_number(length: int) -> None:
     call["key"][..., 3, :] *= 100  # outweighs all keys after the gate
     call["value"][..., 1, :] = math.nan
     alone = {x: y[:, :, half:] if x in ("query", "key", "value") else y for x, y in call.items()}
-    found, truth = (
-        attention(**call, log_decay=gates),
-        attention(**alone, log_decay=gates[..., half:]),
-    )
-    assert_close(found[:, :, half:], truth, 1e-10)
+    truth = attention(**alone, log_decay=gates[..., half:])
+    assert_close(attention(**call, log_decay=gates)[:, :, half:], truth, 1e-10)
     hidden = torch.zeros(length, dtype=torch.float64)
     hidden[half : half + 2] = -math.inf
     call["value"][..., 1, :] = 0.0
@@ -159,49 +156,7 @@ def test_nested_tensors_have_no_gates() -> None:
     call, gates = drawn(7)
     parts = [torch.randn(n, 2, 16) for n in (3, 4)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(ValueError, match="log_decay must be None for nested"):
-        attention(x, x, x, call["w1"].float(), is_causal=True, log_decay=gates)
-
-
-def test_a_module_forgets() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dtype=torch.float64)
-    model = ikattn.convert(nn.TransformerEncoder(layer, 2), num_frequencies=4, forget=True).eval()
-    x, mask = torch.randn(2, 30, 16).double(), torch.ones(30, 30).triu(1).bool()
-    gates = model.layers[0].self_attn.forget
-    assert gates.bias.tolist() == [2.0, 4.0, 6.0, 8.0]
-    nn.init.normal_(gates.weight)
-    before = model(x, mask=mask, is_causal=True)
-    with ikattn.record(model, maps=("weights", "summed")) as recording:
-        assert torch.equal(model(x, mask=mask, is_causal=True), before)
-    first = model.layers[0].self_attn
-    padding = torch.arange(30) >= torch.tensor([[30], [20]])
-    given = {"key_padding_mask": padding, "attn_mask": mask, "is_causal": True}
-    output, weights = first(x, x, x, average_attn_weights=False, **given)
-    assert_close(weights[0], recording[0].weights[0].double(), 1e-6)
-    assert torch.equal(first(x, x, x, need_weights=False, **given)[0], output)
-    output.square().sum().backward()
-    assert bool(gates.weight.grad.any())
-    again = ikattn.convert(nn.TransformerEncoder(layer, 2), num_frequencies=4, forget=True).eval()
-    again.load_state_dict(model.state_dict())
-    assert torch.equal(again(x, mask=mask, is_causal=True), before)
-    with pytest.raises(ValueError, match=r"forget=True wants causal .* is_causal=False"):
-        first(x, x, x)
-    first.keep_softmax(torch.tensor([True, False, False, False]))
-    with pytest.raises(NotImplementedError, match="does not work with keep_softmax"):
-        first(x, x, x, attn_mask=mask, is_causal=True)
-    ikattn.revert(model)
-    assert not [name for name, _ in model.named_parameters() if "forget" in name]
-
-
-def test_modules_that_cannot_forget() -> None:
-    decoder, x = (
-        ikattn.convert(nn.TransformerDecoderLayer(16, 4, 8), forget=True),
-        torch.randn(5, 1, 16),
-    )
-    with pytest.raises(ValueError, match=r"forget=True wants causal .* got is_causal=False"):
-        decoder(x, x, tgt_mask=torch.ones(5, 5).triu(1).bool(), tgt_is_causal=True)
-    with pytest.raises(ValueError, match="has gates"):
-        ikattn.calibrate(decoder, [(x, x)])
-    with pytest.raises(ValueError, match="forget must be False for kernel='rbf'"):
-        ikattn.MultiheadAttention(16, 4, kernel="rbf", forget=True)
+    options = {"is_causal": True, "log_decay": gates}
+    for function, tokens in ((attention, (x, x, x)), (ikattn.implicit_kernel_weights, (x, x))):
+        with pytest.raises(ValueError, match="log_decay must be None for nested"):
+            function(*tokens, call["w1"].float(), **options)

@@ -90,15 +90,12 @@ def implicit_kernel_attention(
         >>> ikattn.implicit_kernel_attention(q, k, v, w1, w2, is_causal=True).shape
         torch.Size([2, 4, 10, 16])
     """
-    if query.is_nested or key.is_nested or value.is_nested:
-        if log_decay is not None:
-            hint = "gates of 0 keep sequences in one row apart"
-            raise ValueError(f"log_decay must be None for nested tensors; {hint}")
-        return attend_jagged(query, key, value, w1, w2, **options)
     if log_decay is not None:
         from ikattn.ops import forgetting  # which imports this module
 
         return forgetting.attend(query, key, value, w1, w2, log_decay, options)
+    if query.is_nested or key.is_nested or value.is_nested:
+        return attend_jagged(query, key, value, w1, w2, **options)
     named = changed("implicit_kernel_attention", options, query)
     output, _ = operator("implicit_kernel_attention")(query, key, value, w1, w2, **named)
     return output  # type: ignore[no-any-return]

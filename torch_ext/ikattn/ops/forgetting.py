@@ -19,7 +19,7 @@ from ikattn._precision import widened, without_autocast
 from ikattn.ops._fixed_kernel import added, check_broadcasts, check_floating, to_heads, with_heads
 from ikattn.ops.attention import implicit_kernel_attention, spectral_features
 from ikattn.ops.magnitude import check_order, log_magnitude
-from ikattn.ops.moments import causal_attention_from_moments
+from ikattn.ops.moments import causal_attention_from_moments, no_moments
 from ikattn.ops.options import AttentionOptions, changed
 
 _NEAR = 128.0  # summed logarithms that float32 rounds by at most 4e-6
@@ -148,6 +148,9 @@ def is_traced(x: Tensor) -> bool:
 def _gates_of(
     name: str, query: Tensor, key: Tensor, log_decay: Tensor, options: AttentionOptions
 ) -> _Gates:
+    if query.is_nested or key.is_nested or log_decay.is_nested:
+        hint = "gates of 0 keep sequences in one row apart"
+        raise ValueError(f"{name}: log_decay must be None for nested tensors; {hint}")
     check_floating(name, log_decay=log_decay)
     if log_decay.device != query.device:
         both = f"{query.device}, got {log_decay.device}"
@@ -207,12 +210,10 @@ def _by_moments(call: _Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     batch, groups = key.shape[:2]
     key = key if groups == own else key.repeat_interleave(own // groups, 1)
     of_query, of_key = (_features(x, call.w1, call.w2) for x in (query, key))
-    logits, size = to_heads(logits, own).expand(batch, own, -1), of_key.size(-1)
-    nothing = query.new_zeros(batch, own, size * (size + 1) // 2 + 1, call.value.size(-1) + 1)
-    reference = torch.full((batch, own), -math.inf, dtype=torch.float64, device=query.device)
-    eps = options.get("eps", 1e-5)
+    logits = to_heads(logits, own).expand(batch, own, -1)
+    nothing, eps = no_moments(of_key, call.value.size(-1)), options.get("eps", 1e-5)
     output, log_z, *_ = causal_attention_from_moments(
-        of_query, of_key, logits, call.value, nothing, reference, eps=eps
+        of_query, of_key, logits, call.value, *nothing, eps=eps
     )
     # Rows that see no key since the last gate of 0.
     seen = (logits != -math.inf).long().cumsum(-1)

@@ -59,6 +59,13 @@ def key_moments(key_features: Tensor, logits: Tensor, value: Tensor) -> tuple[Te
     return operator("key_moments")(key_features, logits, value)  # type: ignore[no-any-return]
 
 
+def no_moments(features: Tensor, d_v: int) -> tuple[Tensor, Tensor]:
+    """Returns moments and reference of no key, for features [B, K, S, F]."""
+    batch, heads, _, size = features.shape
+    moments = features.new_zeros((batch, heads, size * (size + 1) // 2 + 1, d_v + 1))
+    return moments, moments.new_full((batch, heads), -torch.inf, dtype=torch.float64)
+
+
 def attention_from_moments(
     query_features: Tensor, moments: Tensor, reference: Tensor, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:

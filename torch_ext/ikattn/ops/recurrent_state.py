@@ -27,6 +27,7 @@ from ikattn.ops.moments import (
     causal_attention_from_moments,
     key_moments,
     merge_moments,
+    no_moments,
 )
 
 _LEAST_EPS = 1e-6  # whose share of a sum float32 still holds to some per cent
@@ -200,7 +201,8 @@ class RecurrentState(FixedKernel):
         # Ordinary tensors, also from below inference_mode.
         with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             features, logits = self._keys_of(key, key_bias)
-            before = self._before(features, value.size(3))
+            is_first = self._moments is None
+            before = no_moments(features, value.size(3)) if is_first else self._known()
             output, _, *grown = causal_attention_from_moments(
                 self._of_queries(query, features.dtype), features, logits, value, *before, eps=eps
             )
@@ -315,14 +317,6 @@ class RecurrentState(FixedKernel):
             bias, heads = with_heads(key_bias, self.w1.size(0), key.size(1))
             logits = added(to_heads(logits, heads), to_heads(bias, heads))
         return features, to_heads(logits, self.w1.size(0)).expand(features.shape[:3])
-
-    def _before(self, features: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the sums so far, or those of no key, if ``features`` are of the first ones."""
-        if self._moments is not None:
-            return self._known()
-        batch, heads, _, size = features.shape
-        moments = features.new_zeros((batch, heads, size * (size + 1) // 2 + 1, width + 1))
-        return moments, moments.new_full((batch, heads), -torch.inf, dtype=torch.float64)
 
     def _check_eps(self, method: str, eps: float) -> None:
         dtype = self.dtype if self._moments is None else self._moments.dtype
