@@ -123,14 +123,9 @@ Keys prepare_keys(const ContributionCall& call, const ContributionSizes& sizes, 
   return keys;
 }
 
-// Computes norms[variant] [B, rows, S] for every variant that is defined.
-inline void set_pairs(PairParams& params, const at::Tensor& weights, const Keys& keys,
-                      const Block& block, const std::array<at::Tensor, 3>& norms) {
-  params.B = weights.size(0);
-  params.H = weights.size(1);
-  params.rows = weights.size(2);
-  params.S = weights.size(3);
-  params.weights = array_of(weights);
+// Sets the padding, and factors and norms[variant] [B, rows, S] of every variant that is defined.
+inline void set_variants(PairParams& params, const Keys& keys, const Block& block,
+                         const std::array<at::Tensor, 3>& norms) {
   if (block.query_padding.defined()) params.query_padding = array_of(block.query_padding);
   if (block.key_padding.defined()) params.key_padding = array_of(block.key_padding);
   for (int variant = 0; variant < 3; ++variant) {
@@ -141,6 +136,16 @@ inline void set_pairs(PairParams& params, const at::Tensor& weights, const Keys&
     }
     params.norms[params.variants++] = array_of(norms[variant]);
   }
+}
+
+inline void set_pairs(PairParams& params, const at::Tensor& weights, const Keys& keys,
+                      const Block& block, const std::array<at::Tensor, 3>& norms) {
+  params.B = weights.size(0);
+  params.H = weights.size(1);
+  params.rows = weights.size(2);
+  params.S = weights.size(3);
+  params.weights = array_of(weights);
+  set_variants(params, keys, block, norms);
 }
 
 // Returns the multiply-adds of the norms.

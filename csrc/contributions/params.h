@@ -35,6 +35,9 @@ struct FactorsOfTokens : FactorParams {
   int64_t G = 0, d_v = 0;
   Array value{};       // [B, G, S, d_v]
   Array projection{};  // [D, H d_v]
+  // [2, H d_v], float32: the mean of the rows that each norm takes off, of the projection and of
+  // what the first norm makes of it; read in float32 where there are norms
+  Array means{};
 };
 
 // The parameters of factors from the vectors of the tokens [j0, j0 + tokens).
@@ -54,6 +57,25 @@ struct PairParams {
   // CUDA in float32: the factors again, as products of float16 read them
   const void* fragments[3] = {nullptr, nullptr, nullptr};
   Array norms[3];  // [B, rows, S], compute type
+};
+
+// The norms of pairs whose weights are softmax(scale q.k + key_bias + mask) over the keys.
+// `weights` is absent, and `rows` is L.
+struct StreamedPairParams : PairParams {
+  int64_t G = 0, d = 0;  // heads and size of keys
+  Array query;           // [B, H, L, d]
+  Array key;             // [B, G, S, d]
+  double scale = 1;
+  bool is_causal = false;  // query i sees keys up to i
+  Array mask;              // [B, H, L, S]: bool, true = visible, or what is added, in compute type
+  Array key_bias;          // [B, H, 1, S], compute type
+  int64_t diagonal = 0;    // the own key of query i is i + diagonal
+  void* own = nullptr;     // [B, H, L], weights of own keys, compute type; nullptr: not wanted
+  // Sums over the values of all keys but the own one; absent: not wanted
+  int64_t value_heads = 0, d_v = 0;
+  Array value;   // [B, value_heads, S, d_v], 0 where they are not finite
+  Array broken;  // [B, value_heads, S], whether one was not, in compute type; absent: none was
+  Array others;  // [B, H, L, d_v], compute type
 };
 
 // The backward, in float64 whatever the type of the maps: where heads cancel, the direction of

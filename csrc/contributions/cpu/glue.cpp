@@ -1,4 +1,6 @@
 // CPU: threads and the choice of instruction set.
+#include <cmath>
+
 #include "contributions/cpu/kernel.h"
 #include "contributions/gradients.h"
 #include "support/cpu_glue.h"
@@ -28,6 +30,21 @@ at::Tensor grams_of(const at::Tensor& projection, const ContributionSizes& sizes
   return grams.view({d_v, H * d_v});
 }
 
+// Returns the mean of the rows that each norm takes off, [2, H d_v] in float32: of the projection,
+// and of what the first norm makes of it.
+at::Tensor means_of(const FactorParams& params, const Keys& keys, const ContributionSizes& sizes) {
+  const auto mean = [&](const at::Tensor& rows) {
+    return summed_to(rows, {1, rows.size(1)}) / static_cast<double>(sizes.D);
+  };
+  const at::Tensor rows = keys.projection.to(at::kDouble), first = mean(rows);
+  at::Tensor second = at::zeros_like(first);
+  if (keys.weights[1].defined()) {
+    const at::Tensor base = params.norms[0].centered ? rows - first : rows;
+    second = mean(base * keys.weights[0].to(at::kDouble).unsqueeze(1));
+  }
+  return at::cat({first, second}).to(at::kFloat);
+}
+
 struct Cpu {
   static void factors(const FactorParams& common, const Keys& keys,
                       const ContributionSizes& sizes) {
@@ -46,10 +63,68 @@ struct Cpu {
     }
     const double work = static_cast<double>(sizes.B * sizes.S * sizes.H) *
                         static_cast<double>((sizes.H + sizes.d_v) * sizes.D);
+    at::Tensor means;
+    if (keys.weights[0].defined() && compute_index(keys.value) == 0) {
+      means = means_of(common, keys, sizes);
+      params.means = array_of(means);
+    }
     kernels().factors[compute_index(keys.value)](params, TorchExecutor("contributions", work));
   }
   static void pair_norms(const PairParams& params, const at::Tensor& like, double work) {
     kernels().pair_norms[compute_index(like)](params, TorchExecutor("contributions", work));
+  }
+  // Returns why the weights of a call's pairs are made in blocks of rows by other operators;
+  // nullptr: with the norms.
+  static const char* why_in_blocks(const ContributionCall& call, const ContributionSizes& sizes) {
+    if (call.source.attn_weights.defined()) return "the weights are given";
+    if (call.source.w1.defined()) return "the kernel is implicit";
+    if (sizes.B * sizes.H * sizes.L * sizes.S == 0) return "there are no pairs";
+    return nullptr;
+  }
+  static StreamedRows streamed_norms(const ContributionCall& call, const Keys& keys,
+                                     const ContributionSizes& sizes,
+                                     const std::array<at::Tensor, 3>& norms) {
+    const auto [B, H, G, L, S, d_v, D] = sizes;
+    const WeightsSource& source = call.source;
+    const at::TensorOptions options = keys.value.options();
+    StreamedPairParams params;
+    params.B = B;
+    params.H = H;
+    params.rows = L;
+    params.S = S;
+    set_variants(params, keys, call.block, norms);
+    params.G = source.key.size(1);
+    params.d = source.key.size(3);
+    params.query = array_of(source.query);
+    params.key = array_of(source.key);
+    params.scale = source.scale.value_or(1 / std::sqrt(static_cast<double>(params.d)));
+    params.is_causal = source.options.is_causal;
+    params.diagonal = call.block.diagonal;
+    at::Tensor mask = or_undefined(source.options.attn_mask), key_bias;
+    if (mask.defined()) {
+      if (mask.scalar_type() != at::kBool) mask = mask.to(options.dtype());
+      params.mask = array_of(mask, {B, H, L, S});
+    }
+    const auto biases = logit_terms(source, at::Tensor(), keys.value.scalar_type());
+    if (!biases.empty()) params.key_bias = array_of(biases[0], {B, H, 1, S});
+    StreamedRows rows;
+    if (needs_own_pairs(call.block)) {
+      rows.own = at::empty({B, H, L}, options);
+      params.own = rows.own.mutable_data_ptr();
+    }
+    if (call.block.maps[kMixingRatios]) {
+      rows.others = at::empty({B, H, L, d_v}, options);
+      params.others = array_of(rows.others);
+      params.value = array_of(keys.summands.value);
+      if (keys.summands.broken.defined()) params.broken = array_of(keys.summands.broken);
+      params.value_heads = G;
+      params.d_v = d_v;
+    }
+    const double work = static_cast<double>(B * H * L * S) *
+                        static_cast<double>(params.d + params.d_v + H * params.variants / 2 + 16);
+    kernels().streamed_norms[compute_index(keys.value)](params,
+                                                        TorchExecutor("contributions", work));
+    return rows;
   }
   static void pair_gradients(const PairGradientParams& params, const at::Tensor&, double work) {
     kernels().pair_gradients(params, TorchExecutor(kMapsBackward, work));

@@ -12,32 +12,10 @@
 
 #include "contributions/params.h"
 #include "support/cpu/elements.h"
+#include "support/cpu/vector_math.h"
 
 namespace ikattn::IKATTN_ISA {
 namespace {
-
-template <typename T>
-inline Vec<T> square_root(Vec<T> x) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
-    return (Vec<T>)_mm512_maskz_sqrt_ps(static_cast<__mmask16>(-1), (__m512)x);
-  } else {
-    return (Vec<T>)_mm512_maskz_sqrt_pd(static_cast<__mmask8>(-1), (__m512d)x);
-  }
-#elif defined(__AVX2__)
-  if constexpr (sizeof(T) == 4) {
-    return (Vec<T>)_mm256_sqrt_ps((__m256)x);
-  } else {
-    return (Vec<T>)_mm256_sqrt_pd((__m256d)x);
-  }
-#else
-  Vec<T> root = x;
-  for (int lane = 0; lane < kLanes<T>; ++lane) {
-    root[lane] = static_cast<T>(__builtin_sqrt(x[lane]));
-  }
-  return root;
-#endif
-}
 
 inline bool is_padding(const Array& padding, int64_t b, int64_t token) {
   return padding && static_cast<const uint8_t*>(
@@ -237,6 +215,35 @@ NormsOfHeads<T> norms_of_heads(int64_t H) {
   return result;
 }
 
+// Computes the norms of at most kernels.rows queries from i on and one block of keys.
+//   norms [kRowGroup][64], overwritten
+template <typename T>
+void store_block(const PairParams& params, const NormsOfHeads<T>& kernels,
+                 const WeightBlock<T>& weights, int64_t b, int64_t i, int64_t rows, int64_t block,
+                 T* norms) {
+  const int64_t blocks = ceil_div(params.S, kFactorBlock), entries = triangle(params.H);
+  const int64_t j0 = block * kFactorBlock, count = min_of(kFactorBlock, params.S - j0);
+  for (int v = 0; v < params.variants; ++v) {
+    const T* factors =
+        static_cast<const T*>(params.factors[v]) + (b * blocks + block) * entries * kFactorBlock;
+    if (!kernels.several) {
+      looped_norms(params.H, weights, factors, norms);
+    } else if (rows == kernels.rows) {
+      kernels.several(weights, factors, norms);
+    } else {
+      WeightBlock<T> row = weights;
+      for (int64_t m = 0; m < rows; ++m, row.data += row.row_stride) {
+        kernels.single(row, factors, norms + m * kFactorBlock);
+      }
+    }
+    const Array& out = params.norms[v];
+    for (int64_t m = 0; m < rows; ++m) {
+      const int64_t offset = b * out.stride[0] + (i + m) * out.stride[1] + j0 * out.stride[2];
+      store_row(out, offset, out.stride[2], count, norms + m * kFactorBlock);
+    }
+  }
+}
+
 // Tells whether 64 weights of each of these rows can be read without a copy.
 template <typename T>
 bool lie_ready(const PairParams& params, int64_t b, int64_t i, int64_t rows, int64_t count) {
@@ -253,7 +260,7 @@ bool lie_ready(const PairParams& params, int64_t b, int64_t i, int64_t rows, int
 
 template <typename T>
 void pair_norms(const PairParams& params, const Executor& executor) {
-  const int64_t H = params.H, S = params.S, entries = triangle(H);
+  const int64_t H = params.H, S = params.S;
   const int64_t blocks = ceil_div(S, kFactorBlock);
   const NormsOfHeads<T> kernels = norms_of_heads<T>(H);
   Workspace measure;
@@ -282,25 +289,7 @@ void pair_norms(const PairParams& params, const Executor& executor) {
         } else {
           load_weights(params, b, i, rows, j0, count, copies);
         }
-        for (int v = 0; v < params.variants; ++v) {
-          const T* factors = static_cast<const T*>(params.factors[v]) +
-                             (b * blocks + block) * entries * kFactorBlock;
-          if (!kernels.several) {
-            looped_norms(H, weights, factors, norms);
-          } else if (rows == kernels.rows) {
-            kernels.several(weights, factors, norms);
-          } else {
-            WeightBlock<T> row = weights;
-            for (int64_t m = 0; m < rows; ++m, row.data += row.row_stride) {
-              kernels.single(row, factors, norms + m * kFactorBlock);
-            }
-          }
-          const Array& out = params.norms[v];
-          for (int64_t m = 0; m < rows; ++m) {
-            const int64_t offset = b * out.stride[0] + (i + m) * out.stride[1] + j0 * out.stride[2];
-            store_row(out, offset, out.stride[2], count, norms + m * kFactorBlock);
-          }
-        }
+        store_block(params, kernels, weights, b, i, rows, block, norms);
       }
     }
   });

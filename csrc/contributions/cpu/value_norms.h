@@ -33,23 +33,25 @@ inline void value_norms(const FactorsOfTokens& params, const Array& grams, const
   Executor executor = all;
   executor.threads = static_cast<int>(max_of(1, min_of(all.threads, groups)));
   Workspace measure;
-  static_cast<void>(VectorProducts<double>(measure, d_v));
+  static_cast<void>(HeadProducts<double>(measure, d_v));
+  measure.take<double>(kPanelSize);
   char* memory =
       static_cast<char*>(executor.allocate(executor.owner, measure.bytes() * executor.threads));
 
   parallel(executor, groups, [&](int64_t group, int thread) {
     Workspace workspace(memory + thread * measure.bytes());
-    const VectorProducts<double> transform(workspace, d_v);
+    const HeadProducts<double> transform(workspace, d_v);
+    double* product = workspace.take<double>(kPanelSize);
     const int64_t first = group * kPanel, here = min_of(kPanel, count - first);
     for (int64_t h = 0; h < params.H; ++h) {
-      transform.load_values(params, h, first, here);
+      transform.load_values(params, h / (params.H / params.G), first, here);
       double squares[kPanel] = {};
       for (int64_t c = 0; c < d_v; c += kPanel) {
-        transform.multiply(grams, d_v, d_v, h, c, here);
+        transform.multiply(grams, d_v, d_v, h, c, here, product);
         const double* values = transform.values() + c * kPanel;
         const int64_t elements = min_of(kPanel, d_v - c) * kPanel;
         for (int64_t i = 0; i < elements; ++i) {
-          squares[i % kPanel] += transform.product()[i] * values[i];
+          squares[i % kPanel] += product[i] * values[i];
         }
       }
       for (int64_t t = 0; t < here; ++t) {

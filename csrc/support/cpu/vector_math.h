@@ -1,4 +1,4 @@
-// Sine, cosine and exponential of whole vectors. tools/fit_polynomials.py prints
+// Sine, cosine, exponential and square root of whole vectors. tools/fit_polynomials.py prints
 // the coefficients, which stand with the lowest power first.
 #pragma once
 
@@ -121,6 +121,29 @@ inline Vec<T> cos_cycles(Vec<T> cycles) {
   const Vec<T> r = fraction - (shifted - P::kRoundingShift) * T(0.5);
   const Bits<T> sign = (Bits<T>)shifted << (8 * sizeof(T) - 1);
   return (Vec<T>)((Bits<T>)horner(P::kWideCos, r * r) ^ sign);
+}
+
+template <typename T>
+inline Vec<T> square_root(Vec<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm512_maskz_sqrt_ps(static_cast<__mmask16>(-1), (__m512)x);
+  } else {
+    return (Vec<T>)_mm512_maskz_sqrt_pd(static_cast<__mmask8>(-1), (__m512d)x);
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm256_sqrt_ps((__m256)x);
+  } else {
+    return (Vec<T>)_mm256_sqrt_pd((__m256d)x);
+  }
+#else
+  Vec<T> root = x;
+  for (int lane = 0; lane < kLanes<T>; ++lane) {
+    root[lane] = static_cast<T>(__builtin_sqrt(x[lane]));
+  }
+  return root;
+#endif
 }
 
 // Returns e^x for x below the overflow threshold, zero below the smallest normal number, NaN for

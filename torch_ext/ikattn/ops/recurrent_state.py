@@ -7,6 +7,7 @@ entries, as of :func:`ikattn.ops.key_moments`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -111,7 +112,14 @@ class RecurrentState(FixedKernel):
         return self._known()[1]
 
     @takes_memory_for("moments of keys", function="RecurrentState.update")
-    def update(self, key: Tensor, value: Tensor, key_bias: Tensor | None = None) -> None:
+    def update(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor | None = None,
+        *,
+        log_decay: Tensor | None = None,
+    ) -> None:
         """Adds keys and values.
 
         Args:
@@ -119,20 +127,31 @@ class RecurrentState(FixedKernel):
             value: ``[B, G, new, d_v]``, in any floating type.
             key_bias: Added to a key's logit, broadcastable to ``[B, K, new]`` or ``[B, G, new]``;
                 -inf hides the key, whatever it holds.
+            log_decay: Logarithms of forget gates, broadcastable as key_bias. The gate of a token
+                multiplies the weights of all keys before it, as in
+                :func:`ikattn.implicit_kernel_attention`; -inf forgets them.
 
         Raises:
             RuntimeError: A gradient would be lost, or memory is not enough; nothing has changed.
             TypeError: An argument is not floating point.
             ValueError: A shape is wrong, or not that of the tokens before.
         """
-        self._check_tokens("update", key, value, key_bias)
+        self._check_tokens("update", key, value, key_bias, log_decay)
         # Ordinary tensors, also from below inference_mode.
         with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
-            keys = self._keys_of(key, key_bias)
-            if self._moments is None:
-                self._moments, self._reference = key_moments(*keys, value)
+            features, logits = self._keys_of(key, key_bias)
+            kept = None if self._moments is None else self._known()
+            if log_decay is not None:
+                decay = self._decay_of(log_decay, key)
+                later = torch.cat([decay[..., 1:], torch.zeros_like(decay[..., :1])], -1)
+                logits = added(logits, later.flip(-1).cumsum(-1).flip(-1))
+                if kept is not None:
+                    kept = _forgotten(*kept, decay.sum(-1))
+            if kept is None:
+                kept = key_moments(features, logits, value)
             else:
-                torch.ops.ikattn.add_key_moments_(*self._known(), *keys, value)
+                torch.ops.ikattn.add_key_moments_(*kept, features, logits, value)
+            self._moments, self._reference = kept
         self._length += key.size(2)
         self._groups = key.size(1)
 
@@ -167,6 +186,7 @@ class RecurrentState(FixedKernel):
         value: Tensor,
         key_bias: Tensor | None = None,
         *,
+        log_decay: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
         """Attends causally from new tokens, which are added: a prompt, or a part of one.
@@ -175,9 +195,9 @@ class RecurrentState(FixedKernel):
 
         Args:
             query: ``[B, H, new, d]``.
-            key: As of :meth:`update`, as value and key_bias.
+            key: As of :meth:`update`, as value, key_bias and log_decay.
             value: ``[B, G, new, d_v]``.
-            key_bias: Broadcastable to ``[B, K, new]`` or ``[B, G, new]``.
+            key_bias, log_decay: Broadcastable to ``[B, K, new]`` or ``[B, G, new]``.
             eps: As of :meth:`attend`.
 
         Returns:
@@ -193,20 +213,37 @@ class RecurrentState(FixedKernel):
             )
         # all that may be wrong, before anything changes
         self._check_eps("extend", eps)
-        self._check_tokens("extend", key, value, key_bias)
+        self._check_tokens("extend", key, value, key_bias, log_decay)
         self._check_query("extend", query, key.size(0), key.size(1))
         if key.size(2) == 1:  # written in place
-            self.update(key, value, key_bias)
+            self.update(key, value, key_bias, log_decay=log_decay)
             return self.attend(query, eps=eps)
         # Ordinary tensors, also from below inference_mode.
         with torch.inference_mode(False), torch.no_grad(), without_autocast(key.device):
             features, logits = self._keys_of(key, key_bias)
-            is_first = self._moments is None
+            is_first, whole = self._moments is None, None
             before = no_moments(features, value.size(3)) if is_first else self._known()
-            output, _, *grown = causal_attention_from_moments(
-                self._of_queries(query, features.dtype), features, logits, value, *before, eps=eps
+            queries, sums = self._of_queries(query, features.dtype), before[0].dtype
+            if log_decay is not None:
+                decay = self._decay_of(log_decay, key)
+                if bool((decay == -math.inf).any()):
+                    rows = (query, key, value, key_bias)
+                    return torch.cat(
+                        [
+                            self.extend(*(_token(x, t) for x in rows), log_decay=gate, eps=eps)
+                            for t, gate in enumerate(decay.split(1, -1))
+                        ],
+                        2,
+                    )
+                total = decay.cumsum(-1)
+                logits, whole = added(logits, -total), total[..., -1]
+                # in float64, for sums of such logits cancel
+                queries, features, before = queries.double(), features.double(), (before[0].double(), before[1])
+            output, _, moments, reference = causal_attention_from_moments(
+                queries, features, logits, value, *before, eps=eps
             )
-            self._moments, self._reference = grown
+            self._moments = moments.to(sums)
+            self._reference = reference if whole is None else reference + whole
         self._length += key.size(2)
         self._groups = key.size(1)
         return output.to(query.dtype)
@@ -310,6 +347,12 @@ class RecurrentState(FixedKernel):
             raise ValueError("RecurrentState: no key came yet")
         return self._moments, self._reference
 
+    def _decay_of(self, log_decay: Tensor, key: Tensor) -> Tensor:
+        """Returns logarithms of gates for each head of the sums, [B, K, new] in float64."""
+        heads = self.w1.size(0)
+        whole, _ = with_heads(log_decay.double(), heads, key.size(1))
+        return to_heads(whole, heads).expand(key.size(0), heads, key.size(2))
+
     def _keys_of(self, key: Tensor, key_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns features and logits for each head of the sums."""
         features, logits = self._of_keys(key, torch.promote_types(key.dtype, self.dtype))
@@ -327,7 +370,12 @@ class RecurrentState(FixedKernel):
             )
 
     def _check_tokens(
-        self, method: str, key: Tensor, value: Tensor, key_bias: Tensor | None
+        self,
+        method: str,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor | None,
+        log_decay: Tensor | None,
     ) -> None:
         name, before = f"RecurrentState.{method}", None
         width = value.size(3) if value.dim() == 4 else -1
@@ -336,15 +384,32 @@ class RecurrentState(FixedKernel):
             width = self._moments.size(3) - 1
         self._check_key(method, key, before, self.dtype)
         self._refuse_gradients(method, value)
-        check_floating(name, value=value, key_bias=key_bias)
+        biases = {"key_bias": key_bias, "log_decay": log_decay}
+        check_floating(name, value=value, **biases)
         if tuple(value.shape) != (*key.shape[:3], width):
             raise ValueError(
                 f"{name}: value must have shape [B, G, new, d_v] as key, {list(key.shape[:3])}, "
                 f"and the values before, got {list(value.shape)}"
             )
-        if key_bias is not None:
-            _, heads = with_heads(key_bias, self.w1.size(0), key.size(1))
-            check_broadcasts(name, "key_bias", key_bias, (key.size(0), heads, key.size(2)))
+        for argument, x in biases.items():
+            if x is not None:
+                _, heads = with_heads(x, self.w1.size(0), key.size(1))
+                check_broadcasts(name, argument, x, (key.size(0), heads, key.size(2)))
+
+
+def _token(x: Tensor | None, t: int) -> Tensor | None:
+    """Returns token t of query, key or value [.., new, d] or of a bias [.., new or 1]."""
+    if x is None or x.dim() == 4:
+        return x if x is None else x[:, :, t : t + 1]
+    return x[..., t : t + 1] if x.dim() and x.size(-1) > 1 else x
+
+
+def _forgotten(moments: Tensor, reference: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns sums whose factors have the logarithm ``decay`` [B, K] more; none where it is -inf."""
+    closed = decay == -math.inf
+    if bool(closed.any()):
+        moments = moments.masked_fill(closed[..., None, None], 0.0)
+    return moments, reference + decay
 
 
 def _check_same_kernel(own: RecurrentState, other: RecurrentState) -> None:

@@ -22,7 +22,8 @@ from ikattn.ops.delta_rule import DeltaRule
 
 # Up to 256 MiB in float32, weights that a map needs are held.
 MOST_WEIGHTS = 1 << 26
-# Up to so many, holding weights takes no more time than streaming them, where no map needs them.
+# Up to so many, where no map needs weights, holding them takes no more time than streaming them.
+# Of dot attention on the CPU, streaming takes less.
 _FEW_WEIGHTS = 1 << 20
 
 # The axes of a run's tensors, the last ones of those that have fewer.
@@ -255,7 +256,8 @@ class AttentionCall:
             return Contributions(**self.paddings)
         block |= {"maps": names, "diagonal": self.diagonal, **self.paddings}
         holds_weights = "per_head" in names or self.has_weights or self.has_own_softmax
-        are_few = math.prod(self.sizes) <= _FEW_WEIGHTS and not self.streams
+        streams = self.streams or (self.frequencies is None and self.query.is_cpu)
+        are_few = math.prod(self.sizes) <= _FEW_WEIGHTS and not streams
         if holds_weights or are_few:
             found = contributions(self.applied_weights, self.value, out_proj_weight, **block)
             has_signs = self.gate is not None or self.delta is not None
