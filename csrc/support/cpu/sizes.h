@@ -55,9 +55,9 @@ constexpr int64_t kKeysTogether = 1024;  // of a task, summed by themselves
 
 // --- Contributions
 
-constexpr int64_t kPairRows = 32;             // of a block
-constexpr int kRowGroup = 4;                  // that read a factor together
-constexpr int64_t kProductTileRows = 192;     // of a tile of a product (products.h)
+constexpr int64_t kPairRows = 32;          // of a block
+constexpr int kRowGroup = 4;               // that read a factor together
+constexpr int64_t kProductTileRows = 192;  // of a tile of a product (products.h)
 constexpr int64_t kProductTileColumns = 256;
 
 }  // namespace
