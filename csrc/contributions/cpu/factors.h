@@ -1,8 +1,6 @@
-// The triangular factor of a token's transformed vectors in float64, by modified Gram-Schmidt,
-// whose R is as accurate as Householder's, for vectors that depend on each other too (Bjorck 1967).
+// The triangular factor of a token's transformed vectors by modified Gram-Schmidt in float64, whose
+// R is as accurate as Householder's, for vectors that depend on each other too (Bjorck 1967).
 #pragma once
-
-#include <array>
 
 #include "contributions/cpu/vectors.h"
 
@@ -74,7 +72,8 @@ inline double subtract_multiple(int64_t size, const double* a, double factor, do
 // running over the triangle. products [H] is scratch. Each step removes the part along row h from
 // the rows after it and, while they are in registers, multiplies them with the next row: one pass
 // per step.
-inline void factorize(int64_t H, int64_t size, double* vectors, double* products, double* factors) {
+template <typename T>
+void factorize(int64_t H, int64_t size, double* vectors, double* products, T* factors) {
   constexpr double kSmallest = 1e-300;
   double square = dot_product(size, vectors, vectors);
   int64_t k = 1;
@@ -85,11 +84,12 @@ inline void factorize(int64_t H, int64_t size, double* vectors, double* products
     const bool vanishes = square < kSmallest;  // false for NaN
     const double norm = vanishes ? 0.0 : __builtin_sqrt(square);
     const double inverse = vanishes ? 0.0 : 1.0 / norm;
-    *factors = norm;
+    *factors = static_cast<T>(norm);
     factors += kFactorBlock;
     for (k = h + 1; k < H; ++k, factors += kFactorBlock) {
-      *factors = products[k] * inverse;
-      products[k] = *factors * inverse;
+      products[k] *= inverse;
+      *factors = static_cast<T>(products[k]);
+      products[k] *= inverse;
     }
     if (h + 1 == H) break;
     double* next = vectors + (h + 1) * size;
@@ -104,8 +104,9 @@ inline void factorize(int64_t H, int64_t size, double* vectors, double* products
 }
 
 // Applies the linear part of a norm in place to rows [H][size] of D elements.
-inline void apply_norm(const NormLayer& norm, int64_t H, int64_t D, int64_t size, double* vectors) {
-  const double* weight = static_cast<const double*>(norm.weight);
+template <typename T>
+void apply_norm(const NormLayer& norm, int64_t H, int64_t D, int64_t size, double* vectors) {
+  const T* weight = static_cast<const T*>(norm.weight);
   for (int64_t h = 0; h < H; ++h) {
     double* row = vectors + h * size;
     double mean = 0;
@@ -114,7 +115,7 @@ inline void apply_norm(const NormLayer& norm, int64_t H, int64_t D, int64_t size
       for (int64_t c = 0; c < size; c += kLanes<double>) sums += load(row + c);
       mean = sum_of_lanes<double>(sums) / static_cast<double>(D);
     }
-    for (int64_t c = 0; c < D; ++c) row[c] = (row[c] - mean) * weight[c];
+    for (int64_t c = 0; c < D; ++c) row[c] = (row[c] - mean) * static_cast<double>(weight[c]);
   }
 }
 
@@ -133,74 +134,93 @@ inline double scale_of(int64_t count, const double* vectors) {
   return __builtin_ldexp(1.0, __builtin_ilogb(most));
 }
 
-// Computes the factors and value norms of token j of batch item b from its vectors [H][size], which
-// it overwrites.
-//   work [H][size] and products [H]: scratch
-inline void factors_of_token(const FactorParams& params, int64_t b, int64_t j, double* vectors,
-                             double* work, double* products) {
-  const int64_t H = params.H, D = params.D, size = padded_size(D), entries = triangle(H);
-  const int64_t blocks = ceil_div(params.S, kFactorBlock);
-  const int last = params.factors[2] ? 2 : params.factors[1] ? 1 : 0;
-  const double scale = scale_of(H * size, vectors);
-  if (scale != 1) {
-    for (int64_t c = 0; c < H * size; ++c) vectors[c] /= scale;
-  }
-  for (int64_t h = 0; params.value_norms && h < H; ++h) {
-    const double* row = vectors + h * size;
-    static_cast<double*>(params.value_norms)[(b * H + h) * params.S + j] =
-        scale * __builtin_sqrt(dot_product(size, row, row));
-  }
-  for (int v = 0; v <= last; ++v) {
-    if (v > 0) apply_norm(params.norms[v - 1], H, D, size, vectors);
-    if (!params.factors[v]) continue;
-    double* taken = v == last ? vectors : work;
-    if (v != last) __builtin_memcpy(work, vectors, H * size * sizeof(double));
-    double* factors = static_cast<double*>(params.factors[v]) +
-                      (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
-    factorize(H, size, taken, products, factors);
-    if (scale != 1) {
-      for (int64_t p = 0; p < entries; ++p) factors[p * kFactorBlock] *= scale;
-    }
-  }
-}
+// Computes factors and value norms of some tokens; T: their type.
+template <typename T>
+class TokenFactors {
+ public:
+  static constexpr int64_t kTokens = 16;  // at a time
 
-inline void token_factors(const FactorsOfTokens& params, const Executor& all) {
-  const int64_t count = params.B * params.S, H = params.H, size = padded_size(params.D);
-  const int64_t together = 16, groups = ceil_div(count, together);
-  Executor executor = all;  // no scratch for threads that would find nothing to do
-  executor.threads = static_cast<int>(max_of(1, min_of(all.threads, groups)));
-  const auto scratch = [&](Workspace& workspace) {
-    return std::array{workspace.take<double>(together * H * size), workspace.take<double>(H * size),
-                      workspace.take<double>(H), workspace.take<double>(kPanelSize)};
-  };
-  Workspace measure;
-  scratch(measure);
-  static_cast<void>(HeadProducts<double>(measure, params.d_v));
-  char* memory =
-      static_cast<char*>(executor.allocate(executor.owner, measure.bytes() * executor.threads));
+  TokenFactors(Workspace& workspace, const FactorsOfTokens& params)
+      : params_(params),
+        size_(padded_size(params.D)),
+        transform_(workspace, params.d_v),
+        product_(workspace.take<double>(kPanelSize)),
+        vectors_(workspace.take<double>(kTokens * params.H * size_)),
+        work_(workspace.take<double>(params.H * size_)),
+        products_(workspace.take<double>(params.H)) {}
 
-  parallel(executor, groups, [&](int64_t group, int thread) {
-    Workspace workspace(memory + thread * measure.bytes());
-    const auto [vectors, work, products, product] = scratch(workspace);
-    const HeadProducts<double> transform(workspace, params.d_v);
-    const int64_t first = group * together, here = min_of(together, count - first);
+  // Computes those of the tokens [first, first + count) of all batch items for which is_wanted(t),
+  // t from 0 on, is true; at most kTokens.
+  template <typename Wanted>
+  void operator()(int64_t first, int64_t count, const Wanted& is_wanted) const {
+    const int64_t H = params_.H, S = params_.S;
     for (int64_t h = 0; h < H; ++h) {
-      transform.load_values(params, h / (H / params.G), first, here);
-      for (int64_t c = 0; c < size; c += kPanel) {
-        transform.multiply(params.projection, params.D, params.d_v, h, c, here, product);
-        for (int64_t i = (params.D - c) * kPanel; i < kPanelSize; ++i) product[i] = 0;
-        for (int64_t t = 0; t < here; t += kLanes<double>) {
+      transform_.load_values(params_, h / (H / params_.G), first, count);
+      for (int64_t c = 0; c < size_; c += kPanel) {
+        transform_.multiply(params_.projection, params_.D, params_.d_v, h, c, count, product_);
+        for (int64_t i = (params_.D - c) * kPanel; i < kPanelSize; ++i) product_[i] = 0;
+        for (int64_t t = 0; t < count; t += kLanes<double>) {
           for (int64_t row = 0; row < kPanel; row += kLanes<double>) {
-            transpose_block(product + row * kPanel + t, kPanel,
-                            vectors + (t * H + h) * size + c + row, H * size);
+            transpose_block(product_ + row * kPanel + t, kPanel,
+                            vectors_ + (t * H + h) * size_ + c + row, H * size_);
           }
         }
       }
     }
-    for (int64_t t = 0; t < here; ++t) {
-      factors_of_token(params, (first + t) / params.S, (first + t) % params.S,
-                       vectors + t * H * size, work, products);
+    for (int64_t t = 0; t < count; ++t) {
+      if (is_wanted(t)) of_token((first + t) / S, (first + t) % S, vectors_ + t * H * size_);
     }
+  }
+
+ private:
+  // Overwrites the token's vectors [H][size].
+  void of_token(int64_t b, int64_t j, double* vectors) const {
+    const int64_t H = params_.H, entries = triangle(H), blocks = ceil_div(params_.S, kFactorBlock);
+    const int last = params_.factors[2] ? 2 : params_.factors[1] ? 1 : 0;
+    const double scale = scale_of(H * size_, vectors);
+    if (scale != 1) {
+      for (int64_t c = 0; c < H * size_; ++c) vectors[c] /= scale;
+    }
+    for (int64_t h = 0; params_.value_norms && h < H; ++h) {
+      const double* row = vectors + h * size_;
+      static_cast<T*>(params_.value_norms)[(b * H + h) * params_.S + j] =
+          static_cast<T>(scale * __builtin_sqrt(dot_product(size_, row, row)));
+    }
+    for (int v = 0; v <= last; ++v) {
+      if (v > 0) apply_norm<T>(params_.norms[v - 1], H, params_.D, size_, vectors);
+      if (!params_.factors[v]) continue;
+      double* taken = v == last ? vectors : work_;
+      if (v != last) __builtin_memcpy(work_, vectors, H * size_ * sizeof(double));
+      T* factors = static_cast<T*>(params_.factors[v]) +
+                   (b * blocks + j / kFactorBlock) * entries * kFactorBlock + j % kFactorBlock;
+      factorize(H, size_, taken, products_, factors);
+      if (scale != 1) {
+        for (int64_t p = 0; p < entries; ++p) factors[p * kFactorBlock] *= static_cast<T>(scale);
+      }
+    }
+  }
+
+  const FactorsOfTokens& params_;
+  int64_t size_;
+  HeadProducts<double> transform_;
+  double* product_;                      // [64][64]
+  double *vectors_, *work_, *products_;  // [kTokens][H][size], [H][size], [H]
+};
+
+inline void token_factors(const FactorsOfTokens& params, const Executor& all) {
+  constexpr int64_t kTokens = TokenFactors<double>::kTokens;
+  const int64_t count = params.B * params.S, groups = ceil_div(count, kTokens);
+  Executor executor = all;  // no scratch for threads that would find nothing to do
+  executor.threads = static_cast<int>(max_of(1, min_of(all.threads, groups)));
+  Workspace measure;
+  static_cast<void>(TokenFactors<double>(measure, params));
+  char* memory =
+      static_cast<char*>(executor.allocate(executor.owner, measure.bytes() * executor.threads));
+  parallel(executor, groups, [&](int64_t group, int thread) {
+    Workspace workspace(memory + thread * measure.bytes());
+    const TokenFactors<double> factors(workspace, params);
+    const int64_t first = group * kTokens;
+    factors(first, min_of(kTokens, count - first), [](int64_t) { return true; });
   });
 }
 

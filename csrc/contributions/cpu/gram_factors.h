@@ -1,12 +1,13 @@
 // The triangular factors of tokens in float32: Cholesky's, of their Gram matrices in float64.
 //
 // |R a| has the accuracy of the direct sum, also where the heads cancel, while a^T G a with the
-// Gram matrix G would lose all digits there. Half of the digits of float64 are lost with the square
-// root, and those that are left are more than float32 has. Vectors exist for some tokens and 64
-// elements at a time; a lane is a token from the products to the factors.
+// Gram matrix G would lose all digits there. Cholesky's R loses the digits of float64 by which a
+// pivot is below its head's square; tokens whose heads depend on each other to seven digits take
+// modified Gram-Schmidt (factors.h). Vectors exist for some tokens and 64 elements at a time. A
+// lane is a token, from the products to the factors.
 #pragma once
 
-#include "contributions/cpu/vectors.h"
+#include "contributions/cpu/factors.h"
 #include "support/cpu/vector_math.h"
 
 namespace ikattn::IKATTN_ISA {
@@ -33,7 +34,8 @@ class GramFactors {
         transform_(workspace, params.d_v, params.G),
         vectors_(workspace.take<float>(params.H * kPanelSize)),
         product_(workspace.take<float>(kPanelSize)),
-        wide_(workspace.take<double>(params.H * kGramDepth * kLanes<double>)) {
+        wide_(workspace.take<double>(params.H * kGramDepth * kLanes<double>)),
+        exact_(workspace, params) {
     for (int v = 0; v < 3; ++v) {
       const int64_t entries = params.factors[v] || (v == 0 && params.value_norms);
       grams_[v] = workspace.take<double>(entries * triangle(params.H) * kPanel);
@@ -44,7 +46,7 @@ class GramFactors {
   }
 
   // Computes factors and value norms of the tokens [first, first + count) of all batch items.
-  void operator()(int64_t first, int64_t count) const {
+  void operator()(int64_t first, int64_t count) {
     const int64_t H = params_.H, D = params_.D;
     for (int64_t g = 0; g < params_.G; ++g) transform_.load_values(params_, g, first, count, g);
     for (int v = 0; v < 3; ++v) {
@@ -64,6 +66,13 @@ class GramFactors {
       }
     }
     for (int64_t t = 0; t < count; t += kLanes<double>) finish(first, count, t);
+    for (int64_t t = 0; t < count; t += kExact) {
+      const bool* depends = depends_ + t;
+      const int64_t here = min_of(kExact, count - t);
+      bool any = false;
+      for (int64_t i = 0; i < here; ++i) any |= depends[i];
+      if (any) exact_(first + t, here, [&](int64_t i) { return depends[i]; });
+    }
   }
 
  private:
@@ -138,7 +147,8 @@ class GramFactors {
   }
 
   // Stores the value norms and factors of a vector of tokens.
-  void finish(int64_t first, int64_t count, int64_t t) const {
+  void finish(int64_t first, int64_t count, int64_t t) {
+    Bits<double> depends{};
     const int64_t H = params_.H, S = params_.S, blocks = ceil_div(S, kFactorBlock);
     for (int64_t h = 0; params_.value_norms && h < H; ++h) {
       const double* squares = grams_[0] + entry_of(H, h, h) * kPanel;
@@ -150,7 +160,7 @@ class GramFactors {
     }
     for (int v = 0; v < 3; ++v) {
       if (!params_.factors[v]) continue;
-      factorize(grams_[v] + t);
+      depends |= factorize(grams_[v] + t);
       for (int64_t lane = t; lane < min_of(count, t + kLanes<double>); ++lane) {
         const int64_t b = (first + lane) / S, j = (first + lane) % S;
         float* factors = static_cast<float*>(params_.factors[v]) +
@@ -161,12 +171,14 @@ class GramFactors {
         }
       }
     }
+    for (int64_t lane = 0; lane < kLanes<double>; ++lane) depends_[t + lane] = depends[lane] != 0;
   }
 
-  // Turns Gram matrices, [triangle(H)][64], into their factors, for a vector of tokens. A head
-  // whose vector depends on those before it to 15 digits has no row.
-  void factorize(double* grams) const {
-    constexpr double kDependent = 1e-15;
+  // Turns Gram matrices, [triangle(H)][64], into their factors, for a vector of tokens. Returns
+  // which tokens have a head that depends on those before it.
+  Bits<double> factorize(double* grams) const {
+    constexpr double kDependent = 1e-7;
+    Bits<double> depends{};
     const int64_t H = params_.H;
     const auto row_of = [&](int64_t h) { return grams + entry_of(H, h, h) * kPanel; };
     for (int64_t h = 0; h < H; ++h) {
@@ -180,22 +192,26 @@ class GramFactors {
         }
       }
       const Vec<double> square = load(row);
-      const Bits<double> vanishes = square <= kDependent * whole;  // false for NaN
-      const Vec<double> norm = vanishes ? Vec<double>{} : square_root<double>(square);
+      const Bits<double> vanishes = whole == 0.0;
+      depends |= (square <= kDependent * whole) & ~vanishes;  // false for NaN
+      const Vec<double> norm = square_root<double>(square);
       const Vec<double> inverse = vanishes ? Vec<double>{} : 1.0 / norm;
       store(row, norm);
       for (int64_t k = kPanel; k < (H - h) * kPanel; k += kPanel) {
         store(row + k, load(row + k) * inverse);
       }
     }
+    return depends;
   }
 
+  static constexpr int64_t kExact = TokenFactors<float>::kTokens;
   const FactorsOfTokens& params_;
   HeadProducts<float> transform_;
   float *vectors_, *product_;  // [H][64][64], [64][64]: elements by tokens
   double* wide_;               // [H][kGramDepth][tokens of a vector]
   double *grams_[3], *means_[2];
-  bool is_wanted_[3];
+  TokenFactors<float> exact_;
+  bool is_wanted_[3], depends_[kPanel];
   int last_;
 };
 
@@ -211,7 +227,7 @@ inline void gram_factors(const FactorsOfTokens& params, const Executor& all) {
       static_cast<char*>(executor.allocate(executor.owner, measure.bytes() * executor.threads));
   parallel(executor, groups, [&](int64_t group, int thread) {
     Workspace workspace(memory + thread * measure.bytes());
-    const GramFactors factors(workspace, params);
+    GramFactors factors(workspace, params);
     const int64_t first = group * together;
     factors(first, min_of(together, count - first));
   });

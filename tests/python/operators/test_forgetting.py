@@ -51,19 +51,50 @@ def test_weights_are_multiplied_by_the_gates_between(length: int) -> None:
 @pytest.mark.parametrize("strength", [1.0, 300.0])  # sums near zero, and in the thousands
 def test_parts_of_a_call_agree(strength: float) -> None:
     call, gates = drawn(700)
-    whole = attention(**call, log_decay=strength * gates)
+    gates *= strength
+    gates[:, 0, 500] = -math.inf
+    whole = attention(**call, log_decay=gates)
     value = call.pop("value")
-    weights = ikattn.implicit_kernel_weights(**call, log_decay=strength * gates)
+    weights = ikattn.implicit_kernel_weights(**call, log_decay=gates)
     assert_close(weights @ value, whole, 1e-11)
-    state = ikattn.RecurrentState(call["w1"], call["w2"])
-    bias = -(strength * gates).cumsum(-1)
-    parts = [
-        state.extend(*(x[:, :, part] for x in (call["query"], call["key"], value, bias)))
-        for part in (slice(0, 300), slice(300, 700))
-    ]
-    assert_close(torch.cat(parts, 2), whole, 1e-11)
     with ikattn.deterministic("batch"):
-        assert_close(attention(**call, value=value, log_decay=strength * gates), whole, 1e-11)
+        assert_close(attention(**call, value=value, log_decay=gates), whole, 1e-11)
+
+
+@pytest.mark.parametrize("strength", [1.0, 300.0])
+def test_a_state_forgets(strength: float) -> None:
+    call, gates = drawn(300)
+    gates *= strength
+    gates[:, 0, [120, 250]] = -math.inf
+    bias = torch.randn(1, 1, 300, dtype=torch.float64)
+    whole = attention(**call, key_bias=bias, log_decay=gates)
+    query, key, value = (call[x] for x in ("query", "key", "value"))
+    state = ikattn.RecurrentState(call["w1"], call["w2"])
+
+    def tokens(part: slice) -> tuple[Tensor, ...]:
+        return key[:, :, part], value[:, :, part], bias[:, :, part]
+
+    first, last = slice(0, 100), slice(200, 300)
+    parts = [state.extend(query[:, :, first], *tokens(first), log_decay=gates[:, :, first])]
+    for t in range(100, 140):
+        token = slice(t, t + 1)
+        state.update(*tokens(token), log_decay=gates[:, :, token])
+        parts.append(state.attend(query[:, :, token]))
+    state.update(*tokens(slice(140, 200)), log_decay=gates[:, :, 140:200])
+    parts.append(state.extend(query[:, :, last], *tokens(last), log_decay=gates[:, :, last]))
+    seen = torch.arange(300)
+    seen = (seen < 140) | (seen >= 200)
+    assert_close(torch.cat(parts, 2), whole[:, :, seen], 1e-11)
+
+
+def test_gates_of_a_wrong_shape_or_type_change_no_state() -> None:
+    call, gates = drawn(4)
+    state = ikattn.RecurrentState(call["w1"], call["w2"])
+    with pytest.raises(ValueError, match=r"update: log_decay must broadcast to \[1, 2, 4\]"):
+        state.update(call["key"], call["value"], log_decay=gates[..., :3])
+    with pytest.raises(TypeError, match="extend: log_decay must be floating point"):
+        state.extend(call["query"], call["key"], call["value"], log_decay=gates.long())
+    assert len(state) == 0
 
 
 def test_float32_keeps_its_digits_over_65536_tokens() -> None:

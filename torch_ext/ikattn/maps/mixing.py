@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ikattn._memory import takes_memory_for
 from ikattn.maps.contribution_maps import NormStats
 from ikattn.maps.summary import without_padding
+from ikattn.ops.forgetting import is_traced
 
 MOST_ELEMENTS = 1 << 24  # of [keys, L, D], held at a time
 
@@ -188,15 +189,16 @@ def projection(
     # A value that is not finite shows in the rows that see it, and in no others.
     unknown = ~value.isfinite().all(-1)
     value = value.masked_fill(unknown.unsqueeze(-1), 0)
-    weights = weights.masked_fill((weights != 0) & unknown.unsqueeze(-2), torch.nan)
-    by_head = out_proj_weight.to(dtype).unflatten(1, (-1, value.size(-1))).permute(1, 2, 0)
+    if not value.is_cpu or is_traced(value) or bool(unknown.any()):
+        weights = weights.masked_fill((weights != 0) & unknown.unsqueeze(-2), torch.nan)
+    to_output = out_proj_weight.to(dtype).mT  # [H d_v, D]
     if norm is not None:
-        by_head = _through(by_head, norm)  # [H, d_v, D]
+        to_output = _through(to_output, norm)
     heads = weights @ value
     if gate is not None:
         gate = gate.to(dtype)
         heads = heads * gate
-    output = torch.einsum("bhld,hde->ble", heads, by_head)
+    output = heads.transpose(1, 2).flatten(2) @ to_output
     if residual is not None:
         residual = residual.to(dtype)
         if query_padding is not None:
@@ -207,11 +209,11 @@ def projection(
     unit = output / torch.where(largest == 0, 1, largest)
     square = unit.square().sum(-1, keepdim=True)
     along = unit / torch.where(square == 0, 1, square) / torch.where(largest == 0, 1, largest)
-    along = torch.einsum("ble,hde->bhld", along, by_head)
+    along = (along @ to_output.mT).unflatten(2, (heads.size(1), -1)).transpose(1, 2)
     if gate is not None:
         along = along * gate
-    parts: Tensor = weights * (along @ value.mT)
-    return parts
+    parts: Tensor = along @ value.mT
+    return parts.mul_(weights)  # which is as large
 
 
 def _check_shapes(
