@@ -77,8 +77,8 @@ def convert(
         seed: If given, the i-th module to be converted is seeded with ``seed + i``.
         sizes: For modules of transformers of which this package does not know it: from the module
             to its number of query heads and head size, (H, d).
-        forget: Gives nn.MultiheadAttention gates, as for ``MultiheadAttention``; select the modules
-            of causal self-attention alone.
+        forget: Gives nn.MultiheadAttention and causal attention of transformers gates, as for
+            ``MultiheadAttention``; select the modules of causal self-attention alone.
 
     Raises:
         TypeError: ``model`` is no module, or ``select`` no selection.

@@ -91,15 +91,15 @@ def attend(
     """
     name = "implicit_kernel_attention"
     named: Any = changed(name, options, query)  # with the seed of dropout
+    kind = query.device.type
+    lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if lowers and query.dtype != torch.float64:
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     traced = is_traced(query)
     if not traced:
         torch.ops.ikattn.check_implicit_kernel_attention(query, key, value, w1, w2, **named)
     check_order(name, named.get("p", 2.0))
     gates = _gates_of(name, query, key, log_decay, named)
-    kind = query.device.type
-    lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if lowers and query.dtype != torch.float64:
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     call = _Call(query, key, value, w1, w2, gates, named)
     takes_pairs = named.get("attn_mask") is not None or named.get("dropout_p", 0.0) != 0.0
     takes_pairs = takes_pairs or query.size(2) == 0
@@ -130,6 +130,18 @@ def options_of_weights(
     """Returns the options with which ``implicit_kernel_weights`` has gates."""
     gates = _gates_of("implicit_kernel_weights", query, key, log_decay, options)
     return _with_decay(query, gates, options)
+
+
+def decay_of_pairs(log_decay: Tensor, length: int, mask: Tensor | None = None) -> Tensor:
+    """Returns what gates [B, H, S] add to logits of the last queries, [B, H, length, S].
+
+    A mask of pairs, broadcastable to that, bool, True = may attend, or floating point, is in it.
+    """
+    total = log_decay.double().cumsum(-1)
+    decay = (total[..., -length:].unsqueeze(-1) - total.unsqueeze(-2)).to(log_decay.dtype)
+    if mask is None:
+        return decay
+    return decay.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else decay + mask
 
 
 def is_traced(x: Tensor) -> bool:

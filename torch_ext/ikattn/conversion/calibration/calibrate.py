@@ -117,7 +117,7 @@ def calibrate(
                 f"calibrate: expected frequencies that require grad, got frozen ones in {layer}; "
                 "select leaves modules out"
             )
-        if getattr(layer.module, "forget", None) is not None:
+        if any(getattr(x, "forget", None) is not None for x in (layer.module, layer.kernel)):
             raise ValueError(f"calibrate: {layer} has gates, and so cannot come near softmax")
         if getattr(layer.module, "head_share", getattr(layer.kernel, "head_share", None)):
             raise ValueError(

@@ -225,10 +225,11 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
         kernel: tuple[float | None, Tensor, Tensor | None],
         tokens: tuple[Tensor, Tensor, Tensor],
         mask: Tensor | None,
+        log_decay: Tensor | None,
     ) -> Tensor:
         """Returns attention [B, H, L, d_v] of new queries, keys and values; they enter the state.
 
-        The kernel is p, w1 and w2; the mask is as the module was given it.
+        The kernel is p, w1 and w2; the mask is as the module was given it, and log_decay [B, H, L].
         """
         p, w1, w2 = kernel
         query, key, value = tokens
@@ -253,7 +254,7 @@ class StateLayer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc
             _refuse_mask("there is none, for several queries after keys before")
         visible = _visible_keys(mask, length, past, query.size(0))
         bias = self._bias_of(visible, past, query)
-        output = self.state.extend(query, key, value, bias)
+        output = self.state.extend(query, key, value, bias, log_decay=log_decay)
         self.handed = None
         return output
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn.integrations.transformers._cache import LAYERS, layer_of
+from ikattn.integrations.transformers._gates import gated, log_decay_of
 from ikattn.integrations.transformers._masks import (
     Sequences,
     given_sequences,
@@ -118,7 +119,18 @@ def _implicit_attention(
             "has heads that compute softmax, which {} does not support; calibrate without keep, or "
             "call keep_softmax(None) of its kernel",
         )
-    packed = None if split is not None else _sequences(module, given, visibility)
+    gates = getattr(kernel, "forget", None)
+    if gates is not None:
+        wrong = {
+            "context_parallel": is_over_ranks(),
+            "tensor parallelism": share is not None,
+            "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
+            "heads that compute softmax": split is not None,
+        }
+        _refuse(module, wrong, "has gates (forget=True), which {} does not support")
+        visibility = gated(gates, given, visibility)
+    unpacked = split is not None or gates is not None
+    packed = None if unpacked else _sequences(module, given, visibility)
     if packed is not None and _averages(kernel):
         raise NotImplementedError(
             f'{IMPLICIT}: spectral="mikan" averages over whole rows, where {type(module).__name__} '
@@ -180,7 +192,14 @@ def _from_state(module: nn.Module, kernel: Any, layer: Any, given: Given) -> Ten
             f"{IMPLICIT}: a cache of states decodes causally, in eval mode, under torch.no_grad(), "
             f"and makes no weights; {type(module).__name__} has {', '.join(wrong)}"
         )
-    found: Tensor = layer.attend(module, (kernel.p, w1, w2), given[:3], given.attention_mask)
+    gates = getattr(kernel, "forget", None)
+    found: Tensor = layer.attend(
+        module,
+        (kernel.p, w1, w2),
+        given[:3],
+        given.attention_mask,
+        None if gates is None else log_decay_of(gates, given),
+    )
     return found
 
 
@@ -197,7 +216,7 @@ def _from_kept_features(
         return None
     layer = layer_of(given.key, "features")
     is_top_left = arguments.get("is_causal", False) and queries != keys
-    if layer is None or w1.dim() != 3 or is_top_left:
+    if layer is None or w1.dim() != 3 or is_top_left or "log_decay" in arguments:
         return None
     if arguments["dropout_p"] > 0.0 or given.options.get("output_attentions"):
         return None
@@ -205,6 +224,7 @@ def _from_kept_features(
     return features.attend(  # type: ignore[no-any-return]
         given.query,
         given.value,
+        key_bias=arguments.get("key_bias"),
         attn_mask=arguments.get("attn_mask"),
         # with as many keys as queries, the only case left, the operator's is_causal is the same
         causal_lower_right=arguments.get("is_causal", False),

@@ -58,7 +58,6 @@ class InterfaceAttention(Kind):
             "kernel": (settings.kernel == "implicit", "'implicit'"),
             "p": (settings.p != "learned", "a number or None"),
             "spectral": (isinstance(settings.spectral, str), f"one of {SOURCES}"),
-            "forget": (not settings.forget, "False"),
         }
         for name, (is_taken, expected) in taken.items():
             if not is_taken:
@@ -69,13 +68,19 @@ class InterfaceAttention(Kind):
         if settings.spectral not in SOURCES:
             raise ValueError(f"spectral must be one of {SOURCES}, got {settings.spectral!r}")
         check_spectral(settings.spectral, settings.seed)
+        others = {type(x).__name__ for x in modules if not getattr(x, "is_causal", True)}
+        if settings.forget and others:
+            raise ValueError(
+                f"convert: forget must be False for {', '.join(sorted(others))}, which is not "
+                "causal, got True"
+            )
         options = _options_of(settings)
         self._check_whole("convert", model, modules)
         for part in _models_in(model):
             if not set(part.modules()).intersection(modules):
                 continue
             before = settings_of(part.config)
-            kept = {name: x for name, x in (before or {}).items() if name in options}
+            kept = {x: y for x, y in (before or {}).items() if x in {*options, "forget"}}
             if before is not None and kept != options and any(map(self.is_ours, part.modules())):
                 raise ValueError(
                     f"convert: the model has kernels with {kept} already, got {options}"
@@ -158,6 +163,7 @@ def _options_of(settings: KernelSettings, config: Any = None) -> dict[str, Any]:
         "spectral": "direct" if is_stationary else settings.spectral,
         "stationary": bool(settings.stationary) or is_stationary,
     }
+    options |= {"forget": True} if settings.forget else {}
     return options | ({"softmax_heads": True} if before.get("softmax_heads") else {})
 
 
@@ -270,6 +276,8 @@ def from_pretrained(
         kernel = model.get_submodule(f"{path}.spectral") if path else None
         if isinstance(kernel, KERNELS):
             kernel.reset_parameters()
+            if ".forget." in name:
+                kernel.forget.reset_parameters()
     return (model, info) if wants_info else model
 
 

@@ -16,6 +16,7 @@ from ikattn.integrations.transformers.interface import tell_of_another_kernel
 from ikattn.nn.functional import check_kernel
 from ikattn.nn.kinds import Sizes
 from ikattn.nn.softmax_heads import SoftmaxHeads
+from ikattn.ops.forgetting import ForgetGates
 from ikattn.spectral import Direct, Ikan, Mikan
 from ikattn.spectral.regularized import Regularized
 
@@ -167,6 +168,8 @@ def attach_kernel(
     kernel = kind(heads, head_size, options["num_frequencies"], **own).train(module.training)
     if options.get("softmax_heads", False):
         kernel.keep_softmax(torch.zeros(heads, dtype=torch.bool))
+    if options.get("forget"):
+        kernel.forget = ForgetGates(heads, head_size, device=like.device, dtype=like.dtype)
     kernel.key_heads = _first_int(_KEY_HEADS, getattr(module, "config", None))
     module.register_module("spectral", kernel)
     module.register_forward_pre_hook(_tell_if_unused)

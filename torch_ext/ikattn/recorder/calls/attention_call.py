@@ -170,7 +170,7 @@ class AttentionCall:
             logits = self.softcap * (logits / self.softcap).tanh()
         if self.key_bias is not None:
             logits = logits + self.key_bias.unsqueeze(-2)
-        mask = self._mask()
+        mask = self.mask()
         if mask is None and self.key_bias is None and self.sinks is None and logits.size(-1) > 0:
             return logits.softmax(-1)  # every query sees a key
         if mask is not None:
@@ -281,7 +281,7 @@ class AttentionCall:
 
     def hidden(self) -> Tensor | None:
         """The pairs that a mask hides, bool, broadcastable to ``[B, H, L, S]``; None: none."""
-        hidden, mask = None, self._mask()
+        hidden, mask = None, self.mask()
         if mask is not None:
             hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
         if self.key_bias is None:
@@ -289,7 +289,7 @@ class AttentionCall:
         keys = (self.key_bias == -math.inf).unsqueeze(-2)
         return keys if hidden is None else hidden | keys
 
-    def _mask(self) -> Tensor | None:
+    def mask(self) -> Tensor | None:
         """``attn_mask`` and ``causal`` as one mask."""
         if self.causal is None:
             return self.attn_mask
@@ -304,7 +304,7 @@ class AttentionCall:
     def _options(self) -> dict[str, Any]:
         """Masks and groups of heads, as arguments of the operators."""
         is_causal = self.causal == 0  # as the operators have it: the first query sees one key
-        mask = self.attn_mask if is_causal else self._mask()
+        mask = self.attn_mask if is_causal else self.mask()
         masks = {"attn_mask": mask, "is_causal": is_causal, "key_bias": self.key_bias}
         return masks | {"enable_gqa": self.key.size(1) != self.query.size(1)}
 

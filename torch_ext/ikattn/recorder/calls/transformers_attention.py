@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from ikattn._precision import widened
+from ikattn.integrations.transformers._gates import log_decay_of
 from ikattn.integrations.transformers.attention import scaled_query
 from ikattn.integrations.transformers.interface import (
     Given,
@@ -22,6 +23,7 @@ from ikattn.integrations.transformers.interface import (
     mask_of,
 )
 from ikattn.integrations.transformers.kernels import IMPLICIT, kernel_of
+from ikattn.ops.forgetting import decay_of_pairs
 from ikattn.recorder.calls.attention_call import AttentionCall
 from ikattn.recorder.calls.hearing import Told, hearing
 
@@ -96,11 +98,11 @@ def interface_call(module: nn.Module, given: Given, kind: str | None) -> Attenti
         given_dtype=given.query.dtype if given.key.dtype == given.query.dtype else None,
     )
     if given.implementation == IMPLICIT:
-        _use_kernel(call, kernel_of(module))
+        _use_kernel(call, kernel_of(module), given)
     return call
 
 
-def _use_kernel(call: AttentionCall, kernel: Any) -> None:
+def _use_kernel(call: AttentionCall, kernel: Any, given: Given) -> None:
     """Turns a call into one of the implicit kernel, as "ikattn_implicit" computes it."""
     call.query, call.scaling = scaled_query(call.query, call.scaling), None
     call.given_dtype = None
@@ -108,3 +110,7 @@ def _use_kernel(call: AttentionCall, kernel: Any) -> None:
     call.frequencies = (widened(w1), None if w2 is None else widened(w2))
     call.kernel, call.p = "implicit", kernel.p
     call.softmax_heads = getattr(kernel, "softmax_heads", None)
+    gates = getattr(kernel, "forget", None)
+    if gates is not None:
+        decay = decay_of_pairs(log_decay_of(gates, given), given.query.size(2), call.mask())
+        call.attn_mask, call.causal = decay, None
