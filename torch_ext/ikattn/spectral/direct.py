@@ -40,7 +40,31 @@ def checked_seed(seed: int | None) -> int | None:
     return int(seed)
 
 
-class Direct(nn.Module):
+class Sized(nn.Module):
+    """A base of sources: H heads of size d, M frequencies for each, and a seed.
+
+    Raises:
+        ValueError: A size is no integer or less than 1, or seed no integer of 64 bits.
+    """
+
+    head_share: HeadShare | None = None  # the heads of this rank, where ranks share them out
+
+    def __init__(
+        self, num_heads: int, head_dim: int, num_frequencies: int, seed: int | None
+    ) -> None:
+        super().__init__()
+        self.num_heads = checked_size("num_heads", num_heads)
+        self.head_dim = checked_size("head_dim", head_dim)
+        self.num_frequencies = checked_size("num_frequencies", num_frequencies)
+        self.seed = checked_seed(seed)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """H, d and M."""
+        return self.num_heads, self.head_dim, self.num_frequencies
+
+
+class Direct(Sized):
     """Frequencies that are parameters: the paper's direct spectral density.
 
     The parameters ``w1`` and ``w2`` are stored flat, [H * d * M] in the order [H, d, M]. Code that
@@ -74,7 +98,6 @@ class Direct(nn.Module):
 
     w1: nn.Parameter
     w2: nn.Parameter | None
-    head_share: HeadShare | None = None  # the heads of this rank, where w1 and w2 are sharded
 
     def __init__(
         self,
@@ -88,16 +111,11 @@ class Direct(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes(num_heads, head_dim, num_frequencies)
+        super().__init__(num_heads, head_dim, num_frequencies, seed)
         if initial not in get_args(Initial):
             raise ValueError(f"initial must be one of {get_args(Initial)}, got {initial!r}")
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.num_frequencies = int(num_frequencies)
         self.initial = initial
-        self.seed = checked_seed(seed)
-        size = num_heads * head_dim * self.num_frequencies
+        size = math.prod(self._shape)
         self.w1 = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if stationary:
             self.register_parameter("w2", None)
@@ -119,11 +137,6 @@ class Direct(nn.Module):
         for parameter in self.parameters():
             with whole(parameter) as values:
                 fill_uniform(values, bound, generator)
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        """H, d and M."""
-        return self.num_heads, self.head_dim, self.num_frequencies
 
     def frequencies(self) -> tuple[Tensor, Tensor | None]:
         """Returns w1 and w2 (None if stationary) as views of shape [H, d, M].
@@ -207,13 +220,6 @@ class Stationary(Direct):
         self, num_heads: int, head_dim: int, num_frequencies: int, **options: Unpack[_Options]
     ) -> None:
         super().__init__(num_heads, head_dim, num_frequencies, stationary=True, **options)
-
-
-def check_sizes(num_heads: int, head_dim: int, num_frequencies: int) -> None:
-    """Raises ValueError for a size that is no integer, or less than 1."""
-    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_frequencies": num_frequencies}
-    for name, size in sizes.items():
-        checked_size(name, size)
 
 
 @torch.no_grad()

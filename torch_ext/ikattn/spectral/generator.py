@@ -10,8 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from ikattn._heads import HeadShare
-from ikattn.spectral.direct import check_sizes, checked_seed, unit_angle_scale
+from ikattn.spectral.direct import Sized, unit_angle_scale
 from ikattn.spectral.networks import OddNetwork
 
 Evaluation = Literal["points", "mean", "random"]
@@ -32,7 +31,7 @@ class GeneratorOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class Generator(nn.Module):
+class Generator(Sized):
     """A base of generators: networks of noise z, half of it about +location, half about -location.
 
     The halves are drawn independently. Were the second the mirror image of the first, w would be
@@ -60,7 +59,6 @@ class Generator(nn.Module):
     # No buffer: loaders that make models on meta fill those that are in no checkpoint with anything
     points: Tensor
     network2: OddNetwork | None
-    head_share: HeadShare | None = None  # the heads of this rank, where ranks share them out
 
     def __init__(
         self,
@@ -76,8 +74,7 @@ class Generator(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes(num_heads, head_dim, num_frequencies)
+        super().__init__(num_heads, head_dim, num_frequencies, seed)
         if num_frequencies % 2:
             raise ValueError(
                 f"num_frequencies must be even and at least 2, one half each for +z and -z, got "
@@ -86,13 +83,9 @@ class Generator(nn.Module):
         if not _is_finite(prior_scale) or prior_scale <= 0:
             raise ValueError(f"prior_scale must be positive, got {prior_scale!r}")
         check_weight("kl_weight", kl_weight)
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.num_frequencies = num_frequencies
         self.evaluation = evaluation
         self.prior_scale = prior_scale
         self.kl_weight = kl_weight
-        self.seed = checked_seed(seed)
         networks = [
             OddNetwork(head_dim, device, dtype, self._seeded()) for _ in range(2 - stationary)
         ]
@@ -105,11 +98,6 @@ class Generator(nn.Module):
     def stationary(self) -> bool:
         """Whether there is no second network."""
         return self.network2 is None
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        """H, d and M."""
-        return self.num_heads, self.head_dim, self.num_frequencies
 
     @property
     def evaluation(self) -> Evaluation:

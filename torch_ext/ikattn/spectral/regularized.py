@@ -92,12 +92,14 @@ def regularization_loss(model: nn.Module) -> Tensor:
     """
     terms: list[Tensor] = []
     missing: str | None = None
+    transformations: Any = torch._C._functorch  # torch has no types for these
     for name, module in model.named_modules():
         if not isinstance(module, Regularized):
             continue
         term, module.regularization = module.regularization, None
-        if term is not None and _is_dead(term):
-            term = None
+        if term is not None:  # of a transformation of torch.func that has ended, such as vmap?
+            level = transformations.maybe_get_level(term)  # 0 or less outside
+            term = None if level > (transformations.maybe_current_level() or 0) else term
         in_training, with_grad = module._regularized_in
         if term is not None and in_training == module.training:
             if in_training and not with_grad:
@@ -116,13 +118,6 @@ def regularization_loss(model: nn.Module) -> Tensor:
         )
     first = next(model.parameters(), None)
     return torch.zeros((), device=None if first is None else first.device)
-
-
-def _is_dead(term: Tensor) -> bool:
-    """Whether it belongs to a transformation of torch.func that has ended, such as vmap."""
-    transformations: Any = torch._C._functorch  # torch has no types for these
-    level: int = transformations.maybe_get_level(term)  # 0 or less outside
-    return level > (transformations.maybe_current_level() or 0)
 
 
 def _check_nothing_is_lost(name: str, module: Regularized) -> None:
