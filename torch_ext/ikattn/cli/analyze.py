@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -78,14 +78,17 @@ def _run(
     try:
         model = loaded or AnalyzedModel.load(job, has_target=target is not None)
         lines = (x for x in read_lines(source, target) if not results.has(x.number))
-        with _progress(results) as (advance, note):
+        tqdm = import_module("tqdm").tqdm  # which transformers requires
+        sizes = {"total": results.total, "initial": results.reached}
+        with tqdm(**sizes, unit="line", file=sys.stderr) as bar:
+            note = partial(bar.write, file=sys.stderr)
             while chunk := list(islice(lines, job.batch_size)):
                 for line, recording, truncated in _maps_of(job, model, chunk, note):
                     if not results.has_files(line.number):
                         names = _write_line(job, line, recording)
                         results.add_entry(_entry(job, line, recording, truncated, names))
                     results.add_to_sums(line.number, recording)
-                    advance()
+                    bar.update(results.reached - bar.n)
                 if results.unsaved >= lines_between_saves(results.total):
                     results.save_sums()
             results.save_sums()
@@ -168,12 +171,3 @@ def check_libraries(job: Job) -> None:
     looks_like_path = job.model.startswith((".", "~", os.sep)) or job.model.count("/") > 1
     if looks_like_path and not Path(job.model).is_dir():
         raise AnalyzeError(f"there is no model directory {job.model}")
-
-
-@contextmanager
-def _progress(results: Results) -> Iterator[tuple[Callable[[], Any], Callable[[str], Any]]]:
-    """How to show the lines that are done, and to write a notice beside their number."""
-    sizes = {"total": results.total, "initial": results.reached}
-    tqdm = import_module("tqdm").tqdm  # which transformers requires
-    with tqdm(**sizes, unit="line", file=sys.stderr) as bar:
-        yield lambda: bar.update(results.reached - bar.n), lambda text: bar.write(text, sys.stderr)

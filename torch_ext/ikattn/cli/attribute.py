@@ -119,7 +119,10 @@ def _ask(question: Namespace, loaded: Loaded) -> Attribution:
     if model.config.is_encoder_decoder:
         room = loaded.positions
     if question.target is None:
-        answer: Any = _generated(question, model, inputs, room)
+        count = max(min(question.new_tokens, room), 1)
+        made = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+        begins = 1 if model.config.is_encoder_decoder else inputs["input_ids"].size(1)
+        answer: Any = made[0, begins:].tolist()
         inputs = with_first_token(model, inputs)
     else:
         inputs, answer = target_of_text(model, inputs, question.target, tokenizer)
@@ -144,14 +147,6 @@ def _inputs(question: Namespace, model: Any, tokenizer: Any) -> dict[str, Tensor
 
 
 @torch.no_grad()
-def _generated(question: Namespace, model: Any, inputs: dict[str, Tensor], room: int) -> list[int]:
-    """Returns the model's greedy answer."""
-    count = min(question.new_tokens, room)
-    made = model.generate(**inputs, max_new_tokens=max(count, 1), do_sample=False)
-    begins = 1 if model.config.is_encoder_decoder else inputs["input_ids"].size(1)
-    return [int(i) for i in made[0, begins:]]
-
-
 def _number(text: str, model: Any, tokenizer: Any) -> int:
     """A class by its number or its label, or a token."""
     names = getattr(model.config, "id2label", None) or {}

@@ -148,7 +148,24 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="its directory, or name on the hub")
-    _add_sources(parser)
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", action="append", metavar="T", help="a line; may be repeated")
+    text.add_argument(
+        "--file",
+        type=Path,
+        metavar="F",
+        help="UTF-8, one sequence a line; or a table, .jsonl, one JSON object a line",
+    )
+    add("--column", metavar="C", help="of the table (default: text)")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--target-text",
+        action="append",
+        metavar="T",
+        help="what the decoder reads; may be repeated",
+    )
+    target.add_argument("--target-file", type=Path, metavar="F", help="likewise, by lines")
+    target.add_argument("--target-column", metavar="C", help="likewise, of the same table")
     add(
         "--maps",
         default="usual",
@@ -181,28 +198,6 @@ def _add_analyze(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--max-length", type=_positive, metavar="N", help="in tokens; longer lines are cut")
     add("--device", type=_device, default="cpu", help="default: %(default)s")
     add("--restart", action="store_true", help="replace the results of an earlier run")
-
-
-def _add_sources(parser: argparse.ArgumentParser) -> None:
-    """Where lines come from."""
-    text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", action="append", metavar="T", help="a line; may be repeated")
-    text.add_argument(
-        "--file",
-        type=Path,
-        metavar="F",
-        help="UTF-8, one sequence a line; or a table, .jsonl, one JSON object a line",
-    )
-    parser.add_argument("--column", metavar="C", help="of the table (default: text)")
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--target-text",
-        action="append",
-        metavar="T",
-        help="what the decoder reads; may be repeated",
-    )
-    target.add_argument("--target-file", type=Path, metavar="F", help="likewise, by lines")
-    target.add_argument("--target-column", metavar="C", help="likewise, of the same table")
 
 
 def _add_attribute(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

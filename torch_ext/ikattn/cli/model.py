@@ -16,7 +16,7 @@ from ikattn.cli.job import GROUPS, Job, Line, single_maps
 from ikattn.cli.loading import Loaded, hushed, load, warn_of_missing
 from ikattn.explain.attribution.texts import taken_by
 from ikattn.maps.contribution_maps import Contributions
-from ikattn.maps.layers import Batch, Layer
+from ikattn.maps.layers import Batch
 from ikattn.maps.recording import Recording
 from ikattn.maps.sequences import batch_of_one, cut
 from ikattn.maps.tokens import tokens_of_ids
@@ -101,10 +101,12 @@ class AnalyzedModel:
         modules = {name.partition("#")[0] for name in self.layers}
         recording = self._recorded(inputs, lambda name, _: name in modules)
         recording.layers = {n: x for n, x in recording.layers.items() if n in self.layers}
-        layers = {
-            name: _with_padding(layer, recording[name], inputs["attention_mask"], target_mask)
-            for name, layer in recording.layers.items()
-        }
+        layers, mask = dict[str, Contributions](), inputs["attention_mask"]
+        for name, layer in recording.layers.items():  # a model without a mask may not know padding
+            own = target_mask if layer.side == "decoder" and target_mask is not None else mask
+            of_queries, of_keys = (~x.bool() for x in (own, mask if layer.kind == "cross" else own))
+            paddings: Any = {"query_padding": of_queries, "key_padding": of_keys}
+            layers[name] = replace(recording[name], **paddings)
         found = []
         for i in range(len(lines)):
             batch = Batch(
@@ -218,12 +220,3 @@ def _max_length(job: Job, loaded: Loaded) -> int:
             f"got {job.max_length}"
         )
     return job.max_length
-
-
-def _with_padding(
-    layer: Layer, maps: Contributions, mask: Tensor, target_mask: Tensor | None
-) -> Contributions:
-    """The maps with padding as the tokenizer made it: a model without a mask may not know it."""
-    own = target_mask if layer.side == "decoder" and target_mask is not None else mask
-    of_keys = mask if layer.kind == "cross" else own
-    return replace(maps, query_padding=~own.bool(), key_padding=~of_keys.bool())

@@ -46,8 +46,15 @@ class Results:
             if number:
                 self._has_files[number - 1] = 1
         self._summed = self._saved = total  # lines whose sums are in memory, and in a file
-        if "sums" in job.formats:
-            self._read_sums()
+        if "sums" in job.formats:  # an earlier run may have saved those of some lines
+            *fewer, last = sorted({0, *_lines_of_sums(self._out, total)})
+            self._summed = self._saved = last
+            if last:
+                path = self._path_of_sums(last)
+                with doing(f"remove {path}, and the same command does its lines again"):
+                    self.sums = CorpusSums.load(path)
+            for lines in fewer:
+                self._path_of_sums(lines).unlink(missing_ok=True)
 
     @property
     def count(self) -> int:
@@ -100,17 +107,6 @@ class Results:
     def _path_of_sums(self, lines: int) -> Path:
         return self._out / (_SUMS if lines == self.total else f"sums-{lines:06d}.npz")
 
-    def _read_sums(self) -> None:
-        """Reads the sums that an earlier run has saved, and removes those of fewer lines."""
-        *fewer, last = sorted({0, *_lines_of_sums(self._out, self.total)})
-        self._summed = self._saved = last
-        if last:
-            path = self._path_of_sums(last)
-            with doing(f"remove {path}, and the same command does its lines again"):
-                self.sums = CorpusSums.load(path)
-        for lines in fewer:
-            self._path_of_sums(lines).unlink(missing_ok=True)
-
 
 @contextmanager
 def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Results]:
@@ -127,13 +123,21 @@ def open_results(job: Job, source: Source, target: Source | None) -> Iterator[Re
         except BlockingIOError:
             raise AnalyzeError(f"another run is writing to {job.out}") from None
         _refuse_what_others_wrote(job.out)
-        if job.restart:
-            _remove_results(job.out)
+        if job.restart:  # no entry outlives its files, and no file the manifest that makes it ours
+            (job.out / _LEDGER).unlink(missing_ok=True)
+            for path in job.out.iterdir():
+                if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK):
+                    path.unlink()
+            (job.out / _MANIFEST).unlink(missing_ok=True)
         for partial in job.out.glob(PARTIAL):  # of a run that was killed
             partial.unlink()
         _compare_manifest(job, source, target)
-        _drop_unsound_entries(job.out / _LEDGER, source.count)
-        with (job.out / _LEDGER).open("ab", buffering=0) as file:
+        ledger = job.out / _LEDGER
+        if not all(number for _, number in _entries(ledger, source.count)):
+            with whole_file(ledger) as file:  # those cut off, twice there, or without their files
+                entries = _entries(ledger, source.count)
+                file.writelines(text for text, number in entries if number)
+        with ledger.open("ab", buffering=0) as file:
             yield Results(job, source.count, file)
 
 
@@ -160,15 +164,6 @@ def _refuse_what_others_wrote(out: Path) -> None:
                 f"{out / name} was not written by this program, which finds no manifest.json "
                 "beside it; take another --out"
             )
-
-
-def _remove_results(out: Path) -> None:
-    """Removes the files that a run writes, and no others; no entry outlives its files."""
-    (out / _LEDGER).unlink(missing_ok=True)
-    for path in out.iterdir():
-        if _is_of_results(path.name) and path.name not in (_MANIFEST, _LOCK):
-            path.unlink()
-    (out / _MANIFEST).unlink(missing_ok=True)  # without which the others would not be ours
 
 
 def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
@@ -231,14 +226,6 @@ def _lines_of_sums(out: Path, total: int) -> list[int]:
     parts = [int(name[len("sums-") : -len(".npz")]) for name in names]
     whole = [total] if (out / _SUMS).is_file() else []
     return [lines for lines in parts if lines < total] + whole
-
-
-def _drop_unsound_entries(path: Path, total: int) -> None:
-    """Takes away entries that were cut off, came twice, or have lost their files."""
-    if all(number for _, number in _entries(path, total)):
-        return
-    with whole_file(path) as file:
-        file.writelines(text for text, number in _entries(path, total) if number)
 
 
 def _entries(path: Path, total: int) -> Iterator[tuple[bytes, int]]:

@@ -181,14 +181,10 @@ def _streamed_call(dtype: torch.dtype, tokens: int) -> Call:
 def gpu_checks(device: str) -> dict[str, Check]:
     """The checks of each family, by name, of the GPU that is current or of the interpreter."""
 
-    def has_unit(unit: str) -> Callable[[Any], bool]:
-        return lambda choice: all(one.unit == unit for one in choice)
+    def having(name: str, value: str) -> Callable[[Any], bool]:
+        return lambda choice: all(getattr(one, name) == value for one in choice)
 
-    def has_scores(scores: str) -> Callable[[Any], bool]:
-        return lambda choice: all(one.scores == scores for one in choice)
-
-    def is_linear(choice: Any) -> bool:
-        return all(one.algorithm == "linear" for one in choice)
+    is_linear = having("algorithm", "linear")
 
     # Heads and queries that give every multiprocessor of Hopper's a block.
     many = {"B": 2, "H": 33, "L": 300, "d": 64} if device == "cuda" else {"B": 1, "H": 1, "L": 70}
@@ -202,12 +198,12 @@ def gpu_checks(device: str) -> dict[str, Check]:
     for call in weights:
         del call["value"]
     checks = {
-        "mma": _attention(mma, has_unit("tensor_cores")),
+        "mma": _attention(mma, having("unit", "tensor_cores")),
         "linear": _attention(
             [attention_call(F16, 1, 2, 600, 600, 16, 16)], is_linear, linear_time="always"
         ),
-        "hopper": _attention(hopper, has_unit("hopper")),
-        "int8": _attention(int8, has_scores("int8")),
+        "hopper": _attention(hopper, having("unit", "hopper")),
+        "int8": _attention(int8, having("scores", "int8")),
         "causal_linear": _attention(
             causal,
             is_linear,
@@ -216,7 +212,7 @@ def gpu_checks(device: str) -> dict[str, Check]:
         ),
         "split": _attention(
             [attention_call(F32, 2, 2, 130, 150, 16, M) for M in (20, 40)],
-            has_scores("float16x2"),
+            having("scores", "float16x2"),
             lambda: attention_call(F32, 4, 8, 1024, 1024, 64, 64),
         ),
         "weights": Check(weights, ikattn.implicit_kernel_weights, {}, floor=2**-8),
