@@ -16,13 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._precision import without_autocast
-from ikattn.conversion.calibration.layers import (
-    Layer,
-    as_softmax,
-    layers_of,
-    listening,
-    note_softmax_heads,
-)
+from ikattn.conversion.calibration.layers import Layer, as_softmax, layers_of, listening
 from ikattn.conversion.calibration.outputs import (
     Rates,
     Target,
@@ -132,7 +126,11 @@ def calibrate(
     rates = Rates(
         _OF_OUTPUTS * learning_rate, projection_learning_rate if train == "attention" else None
     )
-    with _in_eval_mode(model):
+    configs = (getattr(module, "config", None) for module in model.modules())
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+    # without caches of keys, which grow where a layer runs alone
+    with having(model.modules(), "training", False), having(caching, "use_cache", False):
+        model.eval()
         seen = _Seen(model, layers, given, with_outputs=output_steps > 0)
         for layer in layers:
             if not seen.calls[layer]:
@@ -143,8 +141,10 @@ def calibrate(
                 with _all_or_nothing(layer):
                     report[layer] = _fit(layer, seen.calls[layer], steps, learning_rate, keep)
         finally:
-            if keep is not None:
-                note_softmax_heads(model, layers)
+            if keep is not None and not all(layer.is_torch for layer in layers):
+                from ikattn.integrations.transformers.conversion import note_softmax_heads
+
+                note_softmax_heads(model)  # for its checkpoints
         for layer in seen.order if output_steps else ():
             targets, device = seen.targets[layer], seen.calls[layer][0].query.device
             with _all_or_nothing(layer), torch.enable_grad(), without_autocast(device):
@@ -266,16 +266,6 @@ def _fit(
     split = layer.owner.split_heads()
     heads = () if split is None else split.softmax
     return CalibratedModule(layer.names, before, after, softmax_heads=heads)
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Opens a context in eval mode without caches of keys, which grow where a layer runs alone."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-    with having(model.modules(), "training", False), having(caching, "use_cache", False):
-        model.eval()
-        yield
 
 
 @contextmanager

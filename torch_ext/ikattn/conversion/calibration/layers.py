@@ -72,14 +72,6 @@ class Layer:
         )
 
 
-def note_softmax_heads(model: nn.Module, layers: Iterable[Layer]) -> None:
-    """Makes a checkpoint of the model know that layers have heads with softmax."""
-    if not all(layer.is_torch for layer in layers):
-        from ikattn.integrations.transformers.conversion import note_softmax_heads as note
-
-        note(model)
-
-
 def layers_of(model: nn.Module, select: Selection | None) -> list[Layer]:
     """Returns the selected layers with implicit kernels, in the order of their names."""
     found = [
