@@ -83,7 +83,16 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
             numbers = torch.arange(graph.source.numel(), device=query.device)
             of_sorted = numbers if edges.order is None else edges.order
             edges = Edges(edges.rowptr, of_sorted, edges.order)
-        output, weights = self._attend_pairs(query, key, value, edges)
+        options: dict[str, Any] = {"dropout_p": self._drop(), "return_weights": True}
+        if self.magnitude is not None:
+            options["key_bias"] = self.magnitude(key.transpose(0, 1).unsqueeze(0))[0].t()
+        if self.kernel == "implicit":
+            tensors = (query, key, value, edges, *self._drawn(query, key))
+            found = implicit_kernel_edge_attention(*tensors, p=self.p, **options)
+        else:
+            p = 2.0 if self.kernel == "dot" else self.p
+            found = softmax_edge_attention(query, key, value, edges, p=p, **options)
+        output, weights = found
         if self._needs_messages():
             self._alpha = weights
             of_edge = value if self.lin_edge is not None else value.index_select(0, graph.source)
@@ -103,21 +112,6 @@ class ImplicitKernelTransformerConv(GraphAttention, TransformerConv):  # type: i
         if not isinstance(return_attention_weights, bool):
             return output
         return with_weights(output, edge_index, weights)
-
-    def _attend_pairs(
-        self, query: Tensor, key: Tensor, value: Tensor, edges: Edges
-    ) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"dropout_p": self._drop(), "return_weights": True}
-        if self.magnitude is not None:
-            options["key_bias"] = self.magnitude(key.transpose(0, 1).unsqueeze(0))[0].t()
-        found: tuple[Tensor, Tensor]
-        if self.kernel == "implicit":
-            tensors = (query, key, value, edges, *self._drawn(query, key))
-            found = implicit_kernel_edge_attention(*tensors, p=self.p, **options)
-        else:
-            p = 2.0 if self.kernel == "dot" else self.p
-            found = softmax_edge_attention(query, key, value, edges, p=p, **options)
-        return found
 
     def message(self, value: Tensor, alpha: Tensor) -> Tensor:
         """Returns the weighted values of edges [E, H, C], for those who look at messages."""
