@@ -120,7 +120,16 @@ class Steps:
 
     def factors(self, padding: Tensor | None) -> list[Tensor]:
         """The factors of the product, first layer first: [B, L, L] each."""
-        self._warn()
+        maps = self.maps
+        if self.map == "with_norm" and isinstance(maps, (RecordedMaps, Batch)):
+            warnings.warn(WITH_NORM_WARNING, UserWarning, stacklevel=3)
+        if isinstance(maps, RecordedMaps) and maps.left_out:
+            left_out = describe_unseen(maps.left_out)
+            warnings.warn(
+                f"attention that was not recorded moves tokens, too: {left_out}",
+                UserWarning,
+                stacklevel=3,
+            )
         self.check_rows()
         found = layer_maps(self.maps, map=self.map, layers=self.layers, caller=self.caller)
         B, L, S = found[0].shape
@@ -138,18 +147,6 @@ class Steps:
         padding = self.padding(padding)
         found = [without_padding(x, padding, padding, self.caller) for x in found]
         return self.with_residuals(found, padding)
-
-    def _warn(self) -> None:
-        maps = self.maps
-        if self.map == "with_norm" and isinstance(maps, (RecordedMaps, Batch)):
-            warnings.warn(WITH_NORM_WARNING, UserWarning, stacklevel=4)
-        if isinstance(maps, RecordedMaps) and maps.left_out:
-            left_out = describe_unseen(maps.left_out)
-            warnings.warn(
-                f"attention that was not recorded moves tokens, too: {left_out}",
-                UserWarning,
-                stacklevel=4,
-            )
 
     def recorded(self) -> dict[str, Contributions]:
         """The chosen layers of a recording; none where maps are tensors."""

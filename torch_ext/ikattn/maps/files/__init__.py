@@ -222,7 +222,23 @@ def read_arrays(
     if not Path(path).is_file():
         raise FileNotFoundError(2, "there is no such file", os.fspath(path))
     text, arrays = read(Path(path))
-    return _checked_metadata(path, text, form, last), arrays
+    kind = form.removeprefix("ikattn ")
+    foreign = MapFileError(path, f"this is no file of {kind} that ikattn wrote")
+    try:
+        metadata = json.loads(text or "")
+    except ValueError:
+        raise foreign from None
+    if not isinstance(metadata, dict) or metadata.get("format") != form:
+        raise foreign
+    found = metadata.get("format_version")
+    if not isinstance(found, int) or found > last:
+        raise MapFileError(
+            path,
+            f"it has version {found} of the format, written by ikattn "
+            f"{metadata.get('ikattn_version')}; this ikattn, {version()}, reads up to "
+            f"version {last}: upgrade it",
+        )
+    return metadata, arrays
 
 
 # --- What the formats share
@@ -285,30 +301,6 @@ def _lists(tokens: Sequence[Sequence[str]] | None) -> list[list[str]] | None:
 def _numbers(ids: Tensor | None) -> list[list[int]] | None:
     """Token ids, or a mask, as JSON has them."""
     return None if ids is None else ids.long().tolist()
-
-
-def _checked_metadata(
-    path: str | os.PathLike[str], text: str | bytes | None, form: str, last: int
-) -> dict[str, Any]:
-    kind = form.removeprefix("ikattn ")
-    foreign = MapFileError(path, f"this is no file of {kind} that ikattn wrote")
-    if text is None:
-        raise foreign
-    try:
-        metadata = json.loads(text)
-    except ValueError:
-        raise foreign from None
-    if not isinstance(metadata, dict) or metadata.get("format") != form:
-        raise foreign
-    found = metadata.get("format_version")
-    if not isinstance(found, int) or found > last:
-        raise MapFileError(
-            path,
-            f"it has version {found} of the format, written by ikattn "
-            f"{metadata.get('ikattn_version')}; this ikattn, {version()}, reads up to "
-            f"version {last}: upgrade it",
-        )
-    return metadata
 
 
 def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedMaps:

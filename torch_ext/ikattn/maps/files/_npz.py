@@ -39,16 +39,18 @@ class NumpySink:
 
 def read_npz(path: Path) -> tuple[bytes | None, dict[str, Tensor]]:
     numpy = optional("numpy", "a .npz file", "numpy")
+    arrays: dict[str, Tensor] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             if _METADATA not in archive.namelist():
                 return None, {}
             text = archive.read(_METADATA)
-            arrays = {
-                name.removesuffix(".npy"): torch.from_numpy(_read_array(numpy, archive, name))
-                for name in archive.namelist()
-                if name != _METADATA
-            }
+            for name in archive.namelist():
+                if name != _METADATA:
+                    with archive.open(name) as entry:
+                        array = numpy.lib.format.read_array(entry, allow_pickle=False)
+                        entry.read()  # to the end, where its checksum is compared
+                    arrays[name.removesuffix(".npy")] = torch.from_numpy(array)
     except (zipfile.BadZipFile, ValueError, TypeError, EOFError, OSError, RuntimeError) as error:
         raise MapFileError(path, f"it is cut short, damaged or no .npz file ({error})") from error
     try:
@@ -58,10 +60,3 @@ def read_npz(path: Path) -> tuple[bytes | None, dict[str, Tensor]]:
     except (KeyError, TypeError, ValueError):
         return None, {}
     return text, arrays
-
-
-def _read_array(numpy: Any, archive: zipfile.ZipFile, name: str) -> Any:
-    with archive.open(name) as entry:
-        array = numpy.lib.format.read_array(entry, allow_pickle=False)
-        entry.read()  # to the end, where its checksum is compared
-        return array

@@ -24,7 +24,22 @@ class Arrays:
         self._coarsest = 0.0
 
     def add(self, tensor: Tensor) -> dict[str, Any]:
-        codes, lowest, step, is_signed = _log_codes(tensor)
+        """Writes uint16 codes of numbers, and returns what they stand for.
+
+        A code c is exp(lo + step (c - 1)), 0 for zero; _NEGATIVE more is the same number below 0.
+        """
+        x = tensor.detach().cpu().double()
+        below, finite, x = x < 0, x.isfinite(), x.abs()
+        is_signed = bool(below.any())
+        positive = finite & (x > 0)
+        logs = x.where(positive, x.new_ones(())).log()
+        lowest = float(logs[positive].min()) if positive.any() else 0.0
+        highest = float(logs[positive].max()) if positive.any() else 0.0
+        step = (highest - lowest) / ((_NEGATIVE if is_signed else _NOT_FINITE) - 3)
+        codes = ((logs - lowest) / step if step else torch.zeros_like(logs)).round() + 1
+        codes = codes.where(positive, codes.new_zeros(())) + _NEGATIVE * below
+        codes = codes.where(finite, codes.new_full((), _NOT_FINITE))
+        codes = codes.to(torch.int32).to(torch.uint16).contiguous()
         name = f"array-{self._count}"
         self._count += 1
         self._coarsest = max(self._coarsest, step)
@@ -44,23 +59,3 @@ class Arrays:
 def as_base64(tensor: Tensor) -> str:
     """Returns the numbers of a tensor, little-endian, as a page's script decodes them."""
     return base64.b64encode(raw_bytes(tensor)).decode()
-
-
-def _log_codes(tensor: Tensor) -> tuple[Tensor, float, float, bool]:
-    """Returns uint16 codes, lowest, step, and whether there are numbers below 0.
-
-    A code c stands for exp(lowest + step (c - 1)), 0 for zero; _NEGATIVE more for the same number
-    below 0.
-    """
-    x = tensor.detach().cpu().double()
-    below, finite, x = x < 0, x.isfinite(), x.abs()
-    is_signed = bool(below.any())
-    positive = finite & (x > 0)
-    logs = x.where(positive, x.new_ones(())).log()
-    lowest = float(logs[positive].min()) if positive.any() else 0.0
-    highest = float(logs[positive].max()) if positive.any() else 0.0
-    step = (highest - lowest) / ((_NEGATIVE if is_signed else _NOT_FINITE) - 3)
-    codes = ((logs - lowest) / step if step else torch.zeros_like(logs)).round() + 1
-    codes = codes.where(positive, codes.new_zeros(())) + _NEGATIVE * below
-    codes = codes.where(finite, codes.new_full((), _NOT_FINITE))
-    return codes.to(torch.int32).to(torch.uint16).contiguous(), lowest, step, is_signed

@@ -53,7 +53,10 @@ def write_mode(
         mode=f"{mode} {kind}".strip(),
     )
     file.write(before)
-    file.write(between + _json_in_script(contents(Arrays(file))) + after)
+    text = json.dumps(contents(Arrays(file)), allow_nan=False)
+    for letter in "<>&":  # nothing in it can end the script element that it stands in
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    file.write(between + text.encode() + after)
 
 
 def frame(page: bytes, title: str, height: int) -> str:
@@ -87,14 +90,6 @@ def template(
     kept = [part for modes, part in pairs if wanted & set(modes.split())]
     parts = _CONTENTS.split("\n".join((first, *kept)))
     return [_PLACE.sub(lambda place: own[place[1]], part).encode() for part in parts]
-
-
-def _json_in_script(contents: Any) -> bytes:
-    """Returns JSON that cannot end the script element it stands in."""
-    text = json.dumps(contents, allow_nan=False)
-    for letter in "<>&":
-        text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return text.encode()
 
 
 def _text(path: str) -> str:
