@@ -63,7 +63,13 @@ def parameter_groups(
     for name, number in given.items():
         if not isinstance(number, Real) or not 0 <= number < math.inf:
             raise ValueError(f"parameter_groups: {name} must be a number >= 0, got {number!r}")
-    _check_not_flattened(model)
+    for wrapper, name in wrapped(model):
+        if wrapper == "FullyShardedDataParallel":  # the first version: parts of flat parameters
+            raise ValueError(
+                "parameter_groups: expected parameters with their own axes, got "
+                f"FullyShardedDataParallel around {name or 'the model'}, which flattens them; "
+                "shard with torch.distributed.fsdp.fully_shard"
+            )
     of_kernels = {id(p) for module in _kernels(model) for p in module.parameters()}
     weights, vectors, kernels = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
     for p in model.parameters():
@@ -110,14 +116,3 @@ def _kernels(model: nn.Module) -> Iterator[nn.Module]:
         elif isinstance(module, Regularized):
             sources = (getattr(module, name, None) for name in ("spectral", "magnitude"))
             yield from (source for source in sources if isinstance(source, nn.Module))
-
-
-def _check_not_flattened(model: nn.Module) -> None:
-    """Raises ValueError for FSDP's first version, whose parameters are parts of flat ones."""
-    for wrapper, name in wrapped(model):
-        if wrapper == "FullyShardedDataParallel":
-            raise ValueError(
-                "parameter_groups: expected parameters with their own axes, got "
-                f"FullyShardedDataParallel around {name or 'the model'}, which flattens them; "
-                "shard with torch.distributed.fsdp.fully_shard"
-            )

@@ -54,7 +54,9 @@ def project(
     likewise. Queries are [N, H, L, d], keys and values [N, H, S, d].
     """
     _check_sizes(source, query, key, value, batch_first)
-    bias = _bias_like_weights(source)
+    bias, first = source.bias, source.weight if source.weights is None else source.weights[0]
+    if bias is not None and first is not None and first.is_floating_point():
+        bias = bias.to(first.dtype)  # upstream takes one of another type in some layouts
     if source.weights is None:
         if source.weight is None:
             raise AssertionError("use_separate_proj_weight is False but in_proj_weight is None")
@@ -85,14 +87,6 @@ def project(
 def merge_heads(x: Tensor, batch_first: bool) -> Tensor:
     """Turns [N, H, L, d] into [N, L, E] if batch_first, else into [L, N, E]."""
     return x.permute(0, 2, 1, 3).flatten(2) if batch_first else x.permute(2, 0, 1, 3).flatten(2)
-
-
-def _bias_like_weights(source: InProjection) -> Tensor | None:
-    """Returns the bias in the weights' type: upstream takes one of another type in some layouts."""
-    weight = source.weight if source.weights is None else source.weights[0]
-    if source.bias is None or weight is None or not weight.is_floating_point():
-        return source.bias
-    return source.bias.to(weight.dtype)
 
 
 def _split_heads(x: Tensor, num_heads: int, batch_first: bool) -> Tensor:
