@@ -92,10 +92,49 @@ class Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            None,
-            *_ring_backward(ctx.call, grad_output, ctx.needs_input_grad[1:], *ctx.saved_tensors),
+        call, wanted = ctx.call, ctx.needs_input_grad[1:]
+        *likes, output, log_normalizer = ctx.saved_tensors
+        query, key, value, w1, w2, key_bias = likes
+        dtype, (H, L) = torch.promote_types(query.dtype, torch.float32), query.shape[1:3]
+        w1, w2 = widened(w1), None if w2 is None else widened(w2)
+        # a gradient of one tensor's parts is rounded once
+        of_query = torch.zeros_like(query, dtype=dtype)
+        of_w1, of_w2 = torch.zeros_like(w1), torch.zeros_like(w1)
+        travelling: Exchange | None = None
+        of_held: list[Tensor] = []
+        for source, held in _sources(call.ranks, key, value, key_bias):
+            k, v, *bias = held
+            of_held = [
+                torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+                for x in held
+            ]
+            for block in call.blocks(source, L, key.size(2)):
+                rows, columns = block.queries, block.keys
+                found = torch.ops.ikattn.implicit_kernel_attention_backward(
+                    *(grad_output[:, :, rows], query[:, :, rows]),
+                    *(k[:, :, columns], v[:, :, columns], w1, w2),
+                    *(output[:, :, rows], log_normalizer[:, :, rows]),
+                    **call.options_of(block, H, bias),
+                    wanted=[*wanted, False],
+                )
+                of_key, of_value, *of_bias = (x[:, :, columns] for x in of_held)
+                into = (of_query[:, :, rows], of_key, of_value, of_w1, of_w2, *of_bias)
+                for total, part, want in zip(into, found, wanted, strict=False):
+                    if want:
+                        total += part
+            if travelling is not None:  # gradients that the ranks before found for these keys
+                for own, other in zip(of_held, travelling.wait(), strict=True):
+                    own += other
+            travelling = call.ranks.send_on(of_held, 8) if call.ranks.size > 1 else None
+        if travelling is not None:
+            of_held = travelling.wait()
+        results = [of_query, *of_held[:2], of_w1, of_w2, *of_held[2:]]
+        results += [of_query] * (len(likes) - len(results))  # for a bias that is not there
+        gradients = (
+            x.to(like.dtype) if want and like is not None else None
+            for x, like, want in zip(results, likes, wanted, strict=True)
         )
+        return (None, *gradients)
 
 
 def _sources(ranks: Ranks, *tensors: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:
@@ -107,57 +146,3 @@ def _sources(ranks: Ranks, *tensors: Tensor | None) -> Iterator[tuple[int, list[
         yield (ranks.number - step) % ranks.size, held
         if coming is not None:
             held = coming.wait()
-
-
-def _ring_backward(
-    call: Call,
-    grad_output: Tensor,
-    wanted: tuple[bool, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    w1: Tensor,
-    w2: Tensor | None,
-    key_bias: Tensor | None,
-    output: Tensor,
-    log_normalizer: Tensor,
-) -> list[Tensor | None]:
-    """Returns the gradients of query, key, value, w1, w2 and key_bias."""
-    dtype, (H, L) = torch.promote_types(query.dtype, torch.float32), query.shape[1:3]
-    likes = [query, key, value, w1, w2, key_bias]
-    w1, w2 = widened(w1), None if w2 is None else widened(w2)
-    # a gradient of one tensor's parts is rounded once
-    of_query = torch.zeros_like(query, dtype=dtype)
-    of_w1, of_w2 = torch.zeros_like(w1), torch.zeros_like(w1)
-    travelling: Exchange | None = None
-    of_held: list[Tensor] = []
-    for source, held in _sources(call.ranks, key, value, key_bias):
-        k, v, *bias = held
-        of_held = [
-            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in held
-        ]
-        for block in call.blocks(source, L, key.size(2)):
-            rows, columns = block.queries, block.keys
-            gradients = torch.ops.ikattn.implicit_kernel_attention_backward(
-                *(grad_output[:, :, rows], query[:, :, rows], k[:, :, columns], v[:, :, columns]),
-                *(w1, w2, output[:, :, rows], log_normalizer[:, :, rows]),
-                **call.options_of(block, H, bias),
-                wanted=[*wanted, False],
-            )
-            into = [of_query[:, :, rows], *(x[:, :, columns] for x in of_held[:2]), of_w1, of_w2]
-            into += [x[:, :, columns] for x in of_held[2:]]
-            for total, part, want in zip(into, gradients, wanted, strict=False):
-                if want:
-                    total += part
-        if travelling is not None:  # gradients that the ranks before found for these keys
-            for own, other in zip(of_held, travelling.wait(), strict=True):
-                own += other
-        travelling = call.ranks.send_on(of_held, 8) if call.ranks.size > 1 else None
-    if travelling is not None:
-        of_held = travelling.wait()
-    results = [of_query, *of_held[:2], of_w1, of_w2, *of_held[2:]]
-    results += [of_query] * (len(likes) - len(results))  # for a bias that is not there
-    return [
-        x.to(like.dtype) if want and like is not None else None
-        for x, like, want in zip(results, likes, wanted, strict=True)
-    ]

@@ -93,24 +93,20 @@ class HeadParallelAttention(MultiheadAttention):
                 )
         inputs = {id(x): share.common(x) for x in (query, key, value)}  # one tensor stays one
         query, key, value = (inputs[id(x)] for x in (query, key, value))
-        masks = self._own_masks(masks)
+        padding, attention = (  # whose gradients are those of all heads
+            None if mask is None else share.common(mask)
+            for mask in (masks.padding, masks.attention)
+        )
+        if attention is not None and attention.dim() == 3:  # [N H, L, S]
+            of_heads = attention.unflatten(0, (-1, self.num_heads))
+            attention = share.own(of_heads, 1).flatten(0, 1)
+        masks = masks._replace(padding=padding, attention=attention)
         output, weights = super()._attend(query, key, value, masks, wanted, query_padding)
         if weights is None:
             return output, None
         if wanted.average:
             return output, share.summed(weights / share.ranks)
         return output, share.joined(weights, weights.dim() - 3)
-
-    def _own_masks(self, masks: Masks) -> Masks:
-        """Returns the masks of this rank's heads; gradients of masks are those of all heads."""
-        padding, attention = (
-            None if mask is None else self.head_share.common(mask)
-            for mask in (masks.padding, masks.attention)
-        )
-        if attention is not None and attention.dim() == 3:  # [N H, L, S]
-            of_heads = attention.unflatten(0, (-1, self.num_heads))
-            attention = self.head_share.own(of_heads, 1).flatten(0, 1)
-        return masks._replace(padding=padding, attention=attention)
 
     def _projection(self) -> Projection:
         q, k, v = (local(getattr(self, name)) for name in _SEPARATE)
