@@ -182,8 +182,19 @@ class Recorder:
         if x is not None and isinstance(module, nn.TransformerEncoder):
             is_padded = not x.is_nested and x.dim() == 3
             call.padded_length = x.size(1) if is_padded else call.padded_length
-        if isinstance(module, nn.TransformerEncoderLayer) and not self._has_told_of_masks:
-            self._tell_of_masks(module, args, kwargs)
+        if (
+            isinstance(module, nn.TransformerEncoderLayer)
+            and not self._has_told_of_masks
+            and fused_layer_differs(module, args, kwargs)
+        ):
+            self._has_told_of_masks = True
+            warnings.warn(
+                "record: outputs in the block differ from those outside. There torch runs its "
+                f"fused kernel of {describe(module)}, which takes every number of a floating-point "
+                "mask but 0 for -inf; here its ordinary code adds the mask to the logits, as "
+                "torch.backends.mha.set_fastpath_enabled(False) has it outside, too",
+                stacklevel=1,
+            )
         given = None if x is None else call.see(x)
         mask = mask_argument(module, args, kwargs)
         if not call.running or call.batch.input_ids is None:
@@ -201,20 +212,6 @@ class Recorder:
             hears = plan.seen_by in ("sdpa", "product") and plan.writes_out
             entered.following = FollowedHeads(WrittenOut(told) if hears else None)
             entered.following.enter()
-
-    def _tell_of_masks(
-        self, layer: nn.TransformerEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Warns where outputs in the block are not those outside."""
-        if fused_layer_differs(layer, args, kwargs):
-            self._has_told_of_masks = True
-            warnings.warn(
-                "record: outputs in the block differ from those outside. There torch runs its "
-                f"fused kernel of {describe(layer)}, which takes every number of a floating-point "
-                "mask but 0 for -inf; here its ordinary code adds the mask to the logits, as "
-                "torch.backends.mha.set_fastpath_enabled(False) has it outside, too",
-                stacklevel=2,
-            )
 
     @in_own_modes
     def _exit(

@@ -173,8 +173,17 @@ def _of_heads(
         norm, second_norm = second_norm, None
     if call.kind == "cross":
         maps = call.maps(projection, names - set(_THROUGH_NORMS))
-        norms = {"with_norm": norm, "encoder": second_norm}
-        _fill_cross_maps(maps, call, *_between(projection, around), norms, names)
+        # The residual belongs to no key and touches none of the pairs, so each norm is but a linear
+        # map on the out-projection [D, H d_v] and a divisor of the rows, [B, L].
+        projection, divisor = _between(projection, around)
+        for name, stats in zip(_THROUGH_NORMS, (norm, second_norm), strict=True):
+            if stats is None:
+                break
+            projection, divisor = _through(stats, projection, divisor)
+            if name in names:
+                summed = call.maps(projection, ("summed",)).summed
+                assert summed is not None
+                setattr(maps, name, summed / divisor.unsqueeze(-1))
     elif names & {"mixing_ratio", *_AFTER_RESIDUAL} and around.residual is not None:
         residual = around.residual.to(projection.dtype)
         block = {"residual": residual, "norm": norm, "second_norm": second_norm}
@@ -357,29 +366,6 @@ def _in_type_of(stats: NormStats | None) -> NormStats | None:
     if stats is None:
         return None
     return dataclasses.replace(stats, weight=stats.weight.to(stats.scale.dtype))
-
-
-def _fill_cross_maps(
-    maps: Contributions,
-    call: AttentionCall,
-    projection: Tensor,
-    scale: Tensor | None,
-    norms: dict[str, NormStats | None],
-    wanted: Collection[str],
-) -> None:
-    """Maps of cross-attention through the norms after it.
-
-    The residual belongs to no key and touches none of the pairs, so each norm is but a linear map
-    on the out-projection [D, H d_v] and a divisor of the rows, [B, L], like ``scale``.
-    """
-    for name, stats in norms.items():
-        if stats is None:
-            return
-        projection, scale = _through(stats, projection, scale)
-        if name in wanted:
-            summed = call.maps(projection, ("summed",)).summed
-            assert summed is not None
-            setattr(maps, name, summed / scale.unsqueeze(-1))
 
 
 def _ledger(call: AttentionCall, wanted: Collection[str]) -> dict[str, Any]:

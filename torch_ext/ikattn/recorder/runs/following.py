@@ -173,8 +173,9 @@ class Follower:
     def _toward_end(self, call: Call, run: Run, module: nn.Module, x: Tensor, out: Tensor) -> None:
         """Finds the norm whose output is the block's: the second of a block that was found."""
         if module in run.plan.ancestors:
-            last = run.last_norm
-            if last is not None and _is_output(out, last[2]):
+            made = None if run.last_norm is None else run.last_norm[2]
+            is_alike = made is not None and out.shape == made.shape
+            if made is not None and is_alike and (out is made or same_rows(out, rows_of(made))):
                 found = self._second_norm(run)
                 if found is not None:
                     parts = replace(run.plan.parts, second_norm=found[0])
@@ -423,9 +424,3 @@ class Follower:
             f"record: {run.plan.title} ran, and {run.awaited} did not run after it in this call; "
             f"{'it was called with the sum' if run.is_found else f'{run.plan.source} names it'}"
         )
-
-
-def _is_output(out: Tensor, of_norm: Tensor) -> bool:
-    """Whether what a norm has made is what a module returns."""
-    is_alike = out.shape == of_norm.shape
-    return is_alike and (out is of_norm or same_rows(out, rows_of(of_norm)))

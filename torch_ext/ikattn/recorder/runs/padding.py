@@ -121,13 +121,8 @@ def has_other_keys(
     _, made = next(iter(entered.projected.values()), (None, 0))
     if made > width and not are_projected:
         return False
-    return any(not _ends_with(y, x) for y in others)
-
-
-def _ends_with(y: Tensor, x: Tensor) -> bool:
-    """Whether the last tokens of a sequence are those of another."""
-    is_alike = (y.size(2), y.dtype, y.device) == (x.size(2), x.dtype, x.device)
-    return is_alike and torch.equal(y[:, -1], x[:, -1])
+    alike = [y for y in others if (y.size(2), y.dtype, y.device) == (x.size(2), x.dtype, x.device)]
+    return len(alike) < len(others) or not all(torch.equal(y[:, -1], x[:, -1]) for y in alike)
 
 
 def mask_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

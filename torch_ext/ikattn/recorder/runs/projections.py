@@ -108,7 +108,10 @@ class Projections:
         finite, and where the sums are not known yet: they are made when ``module``, which has the
         weight, is seen for the second time with it.
         """
-        state = _state_of(projection)
+        tensors = [x for x in projection if x is not None]
+        state = None  # else what changes when one of them is written into
+        if not any(x.is_inference() for x in tensors):
+            state = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x._version) for x in tensors]
         known, sketch = self._sketches.get(module, (None, None))
         if state is None or known != state:
             self._sketches[module] = state, None
@@ -120,14 +123,6 @@ class Projections:
         off = off.addmm(y.to(off.dtype), sketch.signs, beta=-1)
         largest, size = (float(torch.linalg.vector_norm(rows, torch.inf)) for rows in (off, y))
         return largest <= tolerance * size  # not so where one is NaN
-
-
-def _state_of(projection: Projection) -> object:
-    """Returns a value that changes when a projection is written into; None: nothing tells."""
-    tensors = [x for x in projection if x is not None]
-    if any(x.is_inference() for x in tensors):
-        return None
-    return tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x._version) for x in tensors)
 
 
 def _sketch_of(projection: Projection) -> _Sketch:

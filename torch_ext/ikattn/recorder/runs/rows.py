@@ -238,7 +238,10 @@ class RowsAsked:
             if rows >= S and isinstance(self.reduction, FunctionOfRows):
                 rows = max(1, S // 2)  # no square: a sum along the wrong axis has another shape
             runs = [run[i : i + rows] for run in runs for i in range(0, max(1, len(run)), rows)]
-            if not _OF_THE_BLOCK & set(wanted) and _pays(call, projection, len(runs)):
+            # blocks pay for all D dimensions; on a GPU torch factors one token after the other
+            is_plain = call.value.device.type == "cpu" and call.gate is None
+            pays = len(runs) > 2 and projection.size(0) > 2 * call.sizes[1]
+            if is_plain and pays and not (torch.is_grad_enabled() or _OF_THE_BLOCK & set(wanted)):
                 call, projection = in_own_coordinates(call, projection)
         of_keys = [name for name in wanted if name in ("value_norms", "magnitude")]
         found = make_maps(call.narrow(0, 0), projection, around.narrow(0, 0), of_keys)
@@ -361,16 +364,6 @@ def _widened(maps: Contributions, S: int) -> Contributions:
         if rows is not None and rows.size(-1) < S:
             setattr(maps, name, pad(rows, (0, S - rows.size(-1))))
     return maps
-
-
-def _pays(call: AttentionCall, projection: Tensor, blocks: int) -> bool:
-    """Whether ``in_own_coordinates`` costs less than what blocks would make of D dimensions.
-
-    Not on a GPU, where torch factors one token after the other, nor with gradients.
-    """
-    is_on_cpu = call.value.device.type == "cpu"
-    is_plain = is_on_cpu and call.gate is None and not torch.is_grad_enabled()
-    return is_plain and blocks > 2 and projection.size(0) > 2 * call.sizes[1]
 
 
 def in_own_coordinates(call: AttentionCall, projection: Tensor) -> tuple[AttentionCall, Tensor]:
