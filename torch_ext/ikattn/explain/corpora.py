@@ -261,7 +261,11 @@ class CorpusSums:
             found.layers = {entry["name"]: Layer(**entry) for entry in metadata["layers"]}
             for key, x in arrays.items():
                 layer, name, statistic = key.rsplit("/", 2)
-                _check_statistic(key, statistic, x, len(found.types))
+                lengths = {"A": len(found.types), "C": _CELLS, "F": len(FACTORS)}
+                sizes = [lengths[axis] for axis in _AXES[statistic]]
+                if x.dtype != torch.float64 or list(x.shape)[x.dim() - len(sizes) :] != sizes:
+                    got = f"{list(x.shape)} {x.dtype}"
+                    raise ValueError(f"{key} must end in {sizes} float64, got {got}")
                 found._of_map(layer, name)[statistic] = x
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             cause = f"its metadata and arrays do not fit together ({error})"
@@ -333,13 +337,6 @@ class CorpusSums:
 _AXES = {"sum_of_values": "A", "sum_of_shares": "AA", "sum_of_entropies": "A", "sum_of_maps": "CC"}
 _AXES |= {"rows": "A", "count": "A", "sequences": "", "left_out": "", "sum_of_covariances": "FF"}
 _AXES |= {"split_rows": "", "split_left_out": ""}
-
-
-def _check_statistic(key: str, statistic: str, x: Tensor, types: int) -> None:
-    """Raises unless an array of a file has the shape of what it stands for."""
-    sizes = [{"A": types, "C": _CELLS, "F": len(FACTORS)}[axis] for axis in _AXES[statistic]]
-    if x.dtype != torch.float64 or list(x.shape)[x.dim() - len(sizes) :] != sizes:
-        raise ValueError(f"{key} must end in {sizes} float64, got {list(x.shape)} {x.dtype}")
 
 
 def _check_tokens(sequence: SequenceMaps, layer: Layer, keys: int) -> None:

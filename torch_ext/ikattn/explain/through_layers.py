@@ -9,7 +9,6 @@ the Black Box of Neural Machine Translation", EMNLP 2022, for ALTI+; S. Abnar, W
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,18 +157,12 @@ def attention_flow(
     index = token_index(position, hidden, B, L, steps[-1].device)
     found = steps[-1].new_zeros(B, L)
     for b, i in enumerate(index.tolist()):
-        graph = _graph(networkx, [step[b] for step in steps])
+        graph = networkx.DiGraph()  # of (l, t), token t after layer l, and tokens before it
+        for layer, step in enumerate(steps, start=1):
+            pairs = step[b].detach().double().cpu()
+            for t, j in (pairs > 0).nonzero().tolist():
+                graph.add_edge((layer, t), (layer - 1, j), capacity=float(pairs[t, j]))
         for j in range(L):
             if graph.has_node((0, j)) and graph.has_node((len(steps), i)):
                 found[b, j] = networkx.maximum_flow_value(graph, (len(steps), i), (0, j))
     return found
-
-
-def _graph(networkx: Any, steps: list[Tensor]) -> Any:
-    """Nodes (l, i), token i after layer l, and edges to the tokens before it."""
-    graph = networkx.DiGraph()
-    for layer, step in enumerate(steps, start=1):
-        pairs = step.detach().double().cpu()
-        for i, j in (pairs > 0).nonzero().tolist():
-            graph.add_edge((layer, i), (layer - 1, j), capacity=float(pairs[i, j]))
-    return graph

@@ -35,8 +35,13 @@ def followed_beams(
                 f"{int(own.max())}"
             )
         taken = rows_of_call(call, own)
-        if found and bool(ended.any()):
-            _end_call(layers, taken, found[-1], ended)
+        if found and bool(ended.any()):  # the step is padding where sequences have ended
+            for name, maps in taken.items():
+                _end(maps, found[-1][name], ended, own_keys=layers[name].kind == "self")
+            for name in ("input_mask", "target_mask"):
+                now, earlier = getattr(taken, name), getattr(found[-1], name)
+                if now is not None and earlier is not None:
+                    setattr(taken, name, _left_as_it_was(now, earlier, ended, 0))
         found.append(taken)
     return found
 
@@ -52,16 +57,6 @@ def rows_of_call(call: Batch, rows: Tensor) -> Batch:
     names = ("tokens", "target_tokens", "input_ids", "input_mask", "target_ids", "target_mask")
     layers = {n: changed(maps, lambda x, _: taken(x)) for n, maps in call.items()}
     return replace(call, layers=layers, **{name: taken(getattr(call, name)) for name in names})
-
-
-def _end_call(layers: Mapping[str, Layer], call: Batch, before: Batch, ended: Tensor) -> None:
-    """Makes a step padding for the sequences that have ended, bool ``[N]``."""
-    for name, maps in call.items():
-        _end(maps, before[name], ended, own_keys=layers[name].kind == "self")
-    for name in ("input_mask", "target_mask"):
-        now, earlier = getattr(call, name), getattr(before, name)
-        if now is not None and earlier is not None:
-            setattr(call, name, _left_as_it_was(now, earlier, ended, 0))
 
 
 def _end(maps: Contributions, before: Contributions, ended: Tensor, *, own_keys: bool) -> None:

@@ -152,7 +152,12 @@ def with_encoders(layers: Mapping[str, Layer], calls: Sequence[Batch]) -> list[B
     for call in calls:
         before = found[-1] if found else None
         if before is not None and _reads(layers, before, call):
-            found[-1] = _as_one(before, call)
+            count = sequence_count(before.values())
+            each = sequence_count(call.values()) // count
+            source = rows_of_call(before, torch.arange(count).repeat_interleave(each))
+            ids: dict[str, Any] = {"input_ids": source.input_ids, "input_mask": source.input_mask}
+            maps = {**source.layers, **call.layers}
+            found[-1] = replace(call, layers=maps, tokens=source.tokens, begins=None, **ids)
         else:
             found.append(call)
     return found
@@ -169,15 +174,6 @@ def _reads(layers: Mapping[str, Layer], encoder: Batch, decoder: Batch) -> bool:
     keys = size_of(crossing[0], "S")
     fits = all(size_of(maps, "L") == keys for maps in encoder.values())
     return fits and counts[0] > 0 and counts[1] % counts[0] == 0
-
-
-def _as_one(encoder: Batch, decoder: Batch) -> Batch:
-    each = sequence_count(decoder.values()) // sequence_count(encoder.values())
-    rows = torch.arange(sequence_count(encoder.values())).repeat_interleave(each)
-    source = rows_of_call(encoder, rows)
-    layers = {**source.layers, **decoder.layers}
-    ids: dict[str, Any] = {"input_ids": source.input_ids, "input_mask": source.input_mask}
-    return replace(decoder, layers=layers, tokens=source.tokens, begins=None, **ids)
 
 
 def _joined(

@@ -53,7 +53,21 @@ def draw(
     kind = picture_format("plot", path)
     if map is not None and map not in _TITLES:
         raise ValueError(f"plot: map must be one of {', '.join(_TITLES)}, got {map!r}")
-    shown = _chosen_sequence(recording, batch, sequence, tokens, target_tokens)
+    recording.check_recorded()
+    if not 0 <= batch < len(recording.batches):
+        raise ValueError(f"plot: batch must be below {len(recording.batches)}, got {batch}")
+    is_tokenizer = hasattr(tokens, "convert_ids_to_tokens")  # it may need the calls before
+    place, of = batch, recording
+    if not is_tokenizer:
+        calls = [recording.batches[batch]]
+        place, of = 0, RecordedMaps(recording.model, recording.maps, recording.layers, calls)
+    named = sequences(of, tokens if is_tokenizer else None)
+    shown = next((x for x in named if (x.batch, x.index) == (place, sequence)), None)
+    if shown is None:
+        raise ValueError(f"plot: sequence must be one of batch {batch}, got {sequence}")
+    own = shown.tokens if tokens is None or is_tokenizer else _of_one(tokens)
+    targets = shown.target_tokens if target_tokens is None else _of_one(target_tokens)
+    shown = replace(shown, batch=batch, tokens=own, target_tokens=targets)
     layers = [one for one in _chosen_layers(recording, layer) if one.name in shown.layers]
     there = {
         one.name: [x for x, axes, _ in tensors_of(shown.layers[one.name]) if axes.endswith("LS")]
@@ -72,29 +86,6 @@ def picture_format(function: str, path: str | os.PathLike[str]) -> str:
     if kind not in ("png", "svg", "pdf"):
         raise ValueError(f"{function}: path must end in .png, .svg, .pdf, got {Path(path).name!r}")
     return kind
-
-
-def _chosen_sequence(
-    recording: RecordedMaps,
-    batch: int,
-    sequence: int,
-    tokens: Tokens | None,
-    target_tokens: Sequence[Sequence[str]] | Sequence[str] | None,
-) -> SequenceMaps:
-    recording.check_recorded()
-    if not 0 <= batch < len(recording.batches):
-        raise ValueError(f"plot: batch must be below {len(recording.batches)}, got {batch}")
-    is_tokenizer = hasattr(tokens, "convert_ids_to_tokens")  # it may need the calls before
-    place, of = batch, recording
-    if not is_tokenizer:
-        calls = [recording.batches[batch]]
-        place, of = 0, RecordedMaps(recording.model, recording.maps, recording.layers, calls)
-    for found in sequences(of, tokens if is_tokenizer else None):
-        if (found.batch, found.index) == (place, sequence):
-            named = found.tokens if tokens is None or is_tokenizer else _of_one(tokens)
-            targets = found.target_tokens if target_tokens is None else _of_one(target_tokens)
-            return replace(found, batch=batch, tokens=named, target_tokens=targets)
-    raise ValueError(f"plot: sequence must be one of batch {batch}, got {sequence}")
 
 
 def _of_one(tokens: Any) -> Sequence[str]:
@@ -128,13 +119,6 @@ def _chosen_map(map: str | None, there: Collection[str]) -> str:
     raise ValueError(f"plot: map must say which map to draw; there are {known}")
 
 
-def _over_heads(name: str, values: Tensor) -> Tensor:
-    """The mean over heads, or the sum of parts, which add."""
-    if values.dim() < 3:
-        return values.double()
-    return values.double().sum(0) if name == "projection" else values.double().mean(0)
-
-
 def matplotlib(module: str) -> Any:
     """Imports a module of matplotlib."""
     return optional(f"matplotlib.{module}", "a picture", "'ikattn[viz]'")
@@ -161,7 +145,9 @@ def _figure(shown: SequenceMaps, layers: list[Layer], map: str, *, is_single: bo
         maps = shown.layers[layer.name]
         for name in dict.fromkeys(("weights", map)):
             if getattr(maps, name) is not None:
-                values = _over_heads(name, getattr(maps, name))
+                values = getattr(maps, name).double()
+                if values.dim() == 3:
+                    values = values.sum(0) if name == "projection" else values.mean(0)  # parts add
                 panels.append(_Panel(layer, name, values, queries, keys))
     pairs = sum(panel.layer is layers[0] for panel in panels)
     columns = pairs if is_single else pairs * min(4 // pairs, len(layers))
@@ -176,7 +162,10 @@ def _drawn(panels: list[_Panel], side: float, columns: int) -> Any:
     Tokens are written once for panels that stand beside, or above, each other with the same.
     """
     at = {divmod(place, columns): panel for place, panel in enumerate(panels)}
-    size = {place: _font_size(panel, side) for place, panel in at.items()}
+    size = {}  # in points: rows as high as the type, where they can be
+    for place, panel in at.items():
+        stride = math.ceil(max(panel.values.shape) / _LABELLED)
+        size[place] = max(3.5, min(8.5, 60 * side * stride / max(panel.values.shape[1], 1)))
 
     def starts_row(row: int, column: int) -> bool:
         before = at.get((row, column - 1))
@@ -211,12 +200,6 @@ def _drawn(panels: list[_Panel], side: float, columns: int) -> Any:
         corner = lefts[column], tops[row]
         _heat_map(axes, panel, corner, side, size[place], starts_row(*place), ends_column(*place))
     return figure
-
-
-def _font_size(panel: _Panel, side: float) -> float:
-    """In points: rows as high as the type, where they can be."""
-    stride = math.ceil(max(panel.values.shape) / _LABELLED)
-    return max(3.5, min(8.5, 60 * side * stride / max(panel.values.shape[1], 1)))
 
 
 def _longest(tokens: Sequence[str], size: float) -> float:

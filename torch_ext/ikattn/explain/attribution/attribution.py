@@ -277,17 +277,11 @@ class Attribution:
 
 
 def _contents(found: Attribution) -> dict[str, Any]:
-    """Gathers all that the page shows, for JSON."""
-    _check(found)
-    return {
-        "about": f"{found.method or 'attribution'} · ikattn {version()}",
-        "apart": found.scores.dim() == 3,
-        "sequences": [_sequence(found, b) for b in range(found.scores.size(0))],
-    }
+    """Gathers all that the page shows, for JSON.
 
-
-def _check(found: Attribution) -> None:
-    """Raises ValueError where there is no sequence, or shapes and lists do not fit."""
+    Raises:
+        ValueError: There is no sequence, or shapes and lists do not fit.
+    """
     scores = found.scores
     if scores.dim() not in (2, 3) or scores.size(0) == 0:
         raise ValueError(
@@ -310,6 +304,11 @@ def _check(found: Attribution) -> None:
                 f"to_html: {name} must hold {scores.size(0)} lists, one a sequence, "
                 f"got {len(lists)}"
             )
+    return {
+        "about": f"{found.method or 'attribution'} · ikattn {version()}",
+        "apart": scores.dim() == 3,
+        "sequences": [_sequence(found, b) for b in range(scores.size(0))],
+    }
 
 
 def _sequence(found: Attribution, b: int) -> dict[str, Any]:

@@ -46,27 +46,22 @@ def row_sums(a: Tensor, b: Tensor, *, ranks: bool = True) -> Sums:
     size = max(1, _PAIRS_AT_ONCE // max(1, heads * a.shape[-1]))
     found: Sums = {}
     for part_a, part_b in zip(a.split(size, -2), b.split(size, -2), strict=True):
-        add_to(found, _sums_of_piece(part_a, part_b))
+        p, q = shares(part_a), shares(part_b)
+        counted = (p != 0).any(-1) & (q != 0).any(-1)
+        entropy_a, entropy_b = entropy(p), entropy(q)
+        between = entropy((p + q) / 2) - (entropy_a + entropy_b) / 2
+        rows = {
+            "total_variation": (p - q).abs().sum(-1) / 2,
+            "jensen_shannon": between.clamp_min(0),  # below it by rounding
+            "entropy_a": entropy_a,
+            "entropy_b": entropy_b,
+        }
+        add_to(found, {name: x.where(counted, 0).sum(-1) for name, x in rows.items()})
+        add_to(found, {"rows": counted.double().sum(-1)})
         if ranks:
             correlation, has_ranks = rank_correlation(part_a, part_b)
             of_ranks = {"rank_correlation": correlation, "ranked": has_ranks.double()}
             add_to(found, {name: x.sum(-1) for name, x in of_ranks.items()})
-    return found
-
-
-def _sums_of_piece(a: Tensor, b: Tensor) -> Sums:
-    p, q = shares(a), shares(b)
-    counted = (p != 0).any(-1) & (q != 0).any(-1)
-    entropy_a, entropy_b = entropy(p), entropy(q)
-    between = entropy((p + q) / 2) - (entropy_a + entropy_b) / 2
-    rows = {
-        "total_variation": (p - q).abs().sum(-1) / 2,
-        "jensen_shannon": between.clamp_min(0),  # below it by rounding
-        "entropy_a": entropy_a,
-        "entropy_b": entropy_b,
-    }
-    found = {name: x.where(counted, 0).sum(-1) for name, x in rows.items()}
-    found["rows"] = counted.double().sum(-1)
     return found
 
 

@@ -286,7 +286,7 @@ def _metadata(recording: RecordedMaps) -> dict[str, Any]:
                 "layers": list(batch),
                 "tokens": _lists(batch.tokens),
                 "target_tokens": _lists(batch.target_tokens),
-                **{name: _numbers(getattr(batch, name)) for name in _IDS},
+                **{n: x if (x := getattr(batch, n)) is None else x.long().tolist() for n in _IDS},
                 "begins": batch.begins,
             }
             for batch in recording.batches
@@ -296,11 +296,6 @@ def _metadata(recording: RecordedMaps) -> dict[str, Any]:
 
 def _lists(tokens: Sequence[Sequence[str]] | None) -> list[list[str]] | None:
     return None if tokens is None else [list(sequence) for sequence in tokens]
-
-
-def _numbers(ids: Tensor | None) -> list[list[int]] | None:
-    """Token ids, or a mask, as JSON has them."""
-    return None if ids is None else ids.long().tolist()
 
 
 def _assembled(metadata: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedMaps:

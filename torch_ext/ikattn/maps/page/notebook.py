@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from io import BytesIO
 
-from ikattn.maps.layers import Layer, RecordedMaps
+from ikattn.maps.layers import RecordedMaps
 from ikattn.maps.page import describe, page_bytes, write_page
 from ikattn.maps.page.template import frame
 from ikattn.maps.sequences import AXES, tensors_of
@@ -42,8 +42,15 @@ def notebook_view(recording: RecordedMaps, graphs: int = 0) -> str:
 
 
 def _table(recording: RecordedMaps, reason: str) -> str:
-    layers = list(recording.layers.values())
-    rows = [_row(recording, layer) for layer in layers[:_ROWS]]
+    layers, rows = list(recording.layers.values()), list[str]()
+    for layer in layers[:_ROWS]:  # shapes of maps are those in the first call that it ran in
+        maps = next((batch[layer.name] for batch in recording.batches if layer.name in batch), None)
+        found = [] if maps is None else list(tensors_of(maps))
+        shapes = [f"{name} {list(x.shape)}" for name, _, x in found if name in AXES]
+        if len(found) > len(shapes):
+            shapes.append("mixing_ratio")
+        cells = (layer.name, f"{layer.side}, {layer.kind}", layer.heads, ", ".join(shapes))
+        rows.append(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>")
     if len(layers) > _ROWS:
         rows.append(f"<tr><td colspan=4>and {len(layers) - _ROWS} more</td></tr>")
     return (
@@ -52,14 +59,3 @@ def _table(recording: RecordedMaps, reason: str) -> str:
         "<table><thead><tr><th>layer</th><th>kind</th><th>heads</th><th>maps</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
-
-
-def _row(recording: RecordedMaps, layer: Layer) -> str:
-    """Returns a layer with its maps, and their shapes in the first call that it ran in."""
-    maps = next((batch[layer.name] for batch in recording.batches if layer.name in batch), None)
-    found = [] if maps is None else list(tensors_of(maps))
-    shapes = [f"{name} {list(x.shape)}" for name, _, x in found if name in AXES]
-    if len(found) > len(shapes):
-        shapes.append("mixing_ratio")
-    cells = (layer.name, f"{layer.side}, {layer.kind}", layer.heads, ", ".join(shapes))
-    return f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>"
