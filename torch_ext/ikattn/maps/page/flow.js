@@ -214,15 +214,13 @@ function drawn(tag, attributes, title) {
   return made;
 }
 
-function listenToFlow() {
-  byId("least").addEventListener("input", () => showFlow());
-  byId("flow").querySelector("svg").addEventListener("keydown", (event) => {
-    const { L } = layerOf();
-    const [target] = state.pinned;
-    const next = { ArrowDown: target + 1, ArrowRight: target + 1, ArrowUp: target - 1, ArrowLeft: target - 1, Home: 0, End: L - 1 }[event.key];
-    if (next === undefined) return;
-    event.preventDefault();
-    const t = Math.max(0, Math.min(L - 1, next));
-    pin([t, strongest(t)]);
-  });
-}
+byId("least").addEventListener("input", () => showFlow());
+byId("flow").querySelector("svg").addEventListener("keydown", (event) => {
+  const { L } = layerOf();
+  const [target] = state.pinned;
+  const next = { ArrowDown: target + 1, ArrowRight: target + 1, ArrowUp: target - 1, ArrowLeft: target - 1, Home: 0, End: L - 1 }[event.key];
+  if (next === undefined) return;
+  event.preventDefault();
+  const t = Math.max(0, Math.min(L - 1, next));
+  pin([t, strongest(t)]);
+});

@@ -77,22 +77,18 @@ function drawMap(item) {
   item.prepend(canvas);
 }
 
-function start() {
-  startTheme(() => lines.filter(({ item }) => item.querySelector("canvas")).forEach(({ item }) => drawMap(item)));
-  byId("sort").append(...SORTS.map((_, by) => {
-    const button = element("button", { type: "button" });
-    button.addEventListener("click", () => sortBy(by));
-    return button;
-  }));
-  byId("search").addEventListener("input", () => { filter(); render(); });
-  window.addEventListener("scroll", () => render(), { passive: true });
-  window.addEventListener("resize", () => render());
-  byId("controls").hidden = byId("theme").hidden = false;
-  list.className = "in-view";
-  list.replaceChildren();  // all at once, where render would take them out one by one
-  showSorts();
-  filter();
-  render();
-}
-
-start();
+startTheme(() => lines.filter(({ item }) => item.querySelector("canvas")).forEach(({ item }) => drawMap(item)));
+byId("sort").append(...SORTS.map((_, by) => {
+  const button = element("button", { type: "button" });
+  button.addEventListener("click", () => sortBy(by));
+  return button;
+}));
+byId("search").addEventListener("input", () => { filter(); render(); });
+window.addEventListener("scroll", () => render(), { passive: true });
+window.addEventListener("resize", () => render());
+byId("controls").hidden = byId("theme").hidden = false;
+list.className = "in-view";
+list.replaceChildren();  // all at once, where render would take them out one by one
+showSorts();
+filter();
+render();

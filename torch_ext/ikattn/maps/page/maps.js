@@ -86,9 +86,7 @@ const plates = () => ({ left: weightsPlate(), right: normsPlate() });
 
 // --- Colours and numbers -----------------------------------------------------------------------------
 
-function isSelf(layer = state.layer) {
-  return contents.layers[layer].kind === "self";
-}
+const isSelf = (layer = state.layer) => contents.layers[layer].kind === "self";
 
 // Returns the largest magnitude of the rows given, without what is left out.
 function maximum(values, from, to, S, layer) {
@@ -355,7 +353,6 @@ function markPair() {
   drawPair();
 }
 
-listenToFlow();
 byId("diagonal").addEventListener("change", (event) => set({ diagonal: event.target.checked }));
 // With many tokens most numbers are small against the largest.
 if (contents.sequences[0].layers.some((layer) => layer && layer.S > 100)) byId("scale").value = state.scale = "root";
