@@ -62,7 +62,11 @@ class AnalyzedModel:
         length = _max_length(job, loaded)
         model = AnalyzedModel(loaded, start, single_maps(job.maps), length)
         sites = [site.name for site in find_attention(loaded.model)]
-        warn_of_missing(job.model, _before_the_last(sites, loaded))
+        # of parameters after the last attention, such as a pooler's, no map depends
+        names = [name for name, _ in loaded.model.named_parameters()]
+        begins = tuple(f"{site}." for site in sites)
+        last = max((i for i, own in enumerate(names) if own.startswith(begins)), default=len(names))
+        warn_of_missing(job.model, [own for own in loaded.missing if own in names[: last + 1]])
         patterns = None if any(map(_is_number, job.layers or ())) else job.layers
         if patterns is not None:
             _chosen(sites, patterns)
@@ -157,14 +161,6 @@ def _first_token(job: Job, config: Any) -> int:
         f"the config of {job.model} must have one of {', '.join(names)}, with which its decoder "
         "begins"
     )
-
-
-def _before_the_last(sites: Sequence[str], loaded: Loaded) -> list[str]:
-    """Missing parameters but for those after the last attention, such as a pooler's."""
-    names = [name for name, _ in loaded.model.named_parameters()]
-    begins = tuple(f"{site}." for site in sites)
-    last = max((i for i, name in enumerate(names) if name.startswith(begins)), default=len(names))
-    return [name for name in loaded.missing if name in names[: last + 1]]
 
 
 def _is_number(text: str) -> bool:

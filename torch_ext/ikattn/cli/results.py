@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -235,19 +235,12 @@ def _entries(path: Path, total: int) -> Iterator[tuple[bytes, int]]:
     done = bytearray(total + 1)
     with path.open("rb") as lines:
         for text in lines:
-            number = _finished_line(path.parent, text)
+            number = 0  # of an entry that is none, or whose files are not there
+            with suppress(ValueError, TypeError, KeyError, OSError):
+                entry: Any = json.loads(text) if text.endswith(b"\n") else None
+                files = [(path.parent / name).stat() for name in entry["files"]]
+                number = int(entry["line"]) if all(file.st_size for file in files) else 0
             is_new = 0 < number <= total and not done[number]
             if is_new:
                 done[number] = 1
             yield text, number if is_new else 0
-
-
-def _finished_line(folder: Path, text: bytes) -> int:
-    """The number of an entry whose files are there; 0: it is none, or they are not."""
-    try:
-        entry: Any = json.loads(text) if text.endswith(b"\n") else None
-        files = [(folder / name).stat() for name in entry["files"]]
-        number = int(entry["line"])
-    except (ValueError, TypeError, KeyError, OSError):
-        return 0
-    return number if all(file.st_size for file in files) else 0
