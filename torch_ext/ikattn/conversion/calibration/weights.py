@@ -81,9 +81,17 @@ def fit_to_weights(
     with torch.no_grad():
         for parameter, kept in zip(parameters, state, strict=True):
             parameter.copy_(kept)
-    if steps:
-        _tell_of_heads(layer, before.sqrt(), best.sqrt())
-    return before.sqrt(), best.sqrt()
+    before, best = before.sqrt(), best.sqrt()
+    stuck = [head for head, better in enumerate((best < before).tolist()) if not better]
+    if stuck and steps:
+        errors = ", ".join(f"{head} ({best[head]:.2f})" for head in stuck)
+        _logger.warning(
+            "calibrate: heads of %s came no nearer to softmax and keep the frequencies they had, "
+            "with these errors of the weights: %s",
+            layer,
+            errors,
+        )
+    return before, best
 
 
 def descending(
@@ -162,16 +170,3 @@ def by_what_is_held_out(of_rows: Tensor) -> Tensor:
     # the first query of a causal layer has but one key
     held_out = torch.arange(count, device=of_rows.device) % _HELD_OUT == min(2, count - 1)
     return torch.stack([of_rows[:, rows].sum((1, 2)) for rows in (~held_out, held_out)])
-
-
-def _tell_of_heads(layer: Layer, before: Tensor, after: Tensor) -> None:
-    """Logs the heads that came no nearer."""
-    stuck = [head for head, better in enumerate((after < before).tolist()) if not better]
-    if stuck:
-        errors = ", ".join(f"{head} ({after[head]:.2f})" for head in stuck)
-        _logger.warning(
-            "calibrate: heads of %s came no nearer to softmax and keep the frequencies they had, "
-            "with these errors of the weights: %s",
-            layer,
-            errors,
-        )
