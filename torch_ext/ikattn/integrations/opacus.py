@@ -55,7 +55,12 @@ def prepare(model: Model, *, batch_first: bool = True) -> Model:
         >>> model.self_attn.spectral.w1.grad_sample.shape  # N, H * d * M
         torch.Size([3, 512])
     """
-    _register_samplers()
+    grad_sample = optional("opacus.grad_sample", "prepare", "'ikattn[opacus]'")
+    samplers = grad_sample.GradSampleModule.GRAD_SAMPLERS
+    if PerSample not in samplers:
+        grad_sample.register_grad_sampler(PerSample)(_gradient_of_each)
+    if NonDynamicallyQuantizableLinear not in samplers:  # the class of out_proj: a Linear
+        grad_sample.register_grad_sampler(NonDynamicallyQuantizableLinear)(samplers[nn.Linear])
     attention = [m for m in model.modules() if type(m) is MultiheadAttention]
     sources = [m for m in model.modules() if _is_plain(m)]
     for module in attention:
@@ -229,16 +234,6 @@ def _move_parameters(module: Any, kind: type[_Private], batch_first: bool) -> No
     module.__class__ = kind
     held = nn.ModuleDict({name: PerSample(w, batch_first) for name, w in own.items()})
     module.register_module("per_sample", held.train(module.training))
-
-
-def _register_samplers() -> None:
-    """Tells Opacus about the modules that its hooks will meet."""
-    grad_sample = optional("opacus.grad_sample", "prepare", "'ikattn[opacus]'")
-    samplers = grad_sample.GradSampleModule.GRAD_SAMPLERS
-    if PerSample not in samplers:
-        grad_sample.register_grad_sampler(PerSample)(_gradient_of_each)
-    if NonDynamicallyQuantizableLinear not in samplers:  # the class of out_proj: a Linear
-        grad_sample.register_grad_sampler(NonDynamicallyQuantizableLinear)(samplers[nn.Linear])
 
 
 def _gradient_of_each(

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ikattn._memory import takes_memory_for
-from ikattn.nn.kernels import Frequencies, HeadCall, Kernel, KernelOptions, Wanted, attend_heads
+from ikattn.nn.kernels import HeadCall, Kernel, KernelOptions, Wanted, attend_heads
 from ikattn.nn.masks import Masks, check_hint, check_types, padding_of_queries
 from ikattn.nn.projection import InProjection, Projection, check_axes, merge_heads, project
 from ikattn.nn.softmax import refuse_context_parallel
@@ -131,13 +131,19 @@ def multi_head_attention_forward(
     # upstream does not look at a mask for which the hint stands
     is_hint_alone = is_causal and key_padding_mask is None and not need_weights
     check_types(key_padding_mask, None if is_hint_alone else attn_mask)
+    if (kernel == "implicit") != (w1 is not None) or (w1 is None and w2 is not None):
+        raise ValueError(
+            "multi_head_attention_forward: expected w1, and w2 if not stationary, for "
+            f"kernel='implicit' and only there; got kernel={kernel!r} with "
+            f"w1 {'missing' if w1 is None else 'given'}, w2 {'missing' if w2 is None else 'given'}"
+        )
     return attend(
         query,
         key,
         value,
         partial(project, source),
         ExtraKeys(bias_k, bias_v, add_zero_attn, static_k, static_v),
-        KernelOptions(kernel, p, _given_frequencies(kernel, w1, w2)),
+        KernelOptions(kernel, p, None if w1 is None else lambda *_: (w1, w2)),
         Masks(key_padding_mask, attn_mask, is_causal),
         Wanted(need_weights, average_attn_weights),
         dropout_p=dropout_p if training else 0.0,
@@ -209,16 +215,6 @@ def check_kernel(kernel: str, p: float | None) -> None:
         raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
     if p is not None and not (isinstance(p, Real) and 1 <= p < float("inf")):
         raise ValueError(f"p must be a real number >= 1, or None for no magnitude; got {p!r}")
-
-
-def _given_frequencies(kernel: str, w1: Tensor | None, w2: Tensor | None) -> Frequencies | None:
-    if (kernel == "implicit") != (w1 is not None) or (w1 is None and w2 is not None):
-        raise ValueError(
-            "multi_head_attention_forward: expected w1, and w2 if not stationary, for "
-            f"kernel='implicit' and only there; got kernel={kernel!r} with "
-            f"w1 {'missing' if w1 is None else 'given'}, w2 {'missing' if w2 is None else 'given'}"
-        )
-    return None if w1 is None else lambda *_: (w1, w2)
 
 
 def _can_use_causal_hint(
