@@ -36,7 +36,11 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         with _naming(path):
             partial.replace(final)
-            _sync_directory(final.parent)
+            folder = os.open(final.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the new name survives a loss of power
+            finally:
+                os.close(folder)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -55,12 +59,3 @@ def _naming(path: str | os.PathLike[str], only: Container[int] | None = None) ->
         if error.errno is None or (only is not None and error.errno not in only):
             raise
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
-
-
-def _sync_directory(folder: Path) -> None:
-    """Makes the new name survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
