@@ -159,7 +159,17 @@ def recorded(
     if options.check not in ("rows", "all"):
         raise ValueError(f'record: check must be "rows" or "all", got {options.check!r}')
     graphs = graph_layers(model, layers)
-    _check_graphs(graphs, options)
+    for name in graphs:
+        if options.rows is not None:
+            raise ValueError(
+                f"record: reduce and queries must be None for layers that attend over a graph, "
+                f"such as {name or 'the model'}, whose maps are of edges; leave them out by layers="
+            )
+        if options.on_layer is not None:
+            raise ValueError(
+                f"record: on_layer is not called for layers that attend over a graph, such as "
+                f"{name or 'the model'}: leave them out by layers=, or take recording.graphs"
+            )
     plans, unseen = plan_layers(model, asked_maps(maps), layers, may_be_none=bool(graphs))
     if options.rows is not None:
         check_kinds(plans, options.rows)
@@ -193,18 +203,3 @@ def recorded(
             recorder.keep_ended(waits=True)
         finally:
             recording.await_batches_by(None)
-
-
-def _check_graphs(graphs: Iterable[str], options: Options) -> None:
-    """Raises ValueError where layers over a graph are asked for what their maps have not."""
-    for name in graphs:
-        if options.rows is not None:
-            raise ValueError(
-                f"record: reduce and queries must be None for layers that attend over a graph, "
-                f"such as {name or 'the model'}, whose maps are of edges; leave them out by layers="
-            )
-        if options.on_layer is not None:
-            raise ValueError(
-                f"record: on_layer is not called for layers that attend over a graph, such as "
-                f"{name or 'the model'}: leave them out by layers=, or take recording.graphs"
-            )

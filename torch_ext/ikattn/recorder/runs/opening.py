@@ -251,20 +251,12 @@ class Opener:
         run.out_proj = parts.out_proj
         run.normed = [] if entered is None else list(entered.normed)
         if parts.block != "found":
-            run.around.residual = known = self._residual_of(call, run)
+            known = None if given is None or parts.block == "none" else given.tensor
+            if parts.block != "none" and parts.pre_norm is not None:
+                before = [(each.module, each.given) for each in call.running]
+                seen = (x for by, x in (*reversed(call.norms), *before) if by is parts.pre_norm)
+                known = next((each.tensor for each in seen if each is not None), None)
+            run.around.residual = known
             run.residuals.sort(key=lambda seen: seen.tensor is not known)
         call.pending.append(run)
         return run
-
-    def _residual_of(self, call: Call, run: Run) -> Tensor | None:
-        """Returns the input of the norm before a layer of known parts, or of the layer."""
-        parts = run.plan.parts
-        if parts.block == "none":
-            return None
-        if parts.pre_norm is None:
-            return None if run.given is None else run.given.tensor
-        running = ((each.module, each.given) for each in call.running)
-        seen = (
-            seen for module, seen in (*reversed(call.norms), *running) if module is parts.pre_norm
-        )
-        return next((each.tensor for each in seen if each is not None), None)

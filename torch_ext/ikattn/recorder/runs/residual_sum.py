@@ -89,7 +89,9 @@ def _is_sum(run: Run, x: Tensor, module: nn.Module, call: Call, *, is_input: boo
             order = order_of_rows(x, added, found, in_every_row=in_every_row)
             if order is None:
                 return False
-            run.is_turned = (order == "turned") != _projects_turned(run, added)
+            B, _, L, _ = run.attention.sizes  # where these do not tell, the output is [B, L, D]
+            projects_turned = added.dim() == 3 and added.shape[:2] == (L, B) != (B, L)
+            run.is_turned = (order == "turned") != projects_turned
         _remember(run, module, found, is_as_it_was, is_input)
     variant, scale = run.variants[found.variant], found.scale
     run.variant, run.is_alone = found.variant, found.is_alone
@@ -170,12 +172,6 @@ def _may_be_known(run: Run) -> bool:
     is_named = run.plan.parts.block != "found"
     is_empty = not run.variants[0].tensor.numel()
     return is_named and not run.plan.module.training and not is_empty
-
-
-def _projects_turned(run: Run, y: Tensor) -> bool:
-    """Whether the output is ``[L, B, D]``, as sizes tell; where they do not, it is not."""
-    B, _, L, _ = run.attention.sizes
-    return y.dim() == 3 and y.shape[:2] == (L, B) != (B, L)
 
 
 def _remember(run: Run, module: nn.Module, found: Sum, is_as_it_was: bool, is_input: bool) -> None:
