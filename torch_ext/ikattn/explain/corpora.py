@@ -302,8 +302,18 @@ class CorpusSums:
     def _add_sequence(
         self, sequence: SequenceMaps, types_of: Callable[[Sequence[str]], Sequence[str]]
     ) -> None:
-        # most layers read the same tokens
-        one_hot = functools.cache(functools.partial(self._one_hot, types_of))
+        @functools.cache  # most layers read the same tokens
+        def one_hot(*tokens: str) -> Tensor:
+            """Returns ``[L, A]``, float64, one where a token is of a type."""
+            types = list(types_of(list(tokens)))
+            if len(types) != len(tokens) or not set(types) <= set(self.types):
+                raise ValueError(
+                    f"CorpusSums.add: types_of must give each of {len(tokens)} tokens one of "
+                    f"{', '.join(self.types)}, got {types}"
+                )
+            rows = torch.eye(len(self.types), dtype=torch.float64, device="cpu")
+            return rows[[self.types.index(kind) for kind in types]]
+
         for name, maps in sequence.layers.items():
             labels = sequence.labels(self.layers[name])
             _check_tokens(sequence, self.layers[name], len(labels[1]))
@@ -311,17 +321,6 @@ class CorpusSums:
             for map_name, sums in _sums_of_layer(maps, queries, keys):
                 add_to(self._of_map(name, map_name), sums)
         self.sequences += 1
-
-    def _one_hot(self, types_of: Callable[[Sequence[str]], Sequence[str]], *tokens: str) -> Tensor:
-        """Returns ``[L, A]``, float64, one where a token is of a type."""
-        types = list(types_of(list(tokens)))
-        if len(types) != len(tokens) or not set(types) <= set(self.types):
-            raise ValueError(
-                f"CorpusSums.add: types_of must give each of {len(tokens)} tokens one of "
-                f"{', '.join(self.types)}, got {types}"
-            )
-        rows = torch.eye(len(self.types), dtype=torch.float64, device="cpu")
-        return rows[[self.types.index(kind) for kind in types]]
 
     def _rows_of_table(self, sums: Sums) -> Iterator[tuple[int | None, dict[str, Any]]]:
         rows, taken, bits = sums["rows"], sums["sum_of_shares"], sums["sum_of_entropies"]
@@ -379,7 +378,13 @@ def _sums_of_layer(
             continue
         axes = AXES.get(name, "L")
         if axes.endswith("LS"):
-            sums = _sums_of_pairs(x, queries.to(x.device), keys.to(x.device))
+            size = max(1, _PAIRS_AT_ONCE // max(1, x.shape[-2] * x.shape[-1]))
+            parts = x.split(size) if x.dim() == 3 else [x]  # a few heads at a time
+            of_pairs = queries.to(x.device), keys.to(x.device)
+            pieces = [_sums_of_heads(part, *of_pairs) for part in parts]
+            sums = pieces[0]
+            if len(pieces) > 1:
+                sums = {key: torch.cat([piece[key] for piece in pieces]) for key in sums}
             sums |= {"count": queries.sum(0)[:, None] * keys.sum(0)}
         else:
             types = keys if axes.endswith("S") else queries
@@ -391,16 +396,8 @@ def _sums_of_layer(
         yield "ledger", {"sum_of_covariances": split.sums, **counts}
 
 
-def _sums_of_pairs(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
-    """Adds up one map ``[L, S]`` or ``[H, L, S]``, a few heads at a time."""
-    if x.dim() == 2:
-        return _sums_of_heads(x, queries, keys)
-    size = max(1, _PAIRS_AT_ONCE // max(1, x[0].numel()))
-    pieces = [_sums_of_heads(part, queries, keys) for part in x.split(size)]
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
 def _sums_of_heads(x: Tensor, queries: Tensor, keys: Tensor) -> Sums:
+    """Adds up one map ``[L, S]``, or some heads of one, ``[H, L, S]``."""
     x = x.double()
     p, L = shares(x), x.shape[-2]
     means = _cells_of(L, x).mT * (_CELLS / max(1, L))  # over the tokens of a cell

@@ -54,7 +54,15 @@ def patch_maps(
     """
     config = getattr(model, "config", model)
     config = getattr(config, "vision_config", config)  # CLIP and SigLIP read texts, too
-    grid = _grid_of(config) if grid is None else grid
+    if grid is None:
+        image, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
+        if image is None or patch is None:
+            raise ValueError(
+                "patch_maps: grid must be (h, w) where model has no image_size and patch_size"
+            )
+        # a config may hold height and width as one number
+        (H, W), (height, width) = ((x, x) if isinstance(x, int) else x for x in (image, patch))
+        grid = H // height, W // width
     if len(grid) != 2:
         raise ValueError(f"patch_maps: grid must be (h, w), got {grid}")
     h, w = grid
@@ -122,17 +130,6 @@ def plot_patches(
     figure = _figure(patches.detach().double().cpu(), _colours_of(picture), smooth, title)
     with whole_file(path) as file:
         figure.savefig(file, format=kind, dpi=dpi)
-
-
-def _grid_of(config: Any) -> tuple[int, int]:
-    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if image is None or patch is None:
-        raise ValueError(
-            "patch_maps: grid must be (h, w) where model has no image_size and patch_size"
-        )
-    # a config may hold height and width as one number
-    (H, W), (height, width) = ((x, x) if isinstance(x, int) else x for x in (image, patch))
-    return H // height, W // width
 
 
 def _colours_of(picture: Any) -> Tensor:
