@@ -37,10 +37,13 @@ def overview(recording: Recording, maps: Sequence[str]) -> dict[str, Any]:
     layers = recording.batches[0]
     name = next((x for x in drawable_maps(maps) if any(_has(y, x) for y in layers.values())), None)
     entropy, thumbnail = (None, None) if name is None else _of_map(recording, name)
+    known = [maps.mixing_ratio for maps in layers.values()]
+    last = next((x for x in SUMMED_MAPS[::-1] if any(x in own for own in known)), None)
+    ratios = [own[last].double().cpu().flatten() for own in known if last in own]
     return {
         "map": name,
         "entropy": entropy,
-        "mixing_ratio": _mixing_ratio(list(layers.values())),
+        "mixing_ratio": _finite(float(torch.cat(ratios).mean())) if ratios else None,
         "thumbnail": thumbnail,
     }
 
@@ -74,14 +77,6 @@ def _thumbnail(x: Tensor) -> str | None:
     codes = (255 * (cells / cells.max()).sqrt()).round().to(torch.uint8)
     L, S = codes.shape
     return f"{L} {S} {base64.b64encode(bytes(codes.flatten().tolist())).decode()}"
-
-
-def _mixing_ratio(layers: Sequence[Contributions]) -> float | None:
-    known = [name for name in SUMMED_MAPS if any(name in maps.mixing_ratio for maps in layers)]
-    if not known:
-        return None
-    ratios = [maps.mixing_ratio[known[-1]] for maps in layers if known[-1] in maps.mixing_ratio]
-    return _finite(float(torch.cat([ratio.double().cpu().flatten() for ratio in ratios]).mean()))
 
 
 def _finite(x: float) -> float | None:

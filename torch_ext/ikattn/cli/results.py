@@ -168,7 +168,18 @@ def _refuse_what_others_wrote(out: Path) -> None:
 
 def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
     """Writes the manifest of a new run, or makes sure that the old one asks for the same."""
-    wishes, path = _wishes(job, source, target), job.out / _MANIFEST
+    path = job.out / _MANIFEST
+    wishes = {  # all that decides about results; batch size and device do not
+        "ikattn": version(),
+        "model": job.model,
+        "model files": _fingerprint(Path(job.model), job.out),
+        "text": {"lines": source.count, "sha256": source.digest},
+        "target text": target and {"lines": target.count, "sha256": target.digest},
+        "maps": list(job.maps),
+        "layers": job.layers and list(job.layers),
+        "formats": list(job.formats),
+        "max-length": job.max_length,
+    }
     if path.exists():
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
@@ -185,21 +196,6 @@ def _compare_manifest(job: Job, source: Source, target: Source | None) -> None:
             )
     with whole_file(path) as file:  # also over that of a run which came to nothing
         file.write(json.dumps(wishes, indent=2).encode() + b"\n")
-
-
-def _wishes(job: Job, source: Source, target: Source | None) -> dict[str, Any]:
-    """All that decides about results; batch size and device do not."""
-    return {
-        "ikattn": version(),
-        "model": job.model,
-        "model files": _fingerprint(Path(job.model), job.out),
-        "text": {"lines": source.count, "sha256": source.digest},
-        "target text": target and {"lines": target.count, "sha256": target.digest},
-        "maps": list(job.maps),
-        "layers": job.layers and list(job.layers),
-        "formats": list(job.formats),
-        "max-length": job.max_length,
-    }
 
 
 def _fingerprint(folder: Path, out: Path) -> str | None:
