@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ikattn._precision import widened
-from ikattn.nn.masks import Masks, as_bias, hidden
+from ikattn.nn.masks import as_bias, hidden
 from ikattn.ops.magnitude import LearnedOrder
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ def softmax_attention(
     the logits, and so are bool masks, in ``mask_dtype``.
     """
     query, key, value, _, masks, wanted, dropout_p, mask_dtype = call
-    bias = _bias(masks, key_bias, mask_dtype)
+    padding = None if masks.padding is None else as_bias(masks.padding, mask_dtype)[:, None, None]
+    attention = None if masks.attention is None else as_bias(masks.attention, mask_dtype)
+    biases = [part for part in (key_bias, padding, attention) if part is not None]
+    bias = sum(biases[1:], biases[0]) if biases else None  # broadcastable to [N, H, L, S]
     if wanted.weights:
         weights = _softmax_weights(query, key, bias)
         if dropout_p > 0.0:
@@ -88,14 +91,6 @@ def rbf_key_bias(key: Tensor, p: float | LearnedOrder | None) -> Tensor | None:
         norm = torch.linalg.vector_norm(wide.masked_fill(zero.unsqueeze(-1), 1.0), p, dim=-1)
         bias = bias + norm.square().masked_fill(zero, 0.0)
     return (bias / (2 * math.sqrt(key.size(-1)))).to(key.dtype).unsqueeze(-2)
-
-
-def _bias(masks: Masks, key_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns the sum of what is added to the logits, broadcastable to [N, H, L, S], or None."""
-    padding = None if masks.padding is None else as_bias(masks.padding, dtype)[:, None, None, :]
-    attention = None if masks.attention is None else as_bias(masks.attention, dtype)
-    biases = [part for part in (key_bias, padding, attention) if part is not None]
-    return sum(biases[1:], biases[0]) if biases else None
 
 
 def _empty_rows(bias: Tensor) -> Tensor:

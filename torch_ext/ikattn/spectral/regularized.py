@@ -102,8 +102,15 @@ def regularization_loss(model: nn.Module) -> Tensor:
             term = None if level > (transformations.maybe_current_level() or 0) else term
         in_training, with_grad = module._regularized_in
         if term is not None and in_training == module.training:
-            if in_training and not with_grad:
-                _check_nothing_is_lost(name, module)
+            assert module.spectral is not None
+            is_lost = in_training and not with_grad and torch.is_grad_enabled()
+            if is_lost and any(w.requires_grad for w in module.spectral.parameters()):
+                raise RuntimeError(
+                    f"the regulariser of {name or 'the attention'} has no gradient, as it was "
+                    "called in training mode without grad: pass use_reentrant=False to "
+                    "torch.utils.checkpoint; to read the value alone, call regularization_loss "
+                    "under torch.no_grad()"
+                )
             terms.append(term)
         elif getattr(module.spectral, "regularizes", False):
             missing = missing or name or "the attention"
@@ -118,15 +125,3 @@ def regularization_loss(model: nn.Module) -> Tensor:
         )
     first = next(model.parameters(), None)
     return torch.zeros((), device=None if first is None else first.device)
-
-
-def _check_nothing_is_lost(name: str, module: Regularized) -> None:
-    """Raises RuntimeError where a loss would train the generator of a call without a graph."""
-    assert module.spectral is not None
-    learns = any(parameter.requires_grad for parameter in module.spectral.parameters())
-    if torch.is_grad_enabled() and learns:
-        raise RuntimeError(
-            f"the regulariser of {name or 'the attention'} has no gradient, as it was called in "
-            "training mode without grad: pass use_reentrant=False to torch.utils.checkpoint; to "
-            "read the value alone, call regularization_loss under torch.no_grad()"
-        )
