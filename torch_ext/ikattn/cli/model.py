@@ -62,7 +62,7 @@ class AnalyzedModel:
         length = _max_length(job, loaded)
         model = AnalyzedModel(loaded, start, single_maps(job.maps), length)
         sites = [site.name for site in find_attention(loaded.model)]
-        # of parameters after the last attention, such as a pooler's, no map depends
+        # on parameters after the last attention, such as those of a pooler, no map depends
         names = [name for name, _ in loaded.model.named_parameters()]
         begins = tuple(f"{site}." for site in sites)
         last = max((i for i, own in enumerate(names) if own.startswith(begins)), default=len(names))
