@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,7 @@ def test_a_model_forgets_the_same_with_every_cache(kind: str, cache: Any) -> Non
     if cache is not None:
         kept = ikattn.decoding_cache(model, kind=cache)
     cuts = [0, 9, 13, *range(14, 24)]
-    pairs = zip(cuts[:-1], cuts[1:], strict=True)
-    parts = [model(ids[:, i:j], past_key_values=kept).logits for i, j in pairs]
+    parts = [model(ids[:, i:j], past_key_values=kept).logits for i, j in pairwise(cuts)]
     assert_close(torch.cat(parts, 1), whole, 1e-12)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     if cache is None:
@@ -87,7 +87,7 @@ def test_gates_are_recorded_saved_and_trained(kind: str, tmp_path: Path) -> None
     own = {name: x for name, x in model.named_parameters() if "forget" in name}
     assert len(own) == 4
     assert all(bool(x.grad.any()) for x in own.values())
-    with pytest.raises(ValueError, match="has kernels with .*'forget': True"):
+    with pytest.raises(ValueError, match=r"has kernels with .*'forget': True"):
         ikattn.convert(model, num_frequencies=4, p=None)
     with pytest.raises(ValueError, match="has gates"):
         ikattn.calibrate(model, [ids])

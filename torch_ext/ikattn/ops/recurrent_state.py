@@ -238,7 +238,11 @@ class RecurrentState(FixedKernel):
                 total = decay.cumsum(-1)
                 logits, whole = added(logits, -total), total[..., -1]
                 # in float64, for sums of such logits cancel
-                queries, features, before = queries.double(), features.double(), (before[0].double(), before[1])
+                queries, features, before = (
+                    queries.double(),
+                    features.double(),
+                    (before[0].double(), before[1]),
+                )
             output, _, moments, reference = causal_attention_from_moments(
                 queries, features, logits, value, *before, eps=eps
             )
@@ -385,7 +389,7 @@ class RecurrentState(FixedKernel):
         self._check_key(method, key, before, self.dtype)
         self._refuse_gradients(method, value)
         biases = {"key_bias": key_bias, "log_decay": log_decay}
-        check_floating(name, value=value, **biases)
+        check_floating(name, value=value, key_bias=key_bias, log_decay=log_decay)
         if tuple(value.shape) != (*key.shape[:3], width):
             raise ValueError(
                 f"{name}: value must have shape [B, G, new, d_v] as key, {list(key.shape[:3])}, "
@@ -397,7 +401,7 @@ class RecurrentState(FixedKernel):
                 check_broadcasts(name, argument, x, (key.size(0), heads, key.size(2)))
 
 
-def _token(x: Tensor | None, t: int) -> Tensor | None:
+def _token(x: Any, t: int) -> Any:
     """Returns token t of query, key or value [.., new, d] or of a bias [.., new or 1]."""
     if x is None or x.dim() == 4:
         return x if x is None else x[:, :, t : t + 1]
@@ -405,7 +409,7 @@ def _token(x: Tensor | None, t: int) -> Tensor | None:
 
 
 def _forgotten(moments: Tensor, reference: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns sums whose factors have the logarithm ``decay`` [B, K] more; none where it is -inf."""
+    """Returns sums times exp of ``decay`` [B, K], and sums of no key where that is 0."""
     closed = decay == -math.inf
     if bool(closed.any()):
         moments = moments.masked_fill(closed[..., None, None], 0.0)

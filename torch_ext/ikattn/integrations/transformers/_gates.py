@@ -10,14 +10,14 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ikattn.integrations.transformers.interface import Given, causal_mask
 from ikattn.integrations.transformers.kernels import IMPLICIT
 from ikattn.ops.forgetting import decay_of_pairs
 
 
-def log_decay_of(gates: nn.Module, given: Given) -> Tensor:
+def log_decay_of(gates: Any, given: Given) -> Tensor:
     """Returns logarithms of gates ``[B, H, S]``."""
     value, size = given.value, gates.weight.size(-1)
     if value.size(-1) != size:
@@ -29,7 +29,7 @@ def log_decay_of(gates: nn.Module, given: Given) -> Tensor:
     return log_decay
 
 
-def gated(gates: nn.Module, given: Given, visibility: dict[str, Any]) -> dict[str, Any]:
+def gated(gates: Any, given: Given, visibility: dict[str, Any]) -> dict[str, Any]:
     """Returns what a query sees, and how far, as arguments of the operators."""
     log_decay, mask = log_decay_of(gates, given), visibility.get("attn_mask")
     length = given.query.size(2)

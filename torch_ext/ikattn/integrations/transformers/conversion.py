@@ -276,8 +276,9 @@ def from_pretrained(
         kernel = model.get_submodule(f"{path}.spectral") if path else None
         if isinstance(kernel, KERNELS):
             kernel.reset_parameters()
-            if ".forget." in name:
-                kernel.forget.reset_parameters()
+            gates: Any = getattr(kernel, "forget", None)
+            if gates is not None:
+                gates.reset_parameters()
     return (model, info) if wants_info else model
 
 
