@@ -67,7 +67,7 @@ struct StreamedPairParams : PairParams {
   Array key;             // [B, G, S, d]
   double scale = 1;
   bool is_causal = false;  // query i sees keys up to i
-  Array mask;              // [B, H, L, S]: bool, true = visible, or what is added, in compute type
+  Array mask;              // [B, H, L, S]: bool, true = visible, or what is added
   Array key_bias;          // [B, H, 1, S], compute type
   int64_t diagonal = 0;    // the own key of query i is i + diagonal
   void* own = nullptr;     // [B, H, L], weights of own keys, compute type; nullptr: not wanted

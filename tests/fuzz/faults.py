@@ -86,8 +86,10 @@ FAULTS = (
     Fault("edges lose eps", "edge_attention/cpu/scores.h", "weight *= s * s + p.eps;", "weight *= s * s + (FAULT ? T(0) : p.eps);", EDGES),
     Fault("gradients of weights lost", "edge_attention/cpu/backward.h", "grad_logits[h] += p.grad_weights[e * H + h];", "grad_logits[h] += FAULT ? T(0) : p.grad_weights[e * H + h];", EDGES),
     Fault("padded queries count", "contributions/cpu/pairs.h", "m < rows && !is_padding(params.query_padding, b, i + m);", "m < rows && (FAULT || !is_padding(params.query_padding, b, i + m));", MAPS),
-    Fault("a norm is never centered", "contributions/cpu/factors.h", "if (norm.centered) {", "if (norm.centered && !FAULT) {", MAPS),
-    Fault("the last head alone", "contributions/cpu/factors.h", "*factors = products[k] * inverse;", "*factors = FAULT && k + 1 == H && H > 4 ? T(0) : products[k] * inverse;", MAPS),
+    Fault("a norm is never centered", "contributions/cpu/gram_factors.h", "params_.norms[n].centered ?", "params_.norms[n].centered && !FAULT ?", MAPS),
+    Fault("the last head alone", "contributions/cpu/gram_factors.h", "static_cast<float>(grams_[v][p * kPanel + lane]);", "FAULT && H > 4 && p + 1 == triangle(H) ? 0.0f : static_cast<float>(grams_[v][p * kPanel + lane]);", MAPS),
+    Fault("streamed weights count padded keys", "contributions/cpu/streamed_pairs.h", "if (params_.key_padding) hide_padding", "if (params_.key_padding && !FAULT) hide_padding", MAPS),
+    Fault("streamed weights see later keys", "contributions/cpu/streamed_pairs.h", "min_of(count, first + m + 1 - j0)", "min_of(count, first + m + 1 + FAULT - j0)", MAPS),
     # --- Python
     Fault("stale frequencies", "ops/_fixed_kernel.py", "key = (heads, like.dtype, like.device)", "key = (0 if FAULT and self._frequencies else heads, like.dtype, like.device)\n        key = next(iter(self._frequencies)) if FAULT and self._frequencies else key", STATE),
     Fault("biases hide nothing", "ops/_fixed_kernel.py", "return torch.where(hidden, -math.inf, logits + bias)", "return logits + bias if FAULT else torch.where(hidden, -math.inf, logits + bias)", STATE),

@@ -64,7 +64,7 @@ struct Cpu {
     const double work = static_cast<double>(sizes.B * sizes.S * sizes.H) *
                         static_cast<double>((sizes.H + sizes.d_v) * sizes.D);
     at::Tensor means;
-    if (keys.weights[0].defined() && compute_index(keys.value) == 0) {
+    if ((common.factors[1] || common.factors[2]) && compute_index(keys.value) == 0) {
       means = means_of(common, keys, sizes);
       params.means = array_of(means);
     }
@@ -100,11 +100,8 @@ struct Cpu {
     params.scale = source.scale.value_or(1 / std::sqrt(static_cast<double>(params.d)));
     params.is_causal = source.options.is_causal;
     params.diagonal = call.block.diagonal;
-    at::Tensor mask = or_undefined(source.options.attn_mask), key_bias;
-    if (mask.defined()) {
-      if (mask.scalar_type() != at::kBool) mask = mask.to(options.dtype());
-      params.mask = array_of(mask, {B, H, L, S});
-    }
+    const at::Tensor mask = or_undefined(source.options.attn_mask);
+    if (mask.defined()) params.mask = array_of(mask, {B, H, L, S});
     const auto biases = logit_terms(source, at::Tensor(), keys.value.scalar_type());
     if (!biases.empty()) params.key_bias = array_of(biases[0], {B, H, 1, S});
     StreamedRows rows;

@@ -93,6 +93,9 @@ class StreamedPairs {
     return weights_ + (h * blocks_ + block) * block_rows_ * kPanel;
   }
 
+  // Tells whether a query may see no key; else its logits are all -inf for want of range.
+  bool hides_keys() const { return params_.is_causal || params_.mask || params_.key_bias; }
+
   // Computes the logits of one head, [blocks][rows][64], and the largest of each row and lane.
   void score(int64_t b, int64_t h, int64_t first, int64_t rows, int64_t seen, const T* keys) {
     const int64_t* stride = params_.query.stride;
@@ -190,7 +193,9 @@ class StreamedPairs {
         }
         sum += sum_of_lanes<T>(sums);
       }
-      if (largest == infinity<T>()) sum = not_a_number<T>();  // as the difference of infinities
+      // as the difference of infinities
+      const bool is_lost = largest == infinity<T>() || (largest == -infinity<T>() && !hides_keys());
+      if (counts && is_lost) sum = not_a_number<T>();
       const T factor = sum == T(0) ? T(0) : T(1) / sum;
       is_broken_[m] |= factor != factor;
       for (int64_t block = 0; block < seen; ++block) {
