@@ -72,6 +72,42 @@ def test_padding_changes_nothing(kind: str, left: bool) -> None:
     assert_close(logits[:, 5:] if left else logits[:, :23], model(ids).logits, 1e-12)
 
 
+@torch.no_grad()
+def test_what_is_hidden_has_no_gate() -> None:
+    model, ids = drawn()
+    shown = torch.ones_like(ids)
+    shown[:, 5:9] = 0
+    kept = shown[0].bool()
+    places = (shown.cumsum(1) - 1).clamp_min(0)
+    whole = model(ids[:, kept]).logits
+    given = {"attention_mask": shown, "position_ids": places}
+    assert_close(model(ids, **given).logits[:, kept], whole, 1e-12)
+    cache = ikattn.decoding_cache(model, kind="state")
+    assert_close(model(ids, **given, past_key_values=cache).logits[:, kept], whole, 1e-12)
+    embedded = model.model.embed_tokens(ids)
+    embedded[:, :4] = torch.nan
+    shown = (torch.arange(23) >= 4).long().expand(2, -1)
+    for kind in ("features", "state"):
+        cache = ikattn.decoding_cache(model, kind=kind)
+        logits = model(inputs_embeds=embedded, attention_mask=shown, past_key_values=cache).logits
+        assert logits[:, 4:].isfinite().all()
+
+
+@torch.no_grad()
+def test_later_tokens_that_a_mask_shows_count_in_full() -> None:
+    model, ids = drawn()
+    mask, found = torch.ones(2, 1, 23, 23, dtype=torch.bool), []
+    for _ in range(2):
+        with ikattn.record(model, maps=("weights",)) as recording:
+            model(ids, attention_mask=mask)
+        later = recording[0].weights.triu()
+        found.append(later / later.sum(-1, keepdim=True))
+        gates = model.model.layers[0].self_attn.spectral.forget
+        nn.init.zeros_(gates.weight)
+        nn.init.constant_(gates.bias, 1e4)  # gates of 1
+    assert_close(found[0], found[1], 1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates_are_recorded_saved_and_trained(kind: str, tmp_path: Path) -> None:
     model, ids = drawn(kind)
@@ -93,6 +129,17 @@ def test_gates_are_recorded_saved_and_trained(kind: str, tmp_path: Path) -> None
         ikattn.calibrate(model, [ids])
     ikattn.revert(model)
     assert not [name for name, _ in model.named_parameters() if "forget" in name]
+
+
+def test_a_checkpoint_without_gates_keeps_its_frequencies(tmp_path: Path) -> None:
+    model, _ = drawn()
+    plain, _ = drawn(forget=False)
+    plain.save_pretrained(tmp_path)
+    load = ikattn.integrations.transformers.from_pretrained
+    loaded = load(type(model), tmp_path, config=model.config, dtype=torch.float64)
+    found, kept = (x.model.layers[0].self_attn.spectral for x in (loaded, plain))
+    assert torch.equal(found.w1, kept.w1)
+    assert found.forget.bias.tolist() == [2.0, 4.0, 6.0, 8.0]
 
 
 def test_models_that_are_not_causal_have_no_gates() -> None:

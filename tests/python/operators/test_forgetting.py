@@ -5,6 +5,7 @@ The law ``forgetting`` of the fuzzed calls holds outputs, gradients, types and g
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -95,6 +96,36 @@ def test_gates_of_a_wrong_shape_or_type_change_no_state() -> None:
     with pytest.raises(TypeError, match="extend: log_decay must be floating point"):
         state.extend(call["query"], call["key"], call["value"], log_decay=gates.long())
     assert len(state) == 0
+    with pytest.raises(RuntimeError, match="no gradient would reach"):
+        state.update(call["key"], call["value"], log_decay=gates.requires_grad_())
+    gates = gates.detach()
+    none = (x[:, :, :0] for x in (call["query"], call["key"], call["value"]))
+    assert state.extend(*none, log_decay=gates[..., :0]).shape == (1, 2, 0, 16)
+    state.update(call["key"], call["value"])
+    other = copy.copy(state)
+    other.update(call["key"], call["value"], log_decay=gates)
+    with pytest.raises(ValueError, match="merge: other must be of tokens without log_decay"):
+        state.merge(other)
+
+
+def test_a_state_is_as_before_where_a_token_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, gates = drawn(6)
+    gates[..., 4] = -math.inf
+    query, key, value = (call[x] for x in ("query", "key", "value"))
+    state = ikattn.RecurrentState(call["w1"], call["w2"])
+    state.update(key[:, :, :2], value[:, :, :2])
+    before = state.state_dict()
+
+    def attend(self: Any, query: Tensor, *, eps: float) -> Tensor:
+        if len(self) > 4:
+            raise torch.OutOfMemoryError
+        return query
+
+    monkeypatch.setattr(ikattn.RecurrentState, "attend", attend)
+    with pytest.raises(torch.OutOfMemoryError):
+        state.extend(*(x[:, :, 2:] for x in (query, key, value)), log_decay=gates[..., 2:])
+    assert len(state) == 2
+    assert torch.equal(state.moments, before["moments"])
 
 
 def test_float32_keeps_its_digits_over_65536_tokens() -> None:

@@ -136,9 +136,11 @@ def decay_of_pairs(log_decay: Tensor, length: int, mask: Tensor | None = None) -
     """Returns what gates [B, H, S] add to logits of the last queries, [B, H, length, S].
 
     A mask of pairs, broadcastable to that, bool, True = may attend, or floating point, is in it.
+    Tokens after a query's own, where it sees some, count in full.
     """
     total = log_decay.double().cumsum(-1)
-    decay = (total[..., -length:].unsqueeze(-1) - total.unsqueeze(-2)).to(log_decay.dtype)
+    decay = (total[..., -length:].unsqueeze(-1) - total.unsqueeze(-2)).clamp_max(0.0)
+    decay = decay.to(log_decay.dtype)
     if mask is None:
         return decay
     return decay.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else decay + mask

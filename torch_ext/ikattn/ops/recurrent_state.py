@@ -91,6 +91,7 @@ class RecurrentState(FixedKernel):
         self._groups = 0  # G
         self._moments: Tensor | None = None  # [B, K, E, d_v + 1]
         self._reference: Tensor | None = None  # [B, K]
+        self._forgets = False  # whether a token had a gate
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +155,7 @@ class RecurrentState(FixedKernel):
             self._moments, self._reference = kept
         self._length += key.size(2)
         self._groups = key.size(1)
+        self._forgets = self._forgets or log_decay is not None
 
     @takes_memory_for("features and the output", function="RecurrentState.attend")
     def attend(self, query: Tensor, *, eps: float = 1e-5) -> Tensor:
@@ -224,17 +226,10 @@ class RecurrentState(FixedKernel):
             is_first, whole = self._moments is None, None
             before = no_moments(features, value.size(3)) if is_first else self._known()
             queries, sums = self._of_queries(query, features.dtype), before[0].dtype
-            if log_decay is not None:
+            if log_decay is not None and key.size(2) > 0:
                 decay = self._decay_of(log_decay, key)
                 if bool((decay == -math.inf).any()):
-                    rows = (query, key, value, key_bias)
-                    return torch.cat(
-                        [
-                            self.extend(*(_token(x, t) for x in rows), log_decay=gate, eps=eps)
-                            for t, gate in enumerate(decay.split(1, -1))
-                        ],
-                        2,
-                    )
+                    return self._one_by_one((query, key, value, key_bias), decay, eps)
                 total = decay.cumsum(-1)
                 logits, whole = added(logits, -total), total[..., -1]
                 # in float64, for sums of such logits cancel
@@ -250,6 +245,7 @@ class RecurrentState(FixedKernel):
             self._reference = reference if whole is None else reference + whole
         self._length += key.size(2)
         self._groups = key.size(1)
+        self._forgets = self._forgets or log_decay is not None
         return output.to(query.dtype)
 
     def reorder(self, indices: Tensor) -> None:
@@ -268,9 +264,12 @@ class RecurrentState(FixedKernel):
         """Adds the keys of another state of the same kernel: of a part of the tokens.
 
         Raises:
-            ValueError: Kernels, batch sizes, heads or types of the two differ.
+            ValueError: Kernels, batch sizes, heads or types of the two differ, or the other one has
+                gates, which would have to be on these keys, too.
         """
         _check_same_kernel(self, other)
+        if other._forgets:
+            raise ValueError("RecurrentState.merge: other must be of tokens without log_decay")
         if other._moments is None:
             return
         if self._moments is None:
@@ -300,7 +299,8 @@ class RecurrentState(FixedKernel):
         Tensors are copies. Frequencies are not in it; ``torch.save(state, ..)`` saves them, too.
         """
         copies = {name.removeprefix("_"): x for name, x in self._copied_buffers().items()}
-        return {**copies, "length": self._length, "groups": self._groups}
+        own = {"length": self._length, "groups": self._groups, "forgets": self._forgets}
+        return {**copies, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes what :meth:`state_dict` gave, of the same kernel, the state.
@@ -331,6 +331,7 @@ class RecurrentState(FixedKernel):
                 moments, reference = moments.clone(), reference.clone()
         self._moments, self._reference = moments, reference
         self._length, self._groups = length, groups
+        self._forgets = bool(state.get("forgets", False))
 
     def to(self, device: torch.device | str) -> RecurrentState:
         """Moves sums and frequencies; returns the state itself."""
@@ -350,6 +351,19 @@ class RecurrentState(FixedKernel):
         if self._moments is None or self._reference is None:
             raise ValueError("RecurrentState: no key came yet")
         return self._moments, self._reference
+
+    def _one_by_one(self, tokens: tuple[Any, ...], decay: Tensor, eps: float) -> Tensor:
+        """Extends by tokens of which some forget all that was before; all of them or none."""
+        before = {**self._copied_buffers(), "_length": self._length, "_groups": self._groups}
+        try:
+            outputs = [
+                self.extend(*(_token(x, t) for x in tokens), log_decay=gate, eps=eps)
+                for t, gate in enumerate(decay.split(1, -1))
+            ]
+        except BaseException:
+            vars(self).update(before)
+            raise
+        return torch.cat(outputs, 2)
 
     def _decay_of(self, log_decay: Tensor, key: Tensor) -> Tensor:
         """Returns logarithms of gates for each head of the sums, [B, K, new] in float64."""
@@ -397,6 +411,7 @@ class RecurrentState(FixedKernel):
             )
         for argument, x in biases.items():
             if x is not None:
+                self._refuse_gradients(method, x)
                 _, heads = with_heads(x, self.w1.size(0), key.size(1))
                 check_broadcasts(name, argument, x, (key.size(0), heads, key.size(2)))
 

@@ -198,7 +198,7 @@ def _from_state(module: nn.Module, kernel: Any, layer: Any, given: Given) -> Ten
         (kernel.p, w1, w2),
         given[:3],
         given.attention_mask,
-        None if gates is None else log_decay_of(gates, given),
+        None if gates is None else log_decay_of(gates, given, given.attention_mask),
     )
     return found
 

@@ -171,7 +171,9 @@ def _others_are_alike(model: nn.Module, options: dict[str, Any]) -> bool:
     """Whether a model also has nn.MultiheadAttention, all of it converted in the same way."""
     others = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     return bool(others) and all(
-        getattr(module, "kernel", None) == "implicit" and module.p == options["p"]
+        getattr(module, "kernel", None) == "implicit"
+        and module.p == options["p"]
+        and (module.forget is not None) == options.get("forget", False)
         for module in others
     )
 
@@ -274,11 +276,11 @@ def from_pretrained(
     for name in info["missing_keys"]:  # layers that the checkpoint lacks
         path = name.rpartition(".spectral.")[0]
         kernel = model.get_submodule(f"{path}.spectral") if path else None
-        if isinstance(kernel, KERNELS):
+        gates: Any = getattr(kernel, "forget", None)
+        if ".forget." in name and gates is not None:
+            gates.reset_parameters()
+        elif isinstance(kernel, KERNELS):
             kernel.reset_parameters()
-            gates: Any = getattr(kernel, "forget", None)
-            if gates is not None:
-                gates.reset_parameters()
     return (model, info) if wants_info else model
 
 
@@ -329,7 +331,8 @@ def _with_kernels(
                 module.__class__ = MultiheadAttention
                 names = ("p", "num_frequencies", "spectral", "stationary")
                 made: Any = module
-                made.set_kernel("implicit", **{name: settings[name] for name in names})
+                own = {name: settings[name] for name in names}
+                made.set_kernel("implicit", **own, forget=settings.get("forget", False))
         add_to_plans(self)
 
     # transformers looks at the name and the source file of a class

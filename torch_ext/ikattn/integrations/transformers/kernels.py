@@ -169,7 +169,8 @@ def attach_kernel(
     if options.get("softmax_heads", False):
         kernel.keep_softmax(torch.zeros(heads, dtype=torch.bool))
     if options.get("forget"):
-        kernel.forget = ForgetGates(heads, head_size, device=like.device, dtype=like.dtype)
+        size = getattr(module, "v_head_dim", head_size)
+        kernel.forget = ForgetGates(heads, size, device=like.device, dtype=like.dtype)
     kernel.key_heads = _first_int(_KEY_HEADS, getattr(module, "config", None))
     module.register_module("spectral", kernel)
     module.register_forward_pre_hook(_tell_if_unused)

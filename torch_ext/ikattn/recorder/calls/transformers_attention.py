@@ -112,5 +112,7 @@ def _use_kernel(call: AttentionCall, kernel: Any, given: Given) -> None:
     call.softmax_heads = getattr(kernel, "softmax_heads", None)
     gates = getattr(kernel, "forget", None)
     if gates is not None:
-        decay = decay_of_pairs(log_decay_of(gates, given), given.query.size(2), call.mask())
-        call.attn_mask, call.causal = decay, None
+        mask = call.mask()
+        log_decay = log_decay_of(gates, given, mask)
+        call.attn_mask = decay_of_pairs(log_decay, given.query.size(2), mask)
+        call.causal = None
