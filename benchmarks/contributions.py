@@ -48,8 +48,13 @@ def inputs(length: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 def compare_summed(length: int, heads: int, size: int, seconds: float) -> None:
     weights, value, projection = inputs(length, heads, size)
     residual = torch.randn(1, length, size)
+    query, key = torch.randn(2, 1, heads, length, size // heads).unbind()
     norm = ikattn.maps.NormStats(torch.ones(size), torch.ones(1, length))
     rivals = {
+        "a product [L, D] x [D, D]": lambda: residual[0] @ projection,
+        "from query and key": lambda: ikattn.streamed_contributions(
+            query, key, value, projection, maps=["summed"]
+        ),
         "ikattn": lambda: ikattn.contributions(weights, value, projection, maps=["summed"]),
         "of these, vectors and factors": lambda: ikattn.contributions(
             weights[:, :, :1], value, projection, maps=["summed"]

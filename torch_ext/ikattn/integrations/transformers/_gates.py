@@ -18,7 +18,7 @@ from ikattn.ops.forgetting import decay_of_pairs
 
 
 def log_decay_of(gates: Any, given: Given, mask: Tensor | None) -> Tensor:
-    """Returns logarithms of gates ``[B, H, S]``; a key that no query of the call sees has one of 0.
+    """Returns logarithms of gates ``[B, H, S]``, 0 where no query of the call sees a key.
 
     The mask is bool, True = may attend, or floating point, ``[B or 1, H or 1, L or 1, S]``.
     """

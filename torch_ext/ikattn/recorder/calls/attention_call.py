@@ -22,8 +22,8 @@ from ikattn.ops.delta_rule import DeltaRule
 
 # Up to 256 MiB in float32, weights that a map needs are held.
 MOST_WEIGHTS = 1 << 26
-# Up to so many, where no map needs weights, holding them takes no more time than streaming them.
-# Of dot attention on the CPU, streaming takes less.
+# Up to so many, holding weights takes no more time than streaming them, where no map needs them and
+# no kernel streams them on the CPU.
 _FEW_WEIGHTS = 1 << 20
 
 # The axes of a run's tensors, the last ones of those that have fewer.
