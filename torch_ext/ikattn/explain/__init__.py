@@ -19,6 +19,7 @@ from ikattn.explain.attribution import (
 from ikattn.explain.comparison.compare import compare
 from ikattn.explain.comparison.probe import MapProbe
 from ikattn.explain.corpora import CorpusSums, token_types
+from ikattn.explain.image_tokens import image_tokens
 from ikattn.explain.patches import patch_maps, plot_patches
 from ikattn.explain.sinks import sinks
 from ikattn.explain.through_layers import alti_plus, attention_flow
@@ -37,6 +38,7 @@ __all__ = [
     "compare",
     "decomposed_norms",
     "faithfulness",
+    "image_tokens",
     "patch_maps",
     "plot_patches",
     "read_alignments",
