@@ -52,12 +52,15 @@ ATTENTIONS = {
     "softmax": Kernel("softmax"),
     **{f"implicit-{m}": Kernel("implicit", m) for m in FREQUENCIES},
     **{f"implicit-{m}-none": Kernel("implicit", m, "none") for m in FREQUENCIES},
+    **{f"implicit-{m}-forget": Kernel("implicit", m, "none", forget=True) for m in FREQUENCIES},
     "rbf": Kernel("rbf"),
     "elu": Kernel("elu"),
     "elu-528": Kernel("elu", features=528),
     "taylor": Kernel("taylor"),
     "taylor-31": Kernel("taylor", features=31),
     "taylor-63": Kernel("taylor", features=63),
+    "delta": Kernel("delta"),
+    "delta-512": Kernel("delta", features=512),
 }
 # what differs in the size of its state alone -> how the plot draws it
 FAMILIES = {
@@ -65,8 +68,10 @@ FAMILIES = {
     "rbf": "kd",
     "implicit, learned p": "o-",
     "implicit, no magnitude": "o--",
+    "implicit, gates": "o:",
     "elu + 1": "^-",
     "taylor": "v-",
+    "delta": "x-",
 }
 RATES, KERNEL_RATES = [3e-3, 1e-2], [0.01, 0.1]
 STAGES = (Stage((64,), 2048, 400), Stage((64, 128, 256, 512), 2048, 300))
@@ -77,6 +82,8 @@ SHOWN = [(512, 32), (512, 64), (1024, 64)]  # length and pairs, of the table and
 
 def family_of(name: str) -> str:
     """The line of the plot that an attention belongs to."""
+    if name.endswith("forget"):
+        return "implicit, gates"
     if name.startswith("implicit"):
         return "implicit, no magnitude" if name.endswith("none") else "implicit, learned p"
     kind = name.partition("-")[0]

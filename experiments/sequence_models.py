@@ -18,7 +18,7 @@ from comparison import parse_order
 from ikattn.ops.magnitude import LearnedOrder, log_magnitude
 from ikattn.spectral import Direct
 
-Kind = Literal["softmax", "implicit", "rbf", "elu", "taylor"]
+Kind = Literal["softmax", "implicit", "rbf", "elu", "taylor", "delta"]
 Positions = Literal["none", "learned", "rotary"]
 CONVOLUTION = 3  # tokens that a short convolution reads
 ROTARY_BASE = 10_000.0
@@ -29,12 +29,14 @@ class Kernel(NamedTuple):
 
     kind: "softmax"; "implicit", with M learned frequencies; "rbf", exp(-|q - k|^2 / (2 sqrt d));
         "elu", linear attention of features elu + 1 (Katharopoulos et al. 2020); "taylor", linear
-        attention with 1 + x + x^2 / 2 for exp(x) (Arora et al. 2024).
+        attention with 1 + x + x^2 / 2 for exp(x) (Arora et al. 2024); "delta", a gated delta net
+        (Yang et al. 2025), by the code of transformers, causal and without padding.
     frequencies: M, of "implicit".
     p: Order of the norm in a key's magnitude, of "implicit": a number, "learned" or "none".
     width: Standard deviation of the first frequencies, in units of ``Direct``'s "unit angle"; 0: as
         the paper draws them.
-    features: Size of queries and keys, of "elu" and "taylor"; None: d and 16.
+    features: Size of queries and keys, of "elu", "taylor" and "delta"; None: d, 16 and d.
+    forget: Whether a causal "implicit" has forget gates (docs/guide/forgetting.md).
     """
 
     kind: Kind
@@ -42,11 +44,12 @@ class Kernel(NamedTuple):
     p: str = "learned"
     width: float = 1.0
     features: int | None = None
+    forget: bool = False
 
     def __str__(self) -> str:
         if self.kind == "implicit":
             order = "" if self.p == "learned" else f", p = {self.p}"
-            return f"implicit, M = {self.frequencies}{order}"
+            return f"implicit, M = {self.frequencies}{order}{', gates' * self.forget}"
         return self.kind if self.features is None else f"{self.kind}, {self.features} features"
 
 
@@ -54,7 +57,7 @@ def query_size(kernel: Kernel, head_dim: int) -> int:
     """The size of a head's queries and keys."""
     if kernel.kind == "taylor":
         return kernel.features or 16
-    if kernel.kind == "elu":
+    if kernel.kind in ("elu", "delta"):
         return kernel.features or head_dim
     return head_dim
 
@@ -65,10 +68,13 @@ def state_size(kernel: Kernel, head_dim: int, length: int) -> int:
     Softmax and rbf keep keys and values. The others keep sums over tokens of entries times a value
     and 1, and so many entries: d of "elu"; of "taylor" the products of two of 1 and the features;
     of "implicit" F (F + 1) / 2 products of two of F = 2M features, and the constant 1 of epsilon.
+    "delta" keeps an entry for each number of a key, times a value.
     """
     size = query_size(kernel, head_dim)
     if kernel.kind in ("softmax", "rbf"):
         return length * (size + head_dim)
+    if kernel.kind == "delta":
+        return size * head_dim
     features = 2 * kernel.frequencies
     entries = {
         "elu": size,
@@ -153,6 +159,18 @@ class Attention(nn.Module):
                 for w in self.spectral.parameters():
                     w.mul_(kernel.width or 1.0)
             self.magnitude = LearnedOrder(heads) if kernel.p == "learned" else None
+        self.gates = None
+        if kernel.forget or kernel.kind == "delta":
+            if not causal:
+                raise ValueError(f"{kernel} must be causal")
+            self.gates = nn.Linear(size, heads)  # the share that a token leaves of those before it
+            with torch.no_grad():
+                self.gates.weight.zero_()
+                self.gates.bias.copy_(torch.linspace(2.0, 8.0, heads + 2)[1:-1])
+        self.writes, self.head_norm = None, None
+        if kernel.kind == "delta":
+            self.writes = nn.Linear(size, heads)  # the share that a token's value replaces
+            self.head_norm = nn.RMSNorm(head_dim)
         self.output = nn.Linear(size, size)
 
     def forward(self, x: Tensor, hidden: Tensor | None) -> Tensor:
@@ -170,14 +188,34 @@ class Attention(nn.Module):
         )
         if self.rotary:
             q, k = rotate(q), rotate(k)
-        attended = self._attend(q, k, v, hidden)
+        log_decay = None if self.gates is None else F.logsigmoid(self.gates(x)).mT
+        if self.writes is not None:
+            attended = self._delta(q, k, v, log_decay, self.writes(x).sigmoid())
+        else:
+            attended = self._attend(q, k, v, hidden, log_decay)
         output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    def _delta(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, writes: Tensor
+    ) -> Tensor:
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+        assert log_decay is not None
+        assert self.head_norm is not None
+        by_token = [part.transpose(1, 2) for part in (q, k, v)]
+        found, _ = torch_chunk_gated_delta_rule(
+            *by_token, g=log_decay.mT, beta=writes, use_qk_l2norm_in_kernel=True
+        )
+        normed: Tensor = self.head_norm(found)
+        return normed.transpose(1, 2)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, log_decay: Tensor | None
+    ) -> Tensor:
         kind, causal = self.kernel.kind, self.causal
         if kind == "implicit":
-            return self._implicit(q, k, v, hidden)
+            return self._implicit(q, k, v, hidden, log_decay)
         if kind == "rbf":
             bias = as_key_bias(hidden, k) - log_magnitude(k, 2.0)
             return softmax_with_bias(q, k, v, bias, causal)
@@ -187,7 +225,9 @@ class Attention(nn.Module):
             return softmax_with_bias(q, k, v, as_key_bias(hidden, k), causal)
         return linear_attention(kind, q, k, v, hidden, causal)
 
-    def _implicit(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    def _implicit(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, log_decay: Tensor | None
+    ) -> Tensor:
         assert self.spectral is not None
         bias = None if hidden is None else as_key_bias(hidden, k)
         p = None if self.magnitude is not None else parse_order(self.kernel.p)
@@ -196,7 +236,7 @@ class Attention(nn.Module):
             bias = g if bias is None else g + bias
         w1, w2 = self.spectral.frequencies()
         return ikattn.implicit_kernel_attention(
-            q, k, v, w1, w2, p=p, key_bias=bias, is_causal=self.causal
+            q, k, v, w1, w2, p=p, key_bias=bias, is_causal=self.causal, log_decay=log_decay
         )
 
 

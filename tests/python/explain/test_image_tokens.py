@@ -173,7 +173,7 @@ def test_an_answer_has_a_score_for_each_place() -> None:
     picture = Image.new("RGB", (64, 40))
     inputs = processor(images=[picture], text=["look <image> here look"], return_tensors="pt")
     found = ikattn.attribute(model, inputs, slice(-2, None))
-    (view,) = image_tokens(processor, inputs, [picture])
+    (view,) = image_tokens(processor, inputs, [[picture]])
     scores = found.scores[view.sequence, view.tokens]
     assert torch.equal(scores.flatten(), found.scores[0, 1:41])
 
@@ -192,7 +192,11 @@ def test_unknown_orders_are_refused() -> None:
 @pytest.mark.parametrize(
     ("grid", "ids", "message"),
     [
-        ([[1, 4, 4]], [1, 3, 3, 3, 0], r"hold 3 tokens of a video, and 1 videos make 4: pass all"),
+        (
+            [[1, 4, 4]],
+            [1, 3, 3, 3, 0],
+            r"hold 3 tokens of videos, and the videos given make 4: pass",
+        ),
         (None, [1, 2], r"pictures must be those of the prompt, got none"),
     ],
 )

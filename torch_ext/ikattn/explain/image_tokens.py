@@ -44,7 +44,8 @@ def image_tokens(
         processor: Of transformers, which made ``inputs``: of Qwen-VL, GLM-V, InternVL, Gemma 3,
             SmolVLM, Idefics 3, LLaVA-NeXT, or another whose pictures are squares of tokens.
         inputs: Its ``input_ids``, ``[B, S]``; for videos its ``video_grid_thw``.
-        pictures: All pictures of the batch, in order. They are processed once more.
+        pictures: All pictures of the batch, in order, or lists of them. They are processed once
+            more.
         **options: Those that the processor was called with for pictures, such as
             ``do_pan_and_scan``.
 
@@ -76,9 +77,13 @@ def image_tokens(
                 "image_tokens: processor must be a recent transformers' one of pictures and text, "
                 f"got {type(processor).__name__}"
             )
-        given = {**getattr(processor, "images_kwargs", {}), **options}
-        numbers = processor.image_processor(images=list(pictures), **given)
-        made = [_picture_of(processor, numbers, i, picture) for i, picture in enumerate(pictures)]
+        from transformers import image_utils
+
+        given: Any = pictures
+        flat: Any = image_utils.make_flat_list_of_images(given)
+        named = {**getattr(processor, "images_kwargs", {}), **options}
+        numbers = processor.image_processor(images=flat, **named)
+        made = [_picture_of(processor, numbers, i, picture) for i, picture in enumerate(flat)]
         views += _place(inputs, _token_of(processor), made, "picture")
     elif "video_grid_thw" not in inputs:
         raise ValueError("image_tokens: pictures must be those of the prompt, got none")
@@ -108,8 +113,8 @@ def _place(
     sizes = [picture.size for picture in made]
     if sum(sizes) != len(places):
         raise ValueError(
-            f"image_tokens: inputs hold {len(places)} tokens of a {kind}, and {len(made)} "
-            f"{kind}s make {sum(sizes)}: pass all that inputs were made of, and the same options"
+            f"image_tokens: inputs hold {len(places)} tokens of {kind}s, and the {kind}s given "
+            f"make {sum(sizes)}: pass all that inputs were made of, and the same options"
         )
     found = []
     for number, (picture, own) in enumerate(zip(made, places.split(sizes), strict=True)):
