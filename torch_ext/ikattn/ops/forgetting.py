@@ -31,7 +31,7 @@ class ForgetGates(nn.Module):
     """The gates of tokens, sigmoid(weight . value + bias) for each head, from the token's value.
 
     At first they are the same for all tokens, and heads differ: those of the first keep some eight
-    tokens, those of the last three thousand.
+    tokens, those of the last three thousand; a head alone keeps some hundred and fifty.
     """
 
     def __init__(self, num_heads: int, head_dim: int, **factory: Any) -> None:
@@ -41,10 +41,11 @@ class ForgetGates(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Makes every gate the first one again."""
+        """Sets all gates to their first values."""
         with torch.no_grad():
             self.weight.zero_()
-            self.bias.copy_(torch.linspace(2.0, 8.0, len(self.bias)))
+            heads = len(self.bias)
+            self.bias.copy_(torch.linspace(2.0, 8.0, heads) if heads > 1 else torch.tensor([5.0]))
 
     def forward(self, value: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Returns logarithms of gates [B, H, S], in float32 at least, of values [B, H, S, d_v].
