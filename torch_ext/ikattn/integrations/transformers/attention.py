@@ -107,26 +107,21 @@ def _implicit_attention(
         visibility = _padding_over_ranks(module, key, visibility.get("attn_mask"), causal)
     split = _split_of(kernel)
     share = getattr(kernel, "head_share", None)
+    gates = getattr(kernel, "forget", None)
+    wrong = {
+        "context_parallel": is_over_ranks(),
+        "tensor parallelism": share is not None,
+        "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
+    }
     if split is not None:
-        wrong = {
-            "context_parallel": is_over_ranks(),
-            "tensor parallelism": share is not None,
-            "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
-        }
         _refuse(
             module,
             wrong,
             "has heads that compute softmax, which {} does not support; calibrate without keep, or "
             "call keep_softmax(None) of its kernel",
         )
-    gates = getattr(kernel, "forget", None)
     if gates is not None:
-        wrong = {
-            "context_parallel": is_over_ranks(),
-            "tensor parallelism": share is not None,
-            "cu_seq_lens_q": options.get("cu_seq_lens_q") is not None,
-            "heads that compute softmax": split is not None,
-        }
+        wrong["heads that compute softmax"] = split is not None
         _refuse(module, wrong, "has gates (forget=True), which {} does not support")
         visibility = gated(gates, given, visibility)
     unpacked = split is not None or gates is not None
