@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -37,7 +38,7 @@ class TorchAttention(Kind):
         decoders = (x for x in model.modules() if isinstance(x, nn.TransformerDecoderLayer))
         is_cross = any(module is layer.multihead_attn for layer in decoders)
         if settings.spectral == "mikan" and is_cross:
-            settings = settings._replace(spectral=_keys_alone(settings), stationary=False)
+            settings = settings._replace(spectral=partial(_keys_alone, settings), stationary=False)
         module.__class__ = MultiheadAttention
         module.set_kernel(**self.options_of(settings))
 
@@ -61,22 +62,16 @@ class TorchAttention(Kind):
                 encoder.use_nested_tensor = vars(encoder).pop(_NESTED_BEFORE)
 
 
-def _keys_alone(settings: KernelSettings) -> Any:
-    """Returns a function that makes a MIKAN which averages keys alone."""
-    count = settings.num_frequencies
-    count = MultiheadAttention.default_frequencies if count is None else count
-
-    def source(attention: nn.MultiheadAttention) -> Mikan:
-        weight = attention.out_proj.weight
-        return Mikan(
-            attention.num_heads,
-            attention.head_dim,
-            count,
-            pool="key",
-            stationary=settings.stationary,
-            seed=settings.seed,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-
-    return source
+def _keys_alone(settings: KernelSettings, attention: nn.MultiheadAttention) -> Mikan:
+    """Makes a MIKAN that averages keys alone, for a module."""
+    count, weight = settings.num_frequencies, attention.out_proj.weight
+    return Mikan(
+        attention.num_heads,
+        attention.head_dim,
+        MultiheadAttention.default_frequencies if count is None else count,
+        pool="key",
+        stationary=settings.stationary,
+        seed=settings.seed,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
