@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,7 +100,8 @@ class Recorder:
         for plan in plans:
             spectral = getattr(plan.module, "spectral", None)
             if isinstance(plan.module, StockMultiheadAttention) and isinstance(spectral, nn.Module):
-                add(spectral.register_forward_hook(Hook(self._note_frequencies(plan.module))))
+                note = partial(self._note_frequencies, plan.module)
+                add(spectral.register_forward_hook(Hook(note)))
         for name, layer in graphs.items():
             self._handles += GraphLayer(name, self._options, self._edges_made).add_hooks(layer)
         for module in near | self._watched:
@@ -118,13 +119,12 @@ class Recorder:
             names = sorted(x for x, own in self._opener.left_out.items() if own == reason)
             warnings.warn(f"record: {', '.join(names)} {reason}, and is not recorded", stacklevel=2)
 
-    def _note_frequencies(self, attention: nn.Module) -> Callable[..., None]:
-        @in_own_modes
-        def hook(spectral: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
-            if self._call is not None:  # a regulariser may follow w1 and w2
-                self._call.frequencies[attention] = (output[0], output[1])
-
-        return hook
+    @in_own_modes
+    def _note_frequencies(
+        self, attention: nn.Module, spectral: nn.Module, args: Any, output: tuple[Any, ...]
+    ) -> None:
+        if self._call is not None:  # a regulariser may follow w1 and w2
+            self._call.frequencies[attention] = (output[0], output[1])
 
     # --- Calls
 
@@ -297,7 +297,6 @@ class Recorder:
         self._thread.call = None
 
     def _check_report(self, call: Call, plan: Plan) -> None:
-        """Raises RuntimeError where a module ran whose attention has not been seen."""
         entered = next((each for each in call.running if each.module is plan.module), None)
         if entered is None or call.reports.get(plan.module, 0) > entered.reports:
             return
