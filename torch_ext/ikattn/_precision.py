@@ -14,6 +14,15 @@ def widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def lowered(*tokens: Tensor) -> list[Tensor]:
+    """Returns the tokens in autocast's type where it is on, as the operator takes them then."""
+    kind = tokens[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return list(tokens)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tokens]
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Opens a context in which sums are formed in the types that their terms have."""
     kind = device.type

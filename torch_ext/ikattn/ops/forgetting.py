@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
-from ikattn._precision import widened, without_autocast
+from ikattn._precision import lowered, widened, without_autocast
 from ikattn.ops._fixed_kernel import added, check_broadcasts, check_floating, to_heads, with_heads
 from ikattn.ops.attention import implicit_kernel_attention, spectral_features
 from ikattn.ops.magnitude import check_order, log_magnitude
@@ -92,10 +92,7 @@ def attend(
     """
     name = "implicit_kernel_attention"
     named: Any = changed(name, options, query)  # with the seed of dropout
-    kind = query.device.type
-    lowers = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if lowers and query.dtype != torch.float64:
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    query, key, value = lowered(query, key, value)
     traced = is_traced(query)
     if not traced:
         torch.ops.ikattn.check_implicit_kernel_attention(query, key, value, w1, w2, **named)
@@ -224,7 +221,7 @@ def _by_moments(call: _Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     own = max(call.w1.size(-3), logits.size(1))  # K
     batch, groups = key.shape[:2]
     key = key if groups == own else key.repeat_interleave(own // groups, 1)
-    of_query, of_key = (_features(x, call.w1, call.w2) for x in (query, key))
+    of_query, of_key = (features_of(x, call.w1, call.w2) for x in (query, key))
     logits = to_heads(logits, own).expand(batch, own, -1)
     nothing, eps = no_moments(of_key, call.value.size(-1)), options.get("eps", 1e-5)
     output, log_z, *_ = causal_attention_from_moments(
@@ -251,7 +248,8 @@ def _with_bias(call: _Call, *terms: Tensor) -> Tensor:
     return functools.reduce(added, (to_heads(x.double(), heads) for x in terms))
 
 
-def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> Tensor:
+def features_of(x: Tensor, w1: Tensor, w2: Tensor | None) -> Tensor:
+    """Computes phi(x) in the type of x, of heads that frequencies are repeated for."""
     repeats = x.size(1) // w1.size(-3)
     own: Any = [w if w is None else w.repeat_interleave(repeats, -3).to(x.dtype) for w in (w1, w2)]
     return spectral_features(x, *own)

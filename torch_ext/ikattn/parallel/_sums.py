@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ikattn.ops.attention import spectral_features
+from ikattn.ops.forgetting import features_of
 from ikattn.ops.magnitude import log_magnitude
 from ikattn.ops.moments import (
     attention_from_moments,
@@ -47,9 +47,9 @@ def sums_attention(
     H, G = query.size(1), key.size(1)
     bias_heads = 1 if key_bias is None else key_bias.size(1)
     K = H if max(w1.size(-3), bias_heads) > G else G
-    phi_q, phi_k = _features(query, w1, w2), _features(_repeated(key, K, 1), w1, w2)
-    options = call.options
     wide = torch.promote_types(key.dtype, torch.float32)
+    phi_q, phi_k = (features_of(x.to(wide), w1, w2) for x in (query, _repeated(key, K, 1)))
+    options = call.options
     logits = log_magnitude(key.to(wide), options["p"], options["magnitude_scale"]).double()
     logits = _repeated(logits, K, 1)
     if key_bias is not None:
@@ -57,14 +57,6 @@ def sums_attention(
     apply: Any = _Causal.apply if call.is_causal else _Whole.apply
     output: Tensor = apply(call, phi_q, phi_k, logits, value)
     return output.to(query.dtype)
-
-
-def _features(x: Tensor, w1: Tensor, w2: Tensor | None) -> Tensor:
-    """Computes phi(x) in float32 or float64, of heads that frequencies are repeated for."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    frequencies = [None if w is None else _repeated(w.to(wide), x.size(1), -3) for w in (w1, w2)]
-    assert frequencies[0] is not None
-    return spectral_features(x.to(wide), frequencies[0], frequencies[1])
 
 
 def _repeated(x: Tensor, heads: int, axis: int) -> Tensor:

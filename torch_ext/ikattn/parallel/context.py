@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from ikattn._precision import lowered
 from ikattn.integrations.transformers.kernels import IMPLICIT, KERNELS
 from ikattn.nn.over_ranks import AttendingBy
 from ikattn.ops.kernels import which_kernels
@@ -96,7 +97,7 @@ def context_parallel_attention(
     call = Call(ranks, Layout(layout, ranks.size), is_causal, named)
     if named["dropout_p"] > 0:
         call.dropout_seed = seed
-    query, key, value = _lowered(query, key, value)
+    query, key, value = lowered(query, key, value)
     tensors = (query, key, value, w1, w2, key_bias)
     with torch.autocast(query.device.type, enabled=False):
         try:
@@ -113,15 +114,6 @@ def context_parallel_attention(
         attend: Any = sums_attention if is_linear else Ring.apply
         output: Tensor = attend(call, query, key, value, w1, w2, bias)
         return output
-
-
-def _lowered(*tokens: Tensor) -> list[Tensor]:
-    """Returns the tokens in autocast's type where it is on, as the operator takes them then."""
-    device = tokens[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tokens)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tokens]
 
 
 def _check_here(
@@ -291,7 +283,6 @@ def context_parallel(
 
 
 def _attention_in(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose attention is to be shared out."""
     found = []
     for name, module in model.named_modules():
         of_torch = isinstance(module, nn.MultiheadAttention)
