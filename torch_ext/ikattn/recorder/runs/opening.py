@@ -56,10 +56,8 @@ class Opener:
             inputs = [x for x in inputs_of(module, args, kwargs) if x.numel()]
             run.order = TokenOrder.of(y, module.batch_first, inputs, call.norms)
             run.residuals[1:1] = run.order.inputs[1:]  # positions may be in the first alone
-        if y.is_nested or attention.query.numel() == 0 or y.numel() == 0:
-            self._follower.projected(call, run, y)
-            return
-        if not drops and getattr(module, "kernel", "dot") in ("dot", "rbf", "implicit"):
+        is_empty = attention.query.numel() == 0 or y.numel() == 0
+        if not (y.is_nested or is_empty or drops):
             self._check_torch(call, run, module, y)
         self._follower.projected(call, run, y)
 
