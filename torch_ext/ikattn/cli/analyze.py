@@ -119,7 +119,6 @@ def _maps_of(
 
 
 def _write_line(job: Job, line: Line, recording: Recording) -> list[str]:
-    """Writes a line's own files and returns their names."""
     names = []
     for kind in job.line_formats:
         if not recording.layers and kind in _PAGES:
@@ -138,7 +137,6 @@ def _write_line(job: Job, line: Line, recording: Recording) -> list[str]:
 def _entry(
     job: Job, line: Line, recording: Recording, truncated: bool, files: list[str]
 ) -> dict[str, Any]:
-    """Returns a line's entry in lines.jsonl."""
     batch = recording.batches[0]
     return {
         "line": line.number,

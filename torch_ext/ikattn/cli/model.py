@@ -152,7 +152,6 @@ class AnalyzedModel:
 
 
 def _first_token(job: Job, config: Any) -> int:
-    """Returns the token that the decoder reads before the target."""
     names = ("decoder_start_token_id", "pad_token_id", "bos_token_id")
     for token in (getattr(config, name, None) for name in names):
         if token is not None:

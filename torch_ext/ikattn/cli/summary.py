@@ -40,7 +40,6 @@ def write_summary(path: Path, sums: CorpusSums) -> None:
 
 
 def _table(title: str, about: str, columns: Sequence[str], rows: list[list[str]]) -> Iterator[str]:
-    """A section with a table; nothing without rows."""
     if not rows:
         return
     yield f'<section><h2>{title}</h2>\n<p class="quiet">{about}</p>\n<table>\n'

@@ -256,7 +256,6 @@ class EdgeMaps:
             figure.savefig(file, format=kind, dpi=dpi)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """Every edge: its ends, and its numbers by their names."""
         ends = zip(self.source.tolist(), self.target.tolist(), strict=True)
         numbers = (self.weights.tolist(), self.per_head.tolist(), self.summed.tolist())
         for (j, i), weights, per_head, summed in zip(ends, *numbers, strict=True):

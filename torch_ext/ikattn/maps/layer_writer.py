@@ -116,7 +116,6 @@ class LayerWriter:
         self._jobs.put((self.folder / name, only))
 
     def _check(self) -> None:
-        """Raises what has kept a file from being written."""
         if self._failure is None:
             return
         self._is_told, (path, error) = True, self._failure

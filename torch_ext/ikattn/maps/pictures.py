@@ -120,7 +120,6 @@ def _chosen_map(map: str | None, there: Collection[str]) -> str:
 
 
 def matplotlib(module: str) -> Any:
-    """Imports a module of matplotlib."""
     return optional(f"matplotlib.{module}", "a picture", "'ikattn[viz]'")
 
 

@@ -69,7 +69,6 @@ Attended: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 
 def attend_heads(call: HeadCall) -> Attended:
-    """Attends by the kernel that was chosen."""
     if call.kernel.split is not None:
         return _hybrid(call, call.kernel.split)
     return _implicit(call) if call.kernel.name == "implicit" else _softmax(call)

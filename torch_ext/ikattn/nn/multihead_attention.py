@@ -265,7 +265,6 @@ class MultiheadAttention(WithKernel, SoftmaxHeads, StockMultiheadAttention):
         return partial(project, InProjection.of(self))
 
     def _extra_keys(self, query: Tensor) -> ExtraKeys:
-        """Returns the keys and values that are appended in a call with this query."""
         return ExtraKeys(self.bias_k, self.bias_v, self.add_zero_attn)
 
     def _as_leaf(self, tracer: fx.Tracer, *arguments: Any) -> Any:

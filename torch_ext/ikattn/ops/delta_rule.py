@@ -80,7 +80,6 @@ class DeltaRule(NamedTuple):
         return cls(*(x.to(query.dtype) for x in found))
 
     def item(self, b: int) -> DeltaRule:
-        """Returns the matrix of item b alone."""
         return DeltaRule(*(x[b : b + 1] for x in self))
 
     def rows(self, start: int, end: int, S: int) -> Tensor:

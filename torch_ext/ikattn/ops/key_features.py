@@ -278,7 +278,6 @@ class _Kept(NamedTuple):
         return self._replace(reference=largest, logits=kept)
 
     def select(self, indices: Tensor) -> _Kept:
-        """Returns the buffers of some batch items."""
         return _Kept(*(x.index_select(0, indices.to(x.device)) for x in self))
 
 

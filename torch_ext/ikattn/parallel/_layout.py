@@ -36,11 +36,9 @@ class Layout:
         self.count = 2 * size if name == "zigzag" else size
 
     def chunks(self, rank: int) -> list[int]:
-        """Returns the chunks of a rank, in their order."""
         return [rank, self.count - 1 - rank] if self.name == "zigzag" else [rank]
 
     def owner(self, chunk: int) -> int:
-        """Returns the rank that holds a chunk."""
         return min(chunk, self.count - 1 - chunk) if self.name == "zigzag" else chunk
 
     def shard(self, whole: Tensor, dim: int, rank: int) -> Tensor:

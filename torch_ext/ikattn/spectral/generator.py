@@ -111,7 +111,6 @@ class Generator(Sized):
         self._evaluation: Evaluation = evaluation
 
     def _reset_networks(self, generator: torch.Generator | None, published: bool = False) -> None:
-        """Draws the networks anew."""
         for network in (self.network1, self.network2):
             if network is not None:
                 network.reset_parameters(generator, published=published)

@@ -156,7 +156,6 @@ def calibrate(
 def _checked(
     batches: Iterable[Any], counts: dict[str, int], numbers: dict[str, float]
 ) -> list[Any]:
-    """Returns the batches, if they are some and the numbers are in range."""
     if isinstance(batches, Tensor | Mapping | str):
         raise TypeError(
             "calibrate: batches must be an iterable of batches, each a tensor, a tuple of "
@@ -225,7 +224,6 @@ class _Seen:
 
 
 def _check_tokens(model: nn.Module, batch: Any, number: int) -> None:
-    """Raises ValueError for a cache, and for token ids that the model's embeddings do not have."""
     if isinstance(batch, Mapping):
         has_cache = any(batch.get(name) is not None for name in ("past_key_values", "cache"))
         if has_cache or batch.get("use_cache"):

@@ -219,7 +219,6 @@ def last_hidden(stacks: list[Stack]) -> Iterator[list[tuple[Stack, Tensor]]]:
 
 
 def attention_of(model: nn.Module, stack: Stack) -> list[str]:
-    """Returns the names of the attention in a stack's blocks."""
     blocks = set(stack.blocks)
     sites = find_attention(model)
     return [site.name for site in sites if blocks & {site.module, *site.ancestors}]
@@ -278,7 +277,6 @@ def logits_of(output: Any, caller: str) -> Tensor:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether the config of a model of transformers says so."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
@@ -293,5 +291,4 @@ def products_of(gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward has an argument of that name."""
     return argument in inspect.signature(model.forward).parameters

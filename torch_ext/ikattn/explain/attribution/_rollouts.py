@@ -142,7 +142,6 @@ def roll_out(task: Task, map_: str) -> Attribution:
 
 
 def _record(task: Task, map_: str, layers: list[str] | None, **options: Any) -> Recording:
-    """Records a map of each layer, or of some."""
     if layers is not None and not layers:
         raise ValueError(
             "attribute: rollouts and ALTI-Logit follow attention, and no attention that can be "

@@ -85,7 +85,6 @@ class Task(NamedTuple):
 
     @property
     def is_seq2seq(self) -> bool:
-        """Whether the model's decoder reads an encoder."""
         return is_encoder_decoder(self.model)
 
     def values(self, linear: LinearModel | None = None) -> Tensor:
@@ -169,7 +168,6 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def _numbers(function: Callable[[Any], Tensor], output: Any) -> Tensor:
-    """Returns what a function made of an output, ``[B]``."""
     made = function(output)
     if not isinstance(made, Tensor) or made.dim() > 2 or not made.is_floating_point():
         got = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else repr(made)[:60]
@@ -227,7 +225,6 @@ def predicts_next(model: Any) -> bool:
 
 
 def _with_answer(inputs: dict[str, Any], ids: Sequence[int], name: str) -> dict[str, Any]:
-    """Returns inputs whose tokens go on with ``ids``."""
     tokens = inputs.get(name)
     if not isinstance(tokens, Tensor) or not ids:
         raise ValueError(

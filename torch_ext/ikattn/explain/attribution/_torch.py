@@ -134,7 +134,6 @@ def hooked(
 def called_with(
     args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, y: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with ``y`` in the place of ``x``."""
     changed = tuple(y if each is x else each for each in args)
     return changed, {name: y if each is x else each for name, each in kwargs.items()}
 

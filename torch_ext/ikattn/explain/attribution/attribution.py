@@ -312,7 +312,6 @@ def _contents(found: Attribution) -> dict[str, Any]:
 
 
 def _sequence(found: Attribution, b: int) -> dict[str, Any]:
-    """Gathers a sequence: its texts, and what was attributed."""
     names = (found.target_tokens[b] or None) if found.target_tokens else None
     n = found.scores.size(1) if found.scores.dim() == 3 else 1
     if found.scores.dim() == 3 and names is not None:

@@ -266,7 +266,6 @@ def _run_many(model: nn.Module, inputs: dict[str, Any], count: int, caller: str)
 def _check_vectors(
     stack: Stack, found: Sequence[Tensor], expected: Sequence[Tensor], caller: str
 ) -> None:
-    """Raises RuntimeError where vectors of tokens do not add up to what a block made."""
     size = torch.stack([x.abs().max() for x in expected]).max().clamp_min(1e-30)
     for n, (x, y) in enumerate(zip(found, expected, strict=True)):
         off = float((x.double() - y.double()).abs().max() / size)

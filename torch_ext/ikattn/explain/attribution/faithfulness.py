@@ -213,7 +213,6 @@ class _Asked:
         return found
 
     def _check_vectors(self, found: Tensor) -> None:
-        """Raises ValueError where a model makes other logits of tokens than of their vectors."""
         logits = self._call(self.inputs)
         size = logits.abs().max().clamp_min(1e-30)
         if found.shape != logits.shape or float((found - logits).abs().max() / size) > 1e-2:

@@ -109,6 +109,5 @@ def mixing_sums(a: Contributions, b: Contributions, name: str) -> Sums:
 
 
 def add_to(total: Sums, more: Sums) -> None:
-    """Adds sums to those that are there."""
     for name, x in more.items():
         total[name] = total[name] + x if name in total else x

@@ -273,7 +273,6 @@ def _encoded(texts: list[str], tokenizer: Any) -> Mapping[str, Any]:
 
 
 def _pairs(a: Recording, batch_a: Batch, b: Recording, batch_b: Batch) -> dict[str, str]:
-    """Pairs each layer of the one model with one of the other."""
     names_a, names_b = list(batch_a), list(batch_b)
     by_name = set(names_a) == set(names_b)
     pairs = dict(zip(names_a, names_a if by_name else names_b, strict=False))
@@ -319,7 +318,6 @@ def _common_maps(
 
 
 def _sums_of(a: Contributions, b: Contributions, name: str, layer: str) -> Sums:
-    """Adds up the statistics of one sequence's map."""
     sums = mixing_sums(a, b, name)
     map_a, map_b = getattr(a, name), getattr(b, name)
     if map_a is None or map_b is None:

@@ -173,7 +173,6 @@ class Comparison:
 
 
 def _rows_of(distance: MapDistance, heads: bool) -> list[dict[str, Any]]:
-    """Returns one row of a table, or one for each head."""
     ratios = {name: float(getattr(distance, name)) for name in _RATIOS}
     rows: list[dict[str, Any]] = []
     for head in range(len(distance.rows)) if heads and distance.rows.dim() else [None]:

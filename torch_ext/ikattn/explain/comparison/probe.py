@@ -137,7 +137,6 @@ def _measures(first: list[Tensor], now: list[Tensor], ratios: list[Tensor]) -> d
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Raises NotImplementedError where a process has a share of the parameters."""
     is_sharded = any(
         type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in model.parameters()
     )

@@ -211,7 +211,6 @@ class _GATForm(GraphAttention):
     def _with_loops(
         self, edge_index: Any, edge_attr: Tensor | None, num_nodes: int
     ) -> tuple[Any, Tensor | None]:
-        """Adds self loops, as PyG adds them."""
         if not self.add_self_loops:
             return edge_index, edge_attr
         if isinstance(edge_index, SparseTensor):

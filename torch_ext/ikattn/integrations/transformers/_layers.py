@@ -41,7 +41,6 @@ class FeatureLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc,
 
     @property
     def handed(self) -> Tensor | None:
-        """The keys."""
         return self.keys  # type: ignore[no-any-return]
 
     @property

@@ -119,7 +119,6 @@ class InterfaceAttention(Kind):
                     module.config._attn_implementation_internal = IMPLICIT
 
     def _check_whole(self, caller: str, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Raises ValueError unless the modules are all those of transformers models."""
         wanted, reached = set(modules), set[nn.Module]()
         for part in _models_in(model):
             own = {module for module in part.modules() if calls_interface(module)}

@@ -78,7 +78,6 @@ def softmax_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def import_transformers() -> Any:
-    """Imports the library."""
     install = "'ikattn[transformers]'"
     return optional("transformers", "ikattn.integrations.transformers", install)
 

@@ -197,7 +197,6 @@ def _tell_if_unused(module: nn.Module, args: Any) -> None:
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Returns H and d of an attention module."""
     heads = _first_int(_HEADS, module, getattr(module, "config", None))
     head_size = _first_int(_HEAD_SIZE, module)
     if heads is None or head_size is None:
@@ -211,6 +210,5 @@ def _sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def _first_int(names: tuple[str, ...], *owners: Any) -> int | None:
-    """Returns the first of these attributes that is a number."""
     values = (getattr(owner, name, None) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int)), None)

@@ -258,7 +258,6 @@ def _format_of(path: Path) -> tuple[type[Sink], _Reader]:
 
 
 def _arrays(maps: Contributions) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of one layer, by its name in the file."""
     for each in fields(maps):
         found = getattr(maps, each.name)
         if isinstance(found, Tensor):

@@ -93,7 +93,6 @@ def torch_call(
 def inputs_of(
     module: StockMultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value that the forward of a module was called with."""
     given = _signature.bind(module, *args, **kwargs).arguments
     return given["query"], given["key"], given["value"]
 

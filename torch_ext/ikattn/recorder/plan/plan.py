@@ -83,7 +83,6 @@ class Plan:
 
     @property
     def writes_out(self) -> bool:
-        """Whether its own code multiplies a softmax with something."""
         return writes_out_attention(self.module)
 
     @cached_property

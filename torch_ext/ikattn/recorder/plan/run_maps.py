@@ -62,7 +62,6 @@ class Surroundings:
         return self.changed(lambda x: x[:, start:end])
 
     def item(self, b: int) -> Surroundings:
-        """Returns the block for item b alone."""
         return self.changed(lambda x: x[b : b + 1])
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Surroundings:
@@ -113,7 +112,6 @@ def why_undefined(
 def defined_maps(
     names: Iterable[str], parts: AttentionParts, kind: str | None, *, has_run: bool = False
 ) -> list[str]:
-    """Returns the names of maps that a layer has."""
     return [name for name in names if why_undefined(name, parts, kind, has_run=has_run) is None]
 
 

@@ -90,7 +90,6 @@ def check_kinds(plans: Iterable[Plan], rows: RowsAsked) -> None:
 
 
 def pair_maps(names: Iterable[str]) -> list[str]:
-    """Returns the names of maps that have queries and keys."""
     return [name for name in names if "L" in AXES.get(name, "")]
 
 
@@ -210,7 +209,6 @@ class RowsAsked:
         return found
 
     def _begin(self, call: AttentionCall, layer: str, name: str, count: int) -> Reducing | None:
-        """The reduction of a map of so many rows."""
         if self.reduction is None:
             return None
         B, H, _, S = call.sizes
@@ -347,7 +345,6 @@ def _kept(state: Reducing, name: str, layer: str) -> Reduced:
 
 
 def _rows_at_once(call: AttentionCall, wanted: Collection[str]) -> int:
-    """How many rows of its maps are held at a time."""
     B, H, L, S = call.sizes
     holds_weights = call.has_own_softmax or {"alti", "projection"} & set(wanted)
     is_by_head = any("H" in AXES[name] for name in pair_maps(wanted))

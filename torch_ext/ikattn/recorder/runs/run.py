@@ -161,7 +161,6 @@ class Run:
         return f"the norm after it, a {describe(norm)},"
 
     def claim(self, step: str, distance: Distance, hint: str = "") -> Claim:
-        """That a step comes out."""
         return Claim(self.plan.name, step, distance, hint + self.plan.class_hint)
 
     # --- 1 and 2

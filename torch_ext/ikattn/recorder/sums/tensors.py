@@ -75,7 +75,6 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def see(x: Tensor) -> Seen:
-    """Notes a tensor as it is."""
     return Seen(x, rows_of(x), -1 if x.is_inference() else x._version)
 
 

@@ -41,7 +41,6 @@ class Added(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing was made of it."""
         return self.scale is None and self.kept is None and self.norm is None
 
 
@@ -120,7 +119,6 @@ class TokenOrder:
         return self.items_first(x)
 
     def note(self, out: Tensor) -> None:
-        """Takes up what a module has made."""
         is_one = _is_plain(out) and out.device == self.output.tensor.device
         if is_one and len(self.others) < MOST_OTHERS:
             self.others.append(out)
