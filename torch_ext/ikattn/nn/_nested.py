@@ -15,7 +15,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
 
 
 def are_jagged(*inputs: Tensor) -> bool:
-    """Whether all of them are nested tensors of the jagged layout."""
     return all(x.is_nested and x.layout == torch.jagged for x in inputs)
 
 

@@ -42,7 +42,6 @@ class Layout:
         return min(chunk, self.count - 1 - chunk) if self.name == "zigzag" else chunk
 
     def shard(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """Returns the tokens of a rank."""
         length = whole.size(dim)
         if length % self.count != 0:
             raise ValueError(

@@ -263,7 +263,6 @@ def activation_bytes(stacks: Sequence[Stack], inputs: Mapping[str, Any]) -> int:
 
 
 def logits_of(output: Any, caller: str) -> Tensor:
-    """Returns the logits in what a model gave."""
     found: Any = output.get("logits") if isinstance(output, Mapping) else output
     found = getattr(output, "logits", found)
     if not isinstance(found, Tensor) or found.dim() not in (2, 3):

@@ -91,7 +91,6 @@ def _of_tokens(written: Tensor, map_: Tensor) -> Tensor:
 
 
 def alti_logit(task: Task) -> Attribution:
-    """Attributes by ALTI-Logit."""
     if task.is_seq2seq:
         raise ValueError(
             'attribute: "alti_logit" is of decoders alone, and config.is_encoder_decoder of '
@@ -112,7 +111,6 @@ def alti_logit(task: Task) -> Attribution:
 
 
 def roll_out(task: Task, map_: str) -> Attribution:
-    """Attributes by the rollout of a map."""
     stack, gradient, values = _hidden_gradients(task)
     share = row_shares(gradient.norm(dim=-1))  # [B, L]
     nothing = values.new_full(values.shape, float("nan"))

@@ -177,7 +177,6 @@ def attach_kernel(
 
 
 def detach_kernel(module: nn.Module) -> None:
-    """Takes the kernel of a module away."""
     del module.spectral
     hooks = module._forward_pre_hooks
     for number in [number for number, hook in hooks.items() if hook is _tell_if_unused]:

@@ -71,7 +71,6 @@ def model_has_gradients() -> bool:
 
 
 def model_has_autocast() -> bool:
-    """Returns whether autocast is on in the model that runs."""
     return _thread.modes is not None and bool(_thread.modes.autocast)
 
 

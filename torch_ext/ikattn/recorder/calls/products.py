@@ -87,7 +87,6 @@ class WrittenOut:
         self._products: dict[int, Tensor] = {}
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        """Takes up one operation."""
         if not isinstance(made, Tensor) or not args:
             return
         if name == "softmax":

@@ -101,7 +101,6 @@ class Opener:
             self._follow(call, run, context, lambda own: own)
 
     def sdpa_called(self, call: Call, plan: Plan, told: Told) -> None:
-        """Takes up a call of ``F.scaled_dot_product_attention``."""
         with self._maker.grad_mode():
             attention, dropout_p = sdpa_call(plan.title, told.args, told.kwargs)
             attention.kind = self._kind_of(call, plan, attention.query, attention.sizes[3])

@@ -146,7 +146,6 @@ class Run:
 
     @property
     def awaited_norm(self) -> nn.Module | None:
-        """The norm whose run is awaited."""
         if self.stage == "norm":
             return self.norm
         is_second = self.stage in ("second norm", "reading norm")
