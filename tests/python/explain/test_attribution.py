@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -479,13 +477,6 @@ def test_training_and_models_without_logits() -> None:
 
 
 # --- What is found
-
-
-def test_the_page_runs_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # which is where examples save
-    page = (Path(__file__).resolve().parents[3] / "docs/guide/attribution.md").read_text()
-    for example in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(example, "docs/guide/attribution.md", "exec"), {})
 
 
 def test_words_and_ranks() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import re
 
 import pytest
 import torch
@@ -354,13 +353,6 @@ class Halves(nn.Module):
 
     def forward(self, query, key, key_padding_mask):
         return self.w, None
-
-
-def test_the_examples_of_the_documentation_run(source_tree):
-    text = (source_tree / "docs" / "guide" / "drop_in.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert examples
-    exec(compile("\n".join(examples), "docs/guide/drop_in.md", "exec"), {})
 
 
 def test_one_call_converts_every_kind_and_revert_undoes_it():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -316,11 +315,3 @@ def test_exported_to_onnx_it_computes_what_eager_does(model_type, kernel, tmp_pa
             rtol=1e-4,
             atol=1e-5,
         )
-
-
-def test_the_examples_of_the_documentation_run(source_tree, tmp_path, monkeypatch):
-    text = (source_tree / "docs" / "guide" / "exporting.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert examples
-    monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(examples), "docs/guide/exporting.md", "exec"), {})

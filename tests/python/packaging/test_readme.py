@@ -43,8 +43,9 @@ def test_examples_of_the_readme_run_as_shown(tmp_path, monkeypatch):
     assert attention["kernels"].forward.algorithm == "quadratic"
 
 
-RUN = ("analysis", "analysis_aggregation", "batch_invariance", "calibration", "comparing")
-RUN += ("corpora", "decoding", "forgetting", "large_models", "packed", "spectral", "which_token")
+RUN = ("analysis", "analysis_aggregation", "attribution", "batch_invariance", "calibration")
+RUN += ("comparing", "corpora", "decoding", "drop_in", "exporting", "forgetting", "large_models")
+RUN += ("packed", "spectral", "which_token")
 
 
 @pytest.mark.parametrize("page", RUN)
