@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import ikattn
+from drawing import normals
 from edge_samples import EDGE_INDEX, EDGES, N_K, N_Q, SIZE, VALUE_SIZE, E, H, M, nodes
 
 
@@ -28,11 +29,7 @@ def by_logits(logit: Any, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gat_arguments(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(2)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
+    normal = normals(2, dtype)
     return {
         "vector": normal(H, 2 * SIZE),
         "target": normal(N_Q, H, SIZE),
@@ -41,6 +38,16 @@ def gat_arguments(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
         "w1": 0.2 * normal(H, 2 * SIZE, M),
         "w2": 0.2 * normal(H, 2 * SIZE, M),
     }
+
+
+def of_form(form: str, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
+    """The function and arguments of "softmax", "gat" or "gat rbf", which has no frequencies."""
+    is_softmax = form == "softmax"
+    arguments = nodes(dtype=dtype) if is_softmax else gat_arguments(dtype)
+    if form != "gat":
+        del arguments["w1"], arguments["w2"]
+    ops = ikattn.ops
+    return ops.softmax_edge_attention if is_softmax else ops.gat_edge_attention, arguments
 
 
 @pytest.mark.parametrize("p", [2.0, 1.0, 3.5, None])
@@ -57,33 +64,27 @@ def test_the_gat_form_of_the_rbf_kernel_is_that_of_the_definition(p):
     torch.testing.assert_close(found, by_logits(logit, arguments["value"]), rtol=1e-9, atol=1e-11)
 
 
+def assert_derivatives(call: Any, arguments: dict[str, Any]) -> None:
+    names, inputs = list(arguments), [x.requires_grad_() for x in arguments.values()]
+
+    def of_values(*values: Tensor) -> tuple[Tensor, Tensor]:
+        return call(**dict(zip(names, values, strict=True)))  # type: ignore[no-any-return]
+
+    assert gradcheck(of_values, inputs, check_forward_ad=True)
+    assert gradgradcheck(of_values, inputs, atol=1e-4)
+
+
 @pytest.mark.parametrize("p", [2.0, 1.5])
 @pytest.mark.parametrize("form", ["softmax", "gat", "gat rbf"])
 def test_derivatives_of_other_forms_are_those_of_differences(form, p):
-    arguments = nodes() if form == "softmax" else gat_arguments()
-    if form != "gat":
-        arguments = {name: x for name, x in arguments.items() if name not in ("w1", "w2")}
-    function = (
-        ikattn.ops.softmax_edge_attention if form == "softmax" else ikattn.ops.gat_edge_attention
-    )
-    names, inputs = list(arguments), [x.requires_grad_() for x in arguments.values()]
-
-    def call(*values: Tensor) -> tuple[Tensor, Tensor]:
-        given: dict[str, Any] = dict(zip(names, values, strict=True))
-        return function(edges=EDGES, p=p, return_weights=True, **given)
-
-    assert gradcheck(call, inputs, check_forward_ad=True)
-    assert gradgradcheck(call, inputs, atol=1e-4)
+    function, arguments = of_form(form)
+    call = functools.partial(function, edges=EDGES, p=p, return_weights=True)
+    assert_derivatives(call, arguments)
 
 
 @pytest.mark.parametrize("form", ["softmax", "gat"])
 def test_other_forms_go_through_compile_autocast_and_opcheck(form):
-    arguments = nodes(dtype=torch.float32) if form == "softmax" else gat_arguments(torch.float32)
-    function = (
-        ikattn.ops.softmax_edge_attention if form == "softmax" else ikattn.ops.gat_edge_attention
-    )
-    if form == "softmax":
-        del arguments["w1"], arguments["w2"]
+    function, arguments = of_form(form, torch.float32)
     call = functools.partial(function, edges=EDGES, p=3.0, return_weights=True)
     wanted = call(**arguments)
     torch._dynamo.reset()
@@ -116,11 +117,7 @@ SLOPE = 0.3
 
 
 def leaky_call(form: str) -> tuple[Any, dict[str, Any]]:
-    function = (
-        ikattn.ops.softmax_edge_attention if form == "softmax" else ikattn.ops.gat_edge_attention
-    )
-    arguments = nodes() if form == "softmax" else gat_arguments()
-    del arguments["w1"], arguments["w2"]
+    function, arguments = of_form("gat rbf" if form == "gat" else form)
     call = functools.partial(function, edges=EDGES, negative_slope=SLOPE, return_weights=True)
     return call, arguments
 
@@ -143,16 +140,8 @@ def test_a_leaky_relu_takes_logits_with_their_biases():
 @pytest.mark.parametrize("form", ["softmax", "gat"])
 def test_derivatives_through_a_leaky_relu_are_those_of_differences(form):
     call, arguments = leaky_call(form)
-    names = [*arguments, "edge_bias"]
-    inputs = [*arguments.values(), torch.randn(E, H, dtype=torch.float64)]
-    inputs = [x.requires_grad_() for x in inputs]
-
-    def of_values(*values: Tensor) -> tuple[Tensor, Tensor]:
-        given: dict[str, Any] = dict(zip(names, values, strict=True))
-        return call(**given)
-
-    assert gradcheck(of_values, inputs, check_forward_ad=True)
-    assert gradgradcheck(of_values, inputs, atol=1e-4)
+    bias = torch.randn(E, H, dtype=torch.float64)
+    assert_derivatives(call, arguments | {"edge_bias": bias})
 
 
 def test_a_leaky_relu_needs_logits_that_are_products():

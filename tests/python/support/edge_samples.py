@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import ikattn
+from drawing import normals
 
 N_Q, N_K, H, SIZE, VALUE_SIZE, M = 7, 9, 2, 4, 3, 5
 # Source and target: unsorted, twice the same edge, a self loop, targets 2 and 6 without any.
@@ -17,11 +17,7 @@ EDGES = ikattn.ops.Edges.from_coo(*EDGE_INDEX, num_targets=N_Q)
 
 
 def nodes(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
+    normal = normals(seed, dtype)
     return {
         "query": normal(N_Q, H, SIZE),
         "key": normal(N_K, H, SIZE),
