@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ikattn
+from drawing import moved
 from ikattn.explain import block_maps, decomposed_norms, value_zeroing
 from tiny_texts import tiny_model, tiny_tokenizer
 
@@ -31,10 +32,7 @@ IDS = torch.tensor([[2, 61, 60, 60, 60, 60, 62, 5, 6]])  # 60 is a picture's
 
 def varied(model: Any) -> Any:
     torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return moved(model, 0.1).eval()
 
 
 def check_sum(found: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ikattn
 from agreement import assert_close
+from drawing import moved
 from ikattn.integrations.peft import merge_and_unload, with_trainable_frequencies
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -153,11 +154,7 @@ def test_only_adapters_and_frequencies_are_trained() -> None:
 
 def test_frequencies_are_saved_loaded_disabled_and_merged_with_the_adapter(tmp_path: Path) -> None:
     base = converted()
-    model = with_lora(with_trainable_frequencies(copy.deepcopy(base)), "self_attn")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = moved(with_lora(with_trainable_frequencies(copy.deepcopy(base)), "self_attn"), 0.1)
     x = torch.randn(N, L, E)
     expected = model(x)
     model.save_pretrained(tmp_path)
@@ -185,10 +182,7 @@ def test_every_adapter_has_frequencies_of_its_own(tmp_path: Path) -> None:
         model.set_adapter(name)
         trained = {n: w for n, w in model.named_parameters() if w.requires_grad}
         assert sum(f"spectral.modules_to_save.{name}.w" in each for each in trained) == 4
-        with torch.no_grad():
-            for parameter in trained.values():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        expected[name] = model(x)
+        expected[name] = moved(model, 0.1)(x)
     assert not torch.equal(*expected.values())
     model.save_pretrained(tmp_path)
     fresh = with_trainable_frequencies(copy.deepcopy(base))
@@ -230,11 +224,7 @@ def llama() -> Any:
 def test_adapted_models_decode_with_either_cache(config: Any, kind: Any) -> None:
     from transformers_models import keyword_of_cache
 
-    model = llama()
-    model = peft.get_peft_model(model, config()).eval()
-    with torch.no_grad():
-        for w in model.parameters():
-            w.add_(0.1 * torch.randn_like(w) * w.requires_grad)
+    model = moved(peft.get_peft_model(llama(), config()).eval(), 0.1)
     prompt = torch.tensor([[5, 6, 7, 8]])
     options = {"input_ids": prompt, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**options)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ikattn
 from agreement import assert_close
 from attention_cases import explicit
+from drawing import moved
 
 torch_geometric = pytest.importorskip("torch_geometric", reason="torch_geometric is not installed")
 from torch_geometric.nn import GCNConv, GPSConv, aggr  # noqa: E402
@@ -59,10 +60,7 @@ pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 def converted(name: str) -> nn.Module:
-    model = ikattn.convert(MODULES[name][0](), num_frequencies=M, p=3.0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    model = moved(ikattn.convert(MODULES[name][0](), num_frequencies=M, p=3.0), 0.2)
     modules = attention_of(model)
     assert len(modules) == MODULES[name][1]
     assert all(type(module) is ikattn.MultiheadAttention for module in modules)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agreement import assert_close, assert_identical
+from drawing import for_moments
 from ikattn.ops import causal_attention_from_moments, key_moments
 
 OPERATORS = torch.ops.ikattn
@@ -52,18 +53,9 @@ CASES = [
 
 def drawn(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     """Features of queries and keys, logits, values; the last three of the keys before, too."""
-    generator = torch.Generator().manual_seed(case.L + case.M)
     S = case.before + case.L
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    query = draw(case.B, case.H, case.L, 2 * case.M)
-    key = draw(case.B, case.K, S, 2 * case.M)
-    logits = 3 * draw(case.B, case.K, S) + case.rise * torch.arange(S)
-    value = draw(case.B, case.G, S, case.d_v)
-    is_hidden = torch.rand(logits.shape, generator=generator) < case.hidden
-    logits = logits.masked_fill(is_hidden, -math.inf)
+    query, key, logits, value = for_moments(case, S, case.L + case.M)
+    logits += case.rise * torch.arange(S)
     return tuple(x.to(dtype) for x in (query, key, logits, value))
 
 

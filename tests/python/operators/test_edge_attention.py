@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import ikattn
+from drawing import normals
 from edge_samples import EDGE_INDEX, EDGES, N_K, N_Q, SIZE, VALUE_SIZE, E, H, M, nodes
 from ikattn.ops import Edges
 
@@ -148,18 +149,14 @@ def test_autocast_lowers_the_nodes_alone():
 
 def features(options: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of the operator that has kernels, and its numbers."""
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype)
-
+    normal = normals(3, dtype)
     tensors = [normal(N_Q, H, 2 * M), normal(N_K, H, 2 * M), normal(N_K, H, VALUE_SIZE)]
     tensors = [tensor.requires_grad_() for tensor in (*tensors, normal(N_K, H))]
     of_edges, keep = options.get("edges"), options.get("keep")
     if of_edges is not None:
         of_edges = normal(*of_edges).index_fill(0, torch.tensor([3]), -INFINITY).requires_grad_()
     if keep is not None:
-        keep = torch.rand(E, H, generator=generator) < keep
+        keep = torch.rand(E, H, generator=torch.Generator().manual_seed(3)) < keep
     numbers = {"eps": options.get("eps", 1e-3), "rescale": options.get("rescale", 1.0)}
     return [*tensors, of_edges, keep, EDGES.rowptr, EDGES.col], numbers
 

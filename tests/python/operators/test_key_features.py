@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close, assert_identical, assert_output_accurate
+from drawing import normals
 from samples import DTYPES, Sample, converted, name_of
 
 reference = ikattn.reference.implicit_kernel_attention
@@ -20,11 +21,7 @@ reference = ikattn.reference.implicit_kernel_attention
 
 def of_features(sample: Sample, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Arguments of attention_from_features; some keys hidden, one row sees none."""
-    generator = torch.Generator().manual_seed(sample.L * 1000 + sample.S)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    draw = normals(sample.L * 1000 + sample.S)
     groups, batch, length, keys = sample.G or sample.H, sample.B, sample.L, sample.S
     kept = groups if sample.frequencies == "G" else sample.H
     query = draw(batch, sample.H, length, 2 * sample.M)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close, assert_identical
+from drawing import for_moments
 from ikattn.ops import (
     attention_from_moments,
     causal_attention_from_moments,
@@ -52,18 +53,8 @@ CASES = [
 
 def drawn(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     """Features of queries and keys, logits, values. Hidden keys hold NaN."""
-    generator = torch.Generator().manual_seed(case.S + case.M)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    query = draw(case.B, case.H, case.L, 2 * case.M)
-    key = draw(case.B, case.K, case.S, 2 * case.M)
-    logits = 3 * draw(case.B, case.K, case.S)
-    value = draw(case.B, case.G, case.S, case.d_v)
-    is_hidden = torch.rand(logits.shape, generator=generator) < case.hidden
-    logits = logits.masked_fill(is_hidden, -math.inf)
-    key = key.masked_fill(is_hidden.unsqueeze(-1), math.nan)
+    query, key, logits, value = for_moments(case, case.S, case.S + case.M)
+    key = key.masked_fill(logits.isneginf().unsqueeze(-1), math.nan)
     return tuple(x.to(dtype) for x in (query, key, logits, value))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ikattn
+from drawing import normals
 from ikattn.ops import dropout_keep_mask, place_dropout_seed
 
 H, D, D_V, M = 4, 8, 6, 5
@@ -34,20 +35,15 @@ def draw(
     name: str, dtype: torch.dtype = torch.float64, *, groups: int = H, by_sequence: bool = False
 ) -> Arguments:
     of_queries, of_keys = LENGTHS[name]
-    generator = torch.Generator().manual_seed(len(name))
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        numbers = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-        return numbers.to(dtype)
-
+    normal = normals(len(name), dtype)
     T_q, T_k = sum(of_queries), sum(of_keys)
     axes = (len(of_queries),) if by_sequence else ()
     return {
         "q": normal(T_q, H, D),
         "k": normal(T_k, groups, D),
         "v": normal(T_k, groups, D_V),
-        "w1": normal(*axes, H, D, M, scale=0.1),
-        "w2": normal(*axes, H, D, M, scale=0.1),
+        "w1": 0.1 * normal(*axes, H, D, M),
+        "w2": 0.1 * normal(*axes, H, D, M),
         "cu_seqlens_q": begins(of_queries),
         "cu_seqlens_k": begins(of_keys, torch.int64),
     }

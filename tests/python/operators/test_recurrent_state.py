@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ikattn
 from agreement import assert_close, assert_identical
+from drawing import normals
 
 reference = ikattn.reference.implicit_kernel_attention
 SUMS = [torch.float64, torch.float32]
@@ -21,11 +22,7 @@ def drawn(
     length: int = 40, groups: int = 4, heads: int | None = None, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:
     """query, key, value, w1, w2: B = 2, H = 4, d = 8, d_v = 6, M = 5."""
-    generator = torch.Generator().manual_seed(length)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    draw = normals(length)
     tokens = draw(2, 4, length, 8), draw(2, groups, length, 8), draw(2, groups, length, 6)
     w1, w2 = (0.1 * draw(heads or 4, 8, 5) for _ in range(2))
     return tuple(x.to(dtype) for x in (*tokens, w1, w2))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import ikattn
+from drawing import normals
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,7 @@ class Sample:
     causal: bool = False
 
     def arguments(self, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+        random = normals(sum(map(ord, self.name)))
         B, H, L, S, D = self.B, self.H, self.L, self.S, self.D
         logits = 2 * random(B, H, L, S)
         if self.causal:

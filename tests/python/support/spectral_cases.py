@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import ikattn
 from attention_cases import E, H, L, N
+from drawing import moved
 from ikattn.spectral import Generator, Ikan, Mikan
 
 D, M = 5, 8  # head size and frequencies of the generators below
@@ -19,10 +20,7 @@ each_generator = pytest.mark.parametrize("kind", [Ikan, Mikan])
 def perturbed(module: nn.Module, size: float = 0.5) -> nn.Module:
     """Moves every parameter of a module, so that none is at a special value."""
     torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(size * torch.randn_like(parameter))
-    return module
+    return moved(module, size)  # type: ignore[no-any-return]
 
 
 def generator(kind: type[Generator], **options) -> Generator:

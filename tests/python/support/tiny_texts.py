@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from drawing import moved
+
 
 def tiny_tokenizer(padding_side: str = "right") -> Any:
     """Returns a tokenizer of words; 0 to 3 are <pad>, <s>, </s>, <unk>, and wi is i + 4."""
@@ -46,7 +48,4 @@ def tiny_model(kind: str, **options: Any) -> Any:
         sizes |= {"intermediate_size": 32, "max_position_embeddings": 32}
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config_class(**{**sizes, **options})).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return moved(model, 0.1)

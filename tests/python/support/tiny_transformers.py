@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawing import moved
+
 # Sizes by the names of configs. Names that a config does not know are left out.
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 16),
@@ -60,10 +62,7 @@ def build_tiny(kind: str, **chosen: Any) -> Any:
         except Exception as failed:
             error = failed
             continue
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        return model
+        return moved(model, 0.1)
     raise error
 
 

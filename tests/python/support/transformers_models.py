@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawing import moved
+
 TEXT = {"vocab_size": 30, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BERT = TEXT | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT |= {"intermediate_size": 32, "max_position_embeddings": 32, "type_vocab_size": 2}
@@ -76,11 +78,7 @@ def build(family: str, implementation: str = "sdpa", head: str = "Model", **chan
     config = getattr(transformers, f"{name}Config")(**options | changes)
     config._attn_implementation = implementation
     config._experts_implementation = "eager"  # the other one knows no float64
-    model = getattr(transformers, f"{name}{head}")(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return moved(getattr(transformers, f"{name}{head}")(config).double().eval(), 0.2)
 
 
 def inputs_of(family: str) -> dict[str, Tensor]:
