@@ -37,7 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Results of each rank."""
     return run_processes(distributed_programs.run, folder, PROCESSES)
 
 

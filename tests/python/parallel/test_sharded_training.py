@@ -42,7 +42,6 @@ def test_one_process_draws_sharded_frequencies_as_plain_ones() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Returns the results of each rank."""
     return run_processes(sharded_programs.run, tmp_path_factory.mktemp("sharded"), 4)
 
 

@@ -45,7 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Returns the results of each rank."""
     return run_processes(head_programs.run, folder, 4)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ikattn
 from ikattn.parallel import context_parallel, context_parallel_attention
 from ikattn.parallel._layout import Layout
-from processes import messages_of
+from processes import messages_of, stacked
 
 B, H, N, D, D_V, M, E = 2, 4, 128, 8, 6, 3, 16
 SIZES = (2, 4)
@@ -142,10 +142,7 @@ def attend() -> dict[Any, dict[str, Tensor]]:
 
 
 def make_encoder() -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return ikattn.convert(encoder, num_frequencies=M, seed=1, p="learned").double()
+    return ikattn.convert(stacked(E, H), num_frequencies=M, seed=1, p="learned").double()
 
 
 def make_llama() -> Any:

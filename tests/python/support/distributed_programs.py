@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ikattn
-from processes import whole
+from processes import stacked, whole
 
 PROCESSES, STEPS = 2, 3
 N, L, E, H, M = 4, 5, 16, 4, 5
@@ -41,11 +41,8 @@ PARTS: dict[str, Callable[[nn.Module], bool]] = {
 
 
 def make_model(seed: int = 0, **options: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     options = {"num_frequencies": M, "seed": seed, **options}
-    return ikattn.convert(encoder, **options).double()
+    return ikattn.convert(stacked(E, H, seed=seed), **options).double()
 
 
 def evaluate_generated(

@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ikattn
+from drawing import normals
 from ikattn.parallel import HeadParallel, tensor_parallel_plan
 from ikattn.spectral import Direct, Mikan
-from processes import messages_of, whole
+from processes import messages_of, stacked, whole
 
 N, L, S, E, H, M = 2, 5, 6, 16, 4, 6
 RANKS = (2, 4)
@@ -55,15 +56,12 @@ def make_module(name: str, **options: Any) -> ikattn.MultiheadAttention:
 
 def evaluate(module: ikattn.MultiheadAttention, per_head: bool = False) -> Results:
     """Output, weights, and gradients of inputs, masks and parameters, in training mode."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    sizes = (E, module.kdim, module.vdim)
+    draw, sizes = normals(1), (E, module.kdim, module.vdim)
     inputs = [draw(N, length, size) for length, size in zip((L, S, S), sizes, strict=True)]
     padding = (torch.arange(S) >= torch.tensor([[S], [S - 2]])).double() * -50
-    masks = padding.requires_grad_(), draw(N * H, L, S)
+    masks = padding, draw(N * H, L, S)
+    for x in (*inputs, *masks):
+        x.requires_grad_()
     given = inputs if module.batch_first else [x.transpose(0, 1) for x in inputs]
     torch.manual_seed(2)
     output, weights = module(*given, masks[0], True, masks[1], not per_head)
@@ -78,10 +76,7 @@ def evaluate(module: ikattn.MultiheadAttention, per_head: bool = False) -> Resul
 
 
 def make_encoder(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return ikattn.convert(encoder, num_frequencies=M, seed=1, **options).double()
+    return ikattn.convert(stacked(E, H), num_frequencies=M, seed=1, **options).double()
 
 
 def train(model: nn.Module, rows: slice = slice(None)) -> Results:

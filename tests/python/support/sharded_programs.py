@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ikattn
-from processes import whole
+from processes import stacked, whole
 
 N, L, E, H, M, STEPS = 4, 5, 16, 4, 6, 2
 SOURCES = ("direct", "stationary", "ikan", "mikan")
@@ -31,11 +31,8 @@ Results = dict[str, Tensor]
 
 
 def make_encoder(source: str = "direct", layers: int = 2, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     options = {"num_frequencies": M, "seed": 1, "spectral": source, "p": "learned", **options}
-    return ikattn.convert(encoder, **options).double()
+    return ikattn.convert(stacked(E, H, layers), **options).double()
 
 
 def batch() -> Tensor:
