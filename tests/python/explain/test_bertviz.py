@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ikattn
 from ikattn.explain.bertviz import to_bertviz
@@ -88,17 +90,15 @@ def without_map(recording: Recording) -> Recording:
     return recording
 
 
-def with_another_head(recording: Recording) -> Recording:
-    maps = next(iter(recording.batches[0].layers.values()))
-    assert maps.weights is not None
-    maps.weights = torch.cat([maps.weights, maps.weights], 1)
-    return recording
+def with_nan(x: Tensor) -> Tensor:
+    return x.where(x < x[0].max(), torch.nan)
 
 
-def with_nan(recording: Recording) -> Recording:
+def with_weights(change: Callable[[Tensor], Tensor]) -> Recording:
+    recording = encoder_recording()
     maps = next(iter(recording.batches[0].layers.values()))
     assert maps.weights is not None
-    maps.weights[0, 0, 0, 0] = torch.nan
+    maps.weights = change(maps.weights)
     return recording
 
 
@@ -116,8 +116,8 @@ def of_a_cache() -> Recording:
         (encoder_recording(), "weights", {"batch": 1}, "the recording's 1 calls"),
         (encoder_recording(), "weights", {"sequence": -1}, "got 0 and -1"),
         (without_map(encoder_recording()), "summed", {}, "has no map 'summed', which others have"),
-        (with_another_head(encoder_recording()), "weights", {}, "of one shape, got"),
-        (with_nan(encoder_recording()), "weights", {}, "must hold finite numbers, got others"),
+        (with_weights(lambda x: torch.cat([x, x], 1)), "weights", {}, "of one shape, got"),
+        (with_weights(with_nan), "weights", {}, "must hold finite numbers, got others"),
         (of_a_cache(), "weights", {}, r"got 1 and 4: .*recording.joined\(\)"),
     ],
 )

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import ikattn
 from agreement import assert_close, assert_identical
-from hand_written_blocks import B, Block, D, H, L
+from hand_written_blocks import Attention, B, Block, D, H, L
 from ikattn import _memory
 from ikattn.maps import Layer, Recording
 from ikattn.maps.contribution_maps import Contributions
@@ -622,15 +622,9 @@ def test_a_scale_that_changes_between_calls_is_found_every_time() -> None:
 
 @pytest.mark.parametrize("check", ["rows", "all"])
 def test_what_a_model_writes_over_later_was_right(check: str, waits: bool) -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
+    class WritesOver(Attention):
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).view(*x.shape[:2], 3, H, -1).permute(2, 0, 3, 1, 4)
-            heads = F.scaled_dot_product_attention(q, k, v)
-            heads = heads.transpose(1, 2).flatten(2)
+            heads = self.heads(x)
             made: Tensor = self.proj(heads)
             heads.zero_()
             return made
@@ -638,7 +632,7 @@ def test_what_a_model_writes_over_later_was_right(check: str, waits: bool) -> No
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attn, self.norm = Attention(), nn.LayerNorm(D)
+            self.attn, self.norm = WritesOver(), nn.LayerNorm(D)
 
         def forward(self, x: Tensor) -> Tensor:
             made: Tensor = self.norm(x + self.attn(x))
