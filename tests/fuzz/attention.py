@@ -178,7 +178,6 @@ class AttentionCall:
         }  # fmt: skip
 
     def incoming(self) -> Tensor:
-        """Makes the gradient that comes in."""
         kind = "exact" if self.values == "exact" else "normal"
         x = numbers(kind, "value", self.seed + 3, *self.shape("BHL"), self.d_v)
         return laid_out(x.to(self.torch_dtype), self.layouts[3])
@@ -204,7 +203,6 @@ class AttentionCall:
         return ikattn.deterministic("batch" if self.batch_mode else "run")
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         with self.modes():
             tried = Tried(self)
             tried.check()

@@ -26,7 +26,7 @@ from fuzz.wrong import Operators, WrongCall
 
 
 class Call(Protocol):
-    """A call of one kind: a frozen dataclass."""
+    """A frozen dataclass. Its check raises Wrong where something does not hold."""
 
     seed: int
 
@@ -84,8 +84,6 @@ def failure_of(call: Call) -> str | None:
 
 @dataclass
 class Found:
-    """Results of some calls."""
-
     calls: int = 0
     failures: list[tuple[Call, str]] = field(default_factory=list)
     cells: Cells = field(default_factory=Cells)

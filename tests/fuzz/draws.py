@@ -31,7 +31,6 @@ class Draws:
         self._state = seed & _64_BITS
 
     def bits(self) -> int:
-        """Draws 64 bits."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _64_BITS
         z = self._state
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS

@@ -23,8 +23,6 @@ FORMS = {"implicit": 6, "softmax": 3, "gat": 2}
 
 
 class Result(NamedTuple):
-    """A call with its results."""
-
     given: dict[str, Tensor]
     leaves: dict[str, Tensor]
     source: Tensor
@@ -92,7 +90,6 @@ class EdgeCall:
         return {"form": self.form, "dtype": self.dtype, "gradients": gradients}
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         source, target, edges = self.graph()
         given = self.arguments()
         there = {x: placed(y) for x, y in given.items()}
@@ -118,7 +115,6 @@ class EdgeCall:
         return source, target, Edges.from_coo(*ends, self.L, is_sorted=self.is_sorted)
 
     def arguments(self) -> dict[str, Tensor]:
-        """Makes the tensors of the call by their names."""
         dtype, seed = getattr(torch, self.dtype), self.seed
         wide = torch.float64 if self.dtype == "float64" else torch.float32
         width = 2 * self.d if self.form == "gat" else self.d

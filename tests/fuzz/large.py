@@ -68,7 +68,6 @@ class LargeCall:
         }
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         given = self.arguments()
         incoming = numbers("exact", "value", self.seed + 9, 1, self.H, self.L, self.d_v)
         choices = ikattn.which_kernels(**given)

@@ -113,7 +113,6 @@ class MapCall:
         return given, kernel, block
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         given, kernel, block = self.arguments()
         q, k, v, project = given.values()
         weights = self.weights(q, k, kernel)

@@ -81,7 +81,6 @@ class ModuleCall:
         return {"kernel": self.kernel, "dtype": self.dtype, "mask": self.mask or "none"}
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         dtype, seed = getattr(torch, self.dtype), self.seed
         options: dict[str, Any] = {
             "bias": self.bias, "add_bias_kv": self.bias_kv, "add_zero_attn": self.zero_attn,
@@ -206,7 +205,6 @@ class RecordCall:
         return {"norms": norms, "maps": self.reduce or "whole", "padding": padding}
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         if self.family:
             return varied_models.check(self.family, self.way, self.seed)
         seed = self.seed

@@ -73,7 +73,6 @@ class StateCall:
         return {"form": self.form, "dtype": self.dtype, **sums}
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         machine = Machine(self)
         if self.form == "moments":
             return machine.check_moments()

@@ -80,7 +80,6 @@ class WrongCall:
         return {"base": self.base}
 
     def check(self) -> None:
-        """Raises Wrong where something does not hold."""
         with Operators() as seen:
             BASES[self.base].draw(self.seed).check()
         calls = sorted(seen.calls.items())

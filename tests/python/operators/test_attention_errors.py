@@ -35,7 +35,6 @@ class Mistake:
     error: type[Exception] = RuntimeError
 
     def message(self, function: str) -> str:
-        """The pattern of the message."""
         *expected, got = (_pattern(word) for word in self.says)
         return ".*".join([f"{function}: ", *expected, "got", got])
 
@@ -201,7 +200,6 @@ def correct_call() -> Arguments:
 
 
 def on(device: str, call: Arguments) -> Arguments:
-    """Moves a call to a device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
 
 

@@ -29,7 +29,6 @@ def golden_files(folder: str, pattern: str = "*.npz") -> list[Path]:
 
 
 def load_golden(folder: str, case: str) -> dict[str, Any]:
-    """Returns all arrays of one file by their names."""
     (path,) = golden_files(folder, f"{case}.npz")
     with np.load(path) as arrays:
         return {name: arrays[name] for name in arrays.files}

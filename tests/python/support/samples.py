@@ -382,7 +382,6 @@ def name_of(parameter: Any) -> str | None:
 
 
 def differentiable(arguments: Arguments) -> list[str]:
-    """The arguments of a call that can have a gradient."""
     return [
         name
         for name in DIFFERENTIABLE
@@ -397,7 +396,6 @@ def with_gradients(arguments: Arguments, names: list[str] | None = None) -> Argu
 
 
 def converted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
-    """Converts the numbers of a call to another dtype."""
     return arguments | {name: arguments[name].to(dtype) for name in differentiable(arguments)}
 
 
