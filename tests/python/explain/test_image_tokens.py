@@ -185,7 +185,7 @@ def test_unknown_orders_are_refused() -> None:
     inputs = processor(images=[picture], text=["<image>"], return_tensors="pt")
     with pytest.raises(ValueError, match="order of the 236 tokens that LlavaNextProcessor makes"):
         image_tokens(processor, inputs, [picture])
-    with pytest.raises(ValueError, match="one of pictures and text, got str"):
+    with pytest.raises(ValueError, match="a recent transformers', got str"):
         image_tokens("processor", inputs, [picture])
 
 

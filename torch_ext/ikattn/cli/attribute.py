@@ -12,7 +12,7 @@ from torch import Tensor
 from ikattn._whole_files import whole_file
 from ikattn.cli.errors import AnalyzeError, doing
 from ikattn.cli.loading import Loaded, hushed, load, warn_of_missing
-from ikattn.explain.attribution import Attribution, attribute
+from ikattn.explain import Attribution, attribute
 from ikattn.explain.attribution.texts import encoded, taken_by, target_of_text, with_first_token
 from ikattn.maps.pictures import text_width
 

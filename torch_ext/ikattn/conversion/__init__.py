@@ -1,6 +1,6 @@
 """Implicit-kernel attention in the place of a model's own, and back."""
 
-from ikattn.conversion.calibration import calibrate
+from ikattn.conversion.calibration.calibrate import calibrate
 from ikattn.conversion.convert import convert, revert
 from ikattn.conversion.modules import conversion_report
 

@@ -7,15 +7,11 @@ from ikattn.explain.alignment import (
     word_alignment,
     words_of_subwords,
 )
-from ikattn.explain.attribution import (
-    Attribution,
-    Faithfulness,
-    attribute,
-    block_maps,
-    decomposed_norms,
-    faithfulness,
-    value_zeroing,
-)
+from ikattn.explain.attribution._attribute import attribute
+from ikattn.explain.attribution.attribution import Attribution
+from ikattn.explain.attribution.decomposed import block_maps, decomposed_norms
+from ikattn.explain.attribution.faithfulness import Faithfulness, faithfulness
+from ikattn.explain.attribution.zeroing import value_zeroing
 from ikattn.explain.comparison.compare import compare
 from ikattn.explain.comparison.probe import MapProbe
 from ikattn.explain.corpora import CorpusSums, token_types

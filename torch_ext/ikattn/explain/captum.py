@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ikattn.explain.attribution import attribute
+from ikattn.explain.attribution._attribute import attribute
 from ikattn.explain.attribution._linear import Activation
 from ikattn.explain.attribution._model import logits_of
 

@@ -72,115 +72,100 @@ def image_tokens(
     """
     views = []
     if len(pictures):
-        if not hasattr(processor, "replace_image_token"):
-            raise ValueError(
-                "image_tokens: processor must be a recent transformers' one of pictures and text, "
-                f"got {type(processor).__name__}"
-            )
         from transformers import image_utils
 
+        if not hasattr(processor, "replace_image_token"):
+            got = type(processor).__name__
+            raise ValueError(f"image_tokens: processor must be a recent transformers', got {got}")
         given: Any = pictures
         flat: Any = image_utils.make_flat_list_of_images(given)
         named = {**getattr(processor, "images_kwargs", {}), **options}
         numbers = processor.image_processor(images=flat, **named)
-        made = [_picture_of(processor, numbers, i, picture) for i, picture in enumerate(flat)]
-        views += _place(inputs, _token_of(processor), made, "picture")
+        # With Gemma 3, image_token_id is the token before a picture.
+        own, known = processor.image_token_id, processor.image_token_ids
+        token = own if own in known else known[0]
+        text = processor.tokenizer.convert_ids_to_tokens(token)
+        made = []
+        for i, picture in enumerate(flat):
+            count = processor.replace_image_token(numbers, i).count(text)
+            sides = image_utils.get_image_size(image_utils.to_numpy_array(picture))
+            grids = _grids_of(processor, numbers, i, sides, count)
+            if sum(x.numel() for x in grids) == 0 or max(int(x.max()) for x in grids) >= count:
+                raise ValueError(
+                    f"image_tokens: the order of the {count} tokens that "
+                    f"{type(processor).__name__} makes of picture {i} is not known"
+                )
+            made.append((count, grids))
+        views += _place(inputs, token, made, "picture")
     elif "video_grid_thw" not in inputs:
         raise ValueError("image_tokens: pictures must be those of the prompt, got none")
     if "video_grid_thw" in inputs:
         merged = processor.video_processor.merge_size
-        made = [_of_frames(grid, merged) for grid in inputs["video_grid_thw"].tolist()]
+        videos = [_frames(grid, merged) for grid in inputs["video_grid_thw"].tolist()]
+        made = [(sum(x.numel() for x in grids), grids) for grids in videos]
         views += _place(inputs, processor.video_token_id, made, "video")
     return sorted(views, key=lambda view: (view.sequence, int(view.tokens[0, 0])))
 
 
-class _Picture(NamedTuple):
-    """A picture's tokens.
-
-    Attributes:
-        size: How many there are.
-        views: Their numbers in each view, ``[h, w]``.
-    """
-
-    size: int
-    views: list[Tensor]
-
-
 def _place(
-    inputs: Mapping[str, Any], token: int, made: list[_Picture], kind: str
+    inputs: Mapping[str, Any], token: int, made: list[tuple[int, list[Tensor]]], kind: str
 ) -> list[ImageView]:
+    """Finds pictures in the prompt, of each of which ``made`` has the size and its views."""
     places = (torch.as_tensor(inputs["input_ids"]) == token).nonzero().cpu()
-    sizes = [picture.size for picture in made]
+    sizes = [size for size, _ in made]
     if sum(sizes) != len(places):
         raise ValueError(
             f"image_tokens: inputs hold {len(places)} tokens of {kind}s, and the {kind}s given "
             f"make {sum(sizes)}: pass all that inputs were made of, and the same options"
         )
-    found = []
-    for number, (picture, own) in enumerate(zip(made, places.split(sizes), strict=True)):
-        for frame, grid in enumerate(picture.views):
-            of_video = frame if kind == "video" else None
-            found.append(ImageView(int(own[0, 0]), number, of_video, own[grid, 1]))
-    return found
+    return [
+        ImageView(int(own[0, 0]), number, frame if kind == "video" else None, own[grid, 1])
+        for number, ((_, grids), own) in enumerate(zip(made, places.split(sizes), strict=True))
+        for frame, grid in enumerate(grids)
+    ]
 
 
-def _picture_of(processor: Any, numbers: Mapping[str, Any], i: int, picture: Any) -> _Picture:
+def _grids_of(
+    processor: Any, numbers: Mapping[str, Any], i: int, sides: tuple[int, int], count: int
+) -> list[Tensor]:
+    """Returns the numbers of picture i's tokens in each view, ``[h, w]``; [] if not known."""
+    own = processor.image_processor
     if "image_grid_thw" in numbers:
         grid = torch.as_tensor(numbers["image_grid_thw"])[i].tolist()
-        return _of_frames(grid, processor.image_processor.merge_size)
-    token = processor.tokenizer.convert_ids_to_tokens(_token_of(processor))
-    count = processor.replace_image_token(numbers, i).count(token)
-    if hasattr(processor.image_processor, "image_grid_pinpoints"):
+        frames = _frames(grid, own.merge_size)
+        return frames if sum(x.numel() for x in frames) == count else []
+    if hasattr(own, "image_grid_pinpoints"):
         return _padded(processor, numbers, i, count)
-    groups = _groups_of_tiles(processor, numbers, i, picture)
-    tiles = sum(rows * columns for rows, columns in groups)
-    side = math.isqrt(count // max(1, tiles))
-    if tiles == 0 or tiles * side**2 != count:
-        raise _unknown(processor, count, i)
-    views, begin = [], 0
-    for rows, columns in groups:
+    groups = _groups_of_tiles(own, numbers, i, sides)
+    tiles = max(1, sum(rows * columns for rows, columns in groups))
+    side = math.isqrt(count // tiles)
+    grids, begin = [], 0
+    for rows, columns in groups if tiles * side**2 == count else []:
         size = rows * columns * side**2
         tokens = torch.arange(begin, begin + size).view(rows, columns, side, side)
-        views.append(tokens.transpose(1, 2).reshape(rows * side, columns * side))
+        grids.append(tokens.transpose(1, 2).reshape(rows * side, columns * side))
         begin += size
-    return _Picture(count, views)
+    return grids
 
 
-def _unknown(processor: Any, count: int, i: int) -> ValueError:
-    return ValueError(
-        f"image_tokens: the order of the {count} tokens that {type(processor).__name__} makes of "
-        f"picture {i} is not known"
-    )
-
-
-def _token_of(processor: Any) -> int:
-    # With Gemma 3, image_token_id is that of the token before a picture.
-    tokens = processor.image_token_ids
-    own: int = processor.image_token_id
-    return own if own in tokens else tokens[0]
-
-
-def _of_frames(grid: Sequence[int], merged: int) -> _Picture:
+def _frames(grid: Sequence[int], merged: int) -> list[Tensor]:
     frames, h, w = grid[0], grid[1] // merged, grid[2] // merged
-    return _Picture(frames * h * w, list(torch.arange(frames * h * w).view(frames, h, w)))
+    return list(torch.arange(frames * h * w).view(frames, h, w))
 
 
 def _groups_of_tiles(
-    processor: Any, numbers: Mapping[str, Any], i: int, picture: Any
+    own: Any, numbers: Mapping[str, Any], i: int, sides: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """Returns rows and columns of the tiles of each view, in the order of the prompt, if known."""
-    own = processor.image_processor
-    whole = (1, 1)
+    """Returns rows and columns of the tiles of each view, in the order of the prompt."""
+    whole, (height, width) = (1, 1), sides
     if hasattr(own, "do_image_splitting") and "rows" in numbers:  # Idefics 3
         rows, columns = (list(chain(*numbers[name]))[i] for name in ("rows", "cols"))
         return [(rows, columns), whole] if rows else [whole]
     if hasattr(own, "do_pan_and_scan") and "num_crops" in numbers:  # Gemma 3
-        crops = int(numbers["num_crops"][i])
-        height, width = _size_of(picture)  # crops lie along the longer side
+        crops = int(numbers["num_crops"][i])  # along the longer side
         return [whole, (1, crops) if width >= height else (crops, 1)] if crops else [whole]
     if hasattr(own, "crop_to_patches") and "num_patches" in numbers:  # InternVL, Aya
         tiles = int(numbers["num_patches"][i]) - 1
-        height, width = _size_of(picture)
         shapes = [(tiles // n, n) for n in range(1, tiles + 1) if tiles % n == 0]
         # The processor took the shape whose ratio is the nearest to the picture's.
         nearest = sorted(shapes, key=lambda shape: abs(shape[1] / shape[0] - width / height))
@@ -191,14 +176,7 @@ def _groups_of_tiles(
     return [whole] if is_square else []
 
 
-def _size_of(picture: Any) -> tuple[int, int]:
-    from transformers import image_utils
-
-    height, width = image_utils.get_image_size(image_utils.to_numpy_array(picture))
-    return height, width
-
-
-def _padded(processor: Any, numbers: Mapping[str, Any], i: int, count: int) -> _Picture:
+def _padded(processor: Any, numbers: Mapping[str, Any], i: int, count: int) -> list[Tensor]:
     """Returns LLaVA-NeXT's tokens: the whole picture, then its rows with a newline after each."""
     from transformers.models.llava_next import modeling_llava_next
 
@@ -210,6 +188,6 @@ def _padded(processor: Any, numbers: Mapping[str, Any], i: int, count: int) -> _
     side = pixels // processor.patch_size
     h, w = llava.unpad_image(torch.empty(1, rows * side, columns * side), size).shape[1:]
     if count != side**2 + h * (w + 1):
-        raise _unknown(processor, count, i)
+        return []
     whole, cut = torch.arange(count).split([side**2, h * (w + 1)])
-    return _Picture(count, [whole.view(side, side), cut.view(h, w + 1)[:, :w]])
+    return [whole.view(side, side), cut.view(h, w + 1)[:, :w]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ikattn._optional import optional
-from ikattn.explain.attribution import attribute
+from ikattn.explain.attribution._attribute import attribute
 
 __all__ = ["register"]
 
