@@ -14,6 +14,7 @@
 #include "contributions/cuda/given_pairs.h"
 #include "contributions/cuda/kernels.h"
 #include "interpreter/interpreter.h"
+#include "kernels/agreement.h"
 #include "kernels/memory.h"
 #include "support/cuda/float16.h"
 
@@ -226,20 +227,6 @@ Call<T> on_device(const Case& c) {
   EXPECT_STREQ(call.make_factors(call.of_vectors()), nullptr);
   EXPECT_STREQ(norms_of(call.pair_params(), sizeof(T) / 8), nullptr);
   return call;
-}
-
-template <typename T>
-void expect_close(const std::vector<T>& got, const std::vector<double>& expected, double tolerance,
-                  const std::string& what) {
-  ASSERT_EQ(got.size(), expected.size());
-  double largest = 1e-30, error = 0;
-  for (size_t i = 0; i < got.size(); ++i) {
-    largest = std::max(largest, std::fabs(expected[i]));
-    const double difference = std::fabs(static_cast<double>(got[i]) - expected[i]);
-    if (!(difference <= error)) error = difference;  // NaN stays
-    if (std::isnan(error)) break;
-  }
-  EXPECT_LE(error, tolerance * largest) << what;
 }
 
 template <typename T>

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "interpreter/interpreter.h"
+#include "kernels/agreement.h"
 #include "kernels/streamed_call.h"
 
 namespace ikattn {
@@ -152,20 +153,6 @@ struct Truth {
     return 2 * x / (x * x + double{1e-3f});
   }
 };
-
-template <typename T>
-void expect_close(const std::vector<T>& got, const std::vector<double>& expected, double tolerance,
-                  const char* what) {
-  ASSERT_EQ(got.size(), expected.size());
-  double largest = 1e-30, error = 0;
-  for (size_t i = 0; i < got.size(); ++i) {
-    largest = std::max(largest, std::fabs(expected[i]));
-    const double difference = std::fabs(static_cast<double>(got[i]) - expected[i]);
-    if (!(difference <= error)) error = difference;  // NaN stays
-    if (std::isnan(error)) break;
-  }
-  EXPECT_LE(error, tolerance * largest) << what << ", of " << largest;
-}
 
 const Case kCases[] = {
     {.name = "plain"},

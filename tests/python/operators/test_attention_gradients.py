@@ -17,14 +17,7 @@ from agreement import (
     gradient_scales,
     gradients,
 )
-from samples import (
-    BY_NAME,
-    DTYPES,
-    SAMPLES,
-    Sample,
-    converted,
-    with_gradients,
-)
+from samples import BY_NAME, DTYPES, SAMPLES, Sample, converted, with_gradients
 from tiers import each_call
 
 attention = ikattn.implicit_kernel_attention

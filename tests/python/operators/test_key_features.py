@@ -341,16 +341,8 @@ def test_what_is_wrong_is_named() -> None:
         (lambda: of(w, p=torch.nan), ValueError, "p must be a finite number >= 1 or None, got nan"),
         (lambda: of(w, magnitude_scale=torch.nan), ValueError, "magnitude_scale must be finite"),
         (lambda: of(w).attend(query, no_key), ValueError, "no key was appended yet"),
-        (
-            lambda: of(w).append(key.long()),
-            TypeError,
-            "key must be floating point, got",
-        ),
-        (
-            lambda: features.attend(query[..., :7], value),
-            ValueError,
-            "B = 3 and d = 8, got",
-        ),
+        (lambda: of(w).append(key.long()), TypeError, "key must be floating point, got"),
+        (lambda: features.attend(query[..., :7], value), ValueError, "B = 3 and d = 8, got"),
         (lambda: features.attend(query[:2], value), ValueError, r"d = 8, got \[2, 2, 1, 8\]"),
         (lambda: features.attend(three_heads, value), ValueError, "the heads of w1, 2"),
         (

@@ -240,14 +240,7 @@ def test_which_kernels_says_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert backward == by_mma._replace(reason=reason)
 
 
-UNPROVEN = [
-    "causal_linear",
-    "split",
-    "weights",
-    "decoding",
-    "given_maps",
-    "streamed_maps",
-]
+UNPROVEN = ["causal_linear", "split", "weights", "decoding", "given_maps", "streamed_maps"]
 
 
 def test_no_family_is_on_that_no_gpu_has_proven(monkeypatch: pytest.MonkeyPatch) -> None:
