@@ -44,8 +44,8 @@ def test_examples_of_the_readme_run_as_shown(tmp_path, monkeypatch):
 
 
 RUN = ("analysis", "analysis_aggregation", "attribution", "batch_invariance", "calibration")
-RUN += ("comparing", "corpora", "decoding", "drop_in", "exporting", "forgetting", "large_models")
-RUN += ("packed", "spectral", "which_token")
+RUN += ("choosing", "comparing", "corpora", "decoding", "drop_in", "exporting", "forgetting")
+RUN += ("large_models", "packed", "spectral", "which_token")
 
 
 @pytest.mark.parametrize("page", RUN)
