@@ -1,4 +1,4 @@
-"""Which token of a vision-language model's prompt is which part of a picture.
+"""The parts of a picture that the tokens of a vision-language model's prompt stand for.
 
 Sizes: S tokens; h x w image tokens that cover a picture, row by row.
 """
