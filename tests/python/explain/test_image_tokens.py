@@ -29,6 +29,9 @@ EYE = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "image_size": 32, "patch_size": 4,
 }  # fmt: skip
+NAMED = {"image_token": "<image>", "video_token": "<video>", "vision_bos_token": "<begin>"}
+NAMED |= {"vision_eos_token": "<end>", "start_image_token": "<begin>", "end_image_token": "<end>"}
+NAMED |= {"context_image_token": "<image>"}
 SIDE = {"height": 32, "width": 32}
 
 
@@ -41,7 +44,7 @@ def processor_of(name: str, pictures: Any, named: dict[str, str], **options: Any
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=fast, pad_token="<pad>", unk_token="<unk>",
         additional_special_tokens=SPECIAL[2:],
-        extra_special_tokens={"image_token": "<image>", "video_token": "<video>"} | named,
+        extra_special_tokens=NAMED | named,
     )  # fmt: skip
     kind = getattr(transformers, f"{name}Processor")
     if "video_processor" in inspect.signature(kind.__init__).parameters:
@@ -51,12 +54,8 @@ def processor_of(name: str, pictures: Any, named: dict[str, str], **options: Any
         return kind(image_processor=pictures, tokenizer=tokenizer, **options)
 
 
-Family = tuple[Any, Any, dict[str, Any]]  # a processor, a config, the processor's options
-
-
-def qwen() -> Family:
+def qwen() -> Any:
     sizes = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 10000}
-    named = {"vision_bos_token": "<begin>", "vision_eos_token": "<end>"}
     pictures = transformers.Qwen2VLImageProcessor(**sizes)
     eye = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
     eye |= {"out_hidden_size": 16, "window_size": 16, "fullatt_block_indexes": []}
@@ -65,21 +64,19 @@ def qwen() -> Family:
         text_config=TEXT | {"rope_parameters": rope}, vision_config=eye, image_token_id=2,
         video_token_id=3, vision_start_token_id=4, vision_end_token_id=5,
     )  # fmt: skip
-    return processor_of("Qwen2_5_VL", pictures, named), config, {}
+    return processor_of("Qwen2_5_VL", pictures, {}), config, {}
 
 
-def intern() -> Family:
+def intern() -> Any:
     pictures = transformers.GotOcr2ImageProcessor(size=SIDE, min_patches=1, max_patches=6)
-    named = {"start_image_token": "<begin>", "end_image_token": "<end>"}
-    named["context_image_token"] = "<image>"
     config = transformers.InternVLConfig(
         text_config=TEXT | {"model_type": "qwen2"}, image_token_id=2, image_seq_length=16,
         vision_config=EYE | {"image_size": [32, 32], "patch_size": [4, 4]},
     )  # fmt: skip
-    return processor_of("InternVL", pictures, named, image_seq_length=16), config, {}
+    return processor_of("InternVL", pictures, {}, image_seq_length=16), config, {}
 
 
-def gemma() -> Family:
+def gemma() -> Any:
     named = {"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<image_soft_token>"}
     pictures = transformers.Gemma3ImageProcessor(size=SIDE)
     config = transformers.Gemma3Config(
@@ -90,7 +87,7 @@ def gemma() -> Family:
     return processor_of("Gemma3", pictures, named, image_seq_length=16), config, scan
 
 
-def llava() -> Family:
+def llava() -> Any:
     grids = [[32, 64], [64, 32], [64, 64], [32, 96]]
     sizes = {"size": {"shortest_edge": 32}, "crop_size": SIDE, "image_grid_pinpoints": grids}
     config = transformers.LlavaNextConfig(
@@ -102,17 +99,16 @@ def llava() -> Family:
     return processor_of("LlavaNext", pictures, {}, patch_size=4, **options), config, {}
 
 
-def idefics() -> Family:
+def idefics() -> Any:
     sizes = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}}
     text = TEXT | {"model_type": "llama"}
-    config = transformers.Idefics3Config(
-        text_config=text, vision_config=EYE, image_token_id=2, scale_factor=2
-    )
+    given = {"image_token_id": 2, "scale_factor": 2}
+    config = transformers.Idefics3Config(text_config=text, vision_config=EYE, **given)
     pictures = transformers.Idefics3ImageProcessor(**sizes)
     return processor_of("Idefics3", pictures, {}, image_seq_len=16), config, {}
 
 
-def built(build: Any) -> Family:
+def built(build: Any) -> Any:
     torch.manual_seed(0)
     processor, config, options = build()
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
@@ -185,8 +181,6 @@ def test_unknown_orders_are_refused() -> None:
     inputs = processor(images=[picture], text=["<image>"], return_tensors="pt")
     with pytest.raises(ValueError, match="order of the 236 tokens that LlavaNextProcessor makes"):
         image_tokens(processor, inputs, [picture])
-    with pytest.raises(ValueError, match="a recent transformers', got str"):
-        image_tokens("processor", inputs, [picture])
 
 
 def test_other_pictures_are_refused() -> None:

@@ -18,7 +18,7 @@ from ikattn.explain.attribution.texts import taken_by
 from ikattn.maps.contribution_maps import Contributions
 from ikattn.maps.layers import Batch
 from ikattn.maps.recording import Recording
-from ikattn.maps.sequences import batch_of_one, cut
+from ikattn.maps.sequences import batch_of_one, cut, size_of
 from ikattn.maps.tokens import tokens_of_ids
 from ikattn.nn.selection import Selection, describe_unseen
 from ikattn.recorder.entry import recorded
@@ -72,7 +72,15 @@ class AnalyzedModel:
             _chosen(sites, patterns)
         with doing(f"{job.model}, recorded on {loaded.trial['input_ids'].numel()} tokens"):
             recording = model._recorded(loaded.trial, patterns)
-        model.layers = _chosen(recording.names, job.layers)
+        counts = {None, *(ids.size(1) for ids in loaded.trial.values())}
+        sizes = {n: {size_of(recording[n], axis) for axis in "LS"} for n in recording.names}
+        of_text = [name for name, own in sizes.items() if own <= counts]
+        if apart := [name for name in sizes if name not in of_text]:
+            told = f"{describe_unseen(apart)} made maps of other tokens than the text's: left out"
+            warnings.warn(told, Notice, stacklevel=2)
+        if not of_text:
+            raise AnalyzeError(f"no layer of {job.model} gave maps of the text's tokens")
+        model.layers = _chosen(of_text, job.layers)
         _check_maps(job, recording, model.layers)
         return model
 
@@ -204,8 +212,9 @@ def _check_maps(job: Job, recording: Recording, names: Iterable[str]) -> None:
 
 def _max_length(job: Job, loaded: Loaded) -> int:
     """Tokens a sequence may have: as asked for, and no more than the model has positions."""
-    config = getattr(loaded.model.config, "max_position_embeddings", None)
-    limits = (loaded.positions, loaded.tokenizer.model_max_length, config)
+    names = ("max_position_embeddings", "max_seq_len")
+    told = (getattr(loaded.model.config, name, None) for name in names)
+    limits = (loaded.positions, loaded.tokenizer.model_max_length, *told)
     allowed = min(_LONGEST, *(limit for limit in limits if limit and limit > 0))
     if job.max_length is None:
         return int(allowed)

@@ -1,7 +1,4 @@
-"""The parts of a picture that the tokens of a vision-language model's prompt stand for.
-
-Sizes: S tokens; h x w image tokens that cover a picture, row by row.
-"""
+"""The parts of a picture that the tokens of a vision-language model's prompt stand for."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ def image_tokens(
         processor: Of transformers, which made ``inputs``: of Qwen-VL, GLM-V, InternVL, Gemma 3,
             SmolVLM, Idefics 3, LLaVA-NeXT, or another whose pictures are squares of tokens.
         inputs: Its ``input_ids``, ``[B, S]``; for videos its ``video_grid_thw``.
-        pictures: All pictures of the batch, in order, or lists of them. They are processed once
-            more.
+        pictures: All of the batch, in order, or lists of them; they are processed once more.
         **options: Those that the processor was called with for pictures, such as
             ``do_pan_and_scan``.
 
@@ -54,8 +50,7 @@ def image_tokens(
         in the order of the prompt.
 
     Raises:
-        ValueError: The prompt does not hold as many image tokens as the pictures make, or their
-            order is not known.
+        ValueError: The prompt holds other image tokens, or their order is not known.
 
     Example:
         >>> from types import SimpleNamespace
@@ -131,8 +126,7 @@ def _grids_of(
     """Returns the numbers of picture i's tokens in each view, ``[h, w]``; [] if not known."""
     own = processor.image_processor
     if "image_grid_thw" in numbers:
-        grid = torch.as_tensor(numbers["image_grid_thw"])[i].tolist()
-        frames = _frames(grid, own.merge_size)
+        frames = _frames(torch.as_tensor(numbers["image_grid_thw"])[i].tolist(), own.merge_size)
         return frames if sum(x.numel() for x in frames) == count else []
     if hasattr(own, "image_grid_pinpoints"):
         return _padded(processor, numbers, i, count)

@@ -189,7 +189,8 @@ def _joined(
     spans = [range(S)] * len(parts)
     if layers[name].kind == "self":
         spans = [_columns(layers, call, name) for call in calls]
-    width = max(span.stop for span in spans)
+    width = spans[-1].stop  # later columns of the calls before were taken back
+    spans = [range(span.start, min(span.stop, width)) for span in spans]
     rows = [*kept, size_of(last, "L") or 0]
 
     def joined(tensors: Sequence[Tensor], axes: str) -> Tensor:

@@ -79,7 +79,11 @@ def tokens_of_batch(
     tokenizer: Any, batch: Batch
 ) -> tuple[list[list[str]] | None, list[list[str]] | None]:
     """The tokens of a recorded call and of its decoder, without padding; None where unknown."""
-    given = (batch.input_ids, batch.input_mask), (batch.target_ids, batch.target_mask)
+    ids, mask = batch.input_ids, batch.input_mask
+    if mask is None and ids is not None and batch.target_ids is None:  # masks of pairs alone
+        told = (maps.query_padding for maps in batch.values())
+        mask = next((~x for x in told if x is not None and x.shape == ids.shape), None)
+    given = (ids, mask), (batch.target_ids, batch.target_mask)
     own, of_target = (x if x is None else tokens_of_ids(tokenizer, x, mask) for x, mask in given)
     return own, of_target
 

@@ -84,7 +84,10 @@ def decoding_cache(
             "decoding_cache: model must be a transformers PreTrainedModel, got "
             f"{type(model).__name__}"
         )
-    if kind == "state" or (kind == "auto" and tokens is not None and tokens >= _break_even(model)):
+    sources = [module for module in model.modules() if isinstance(module, Direct | Generator)]
+    # from 2 F^2 tokens on a state is faster than features
+    enough = max((8.0 * source.num_frequencies**2 for source in sources), default=float("inf"))
+    if kind == "state" or (kind == "auto" and tokens is not None and tokens >= enough):
         try:
             configs = _configs_of_kernels(model)
             from ikattn.integrations.transformers._layers import StateCache
@@ -106,12 +109,6 @@ def layer_of(key: Tensor, kind: str) -> Any:
     reference = LAYERS[kind].get(key)
     layer = None if reference is None else reference()
     return layer if layer is not None and layer.handed is key else None
-
-
-def _break_even(model: nn.Module) -> float:
-    """Returns from how many tokens on a state is faster than features, 2 F^2."""
-    sources = [module for module in model.modules() if isinstance(module, Direct | Generator)]
-    return max((8.0 * source.num_frequencies**2 for source in sources), default=float("inf"))
 
 
 def _configs_of_kernels(model: Any) -> list[Any]:
