@@ -100,17 +100,19 @@ def main() -> None:
     for old in raw.glob("*.whl"):
         old.unlink()
     date = run("git", "log", "-1", "--format=%ct").strip()
+    dated = {"SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH", date)}
     run(
         *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"),
         *("--wheel-dir", raw, ROOT),
         IKATTN_TORCHS=";".join(folders),
         WITH_CUDA=str(int(asked.cuda)),
-        SOURCE_DATE_EPOCH=os.environ.get("SOURCE_DATE_EPOCH", date),
+        **dated,
     )
     (wheel,) = raw.glob("*.whl")
     platform = platform_of(wheel, asked.plat)
     (name,) = run(
-        sys.executable, "-m", "wheel", "tags", "--platform-tag", platform, "--remove", wheel
+        *(sys.executable, "-m", "wheel", "tags", "--platform-tag", platform, "--remove", wheel),
+        **dated,
     ).splitlines()
     asked.out.mkdir(parents=True, exist_ok=True)
     final = (raw / name).rename(asked.out / name)
