@@ -104,8 +104,16 @@ class PlacedAttention(Attention):
         reaches = reach * 4.0 ** (torch.arange(heads) / max(1, heads - 1))
         self.register_buffer("token", math.sqrt(dim) / reaches[:, None, None], persistent=False)
 
-    def _implicit(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    def _implicit(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        log_decay: Tensor | None = None,
+    ) -> Tensor:
         assert self.spectral is not None
+        assert log_decay is None
         bias = None
         if self.magnitude is not None:
             bias = self.magnitude(k, hidden)

@@ -211,7 +211,12 @@ class Attention(nn.Module):
         return normed.transpose(1, 2)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, log_decay: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        log_decay: Tensor | None = None,
     ) -> Tensor:
         kind, causal = self.kernel.kind, self.causal
         if kind == "implicit":
@@ -226,7 +231,12 @@ class Attention(nn.Module):
         return linear_attention(kind, q, k, v, hidden, causal)
 
     def _implicit(
-        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, log_decay: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        log_decay: Tensor | None = None,
     ) -> Tensor:
         assert self.spectral is not None
         bias = None if hidden is None else as_key_bias(hidden, k)
