@@ -38,7 +38,7 @@ from torch.nn import functional as F
 import ikattn
 from command_line import add_options, check_options, parser_of, run_program
 from comparison import spread
-from pretrained_sentences import MiniLm
+from pretrained_sentences import MiniLm, linear_classifier
 from sentences import read
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -265,19 +265,7 @@ def classifier_of(minilm: MiniLm, corpus: Corpus) -> Tensor:
     """Fits a logistic regression to the original's embeddings of sentences; its weights, [D]."""
     original = Embedder(minilm, ARMS[0])
     vectors = torch.stack([original.embed(sentence) for sentence in corpus.probe])
-    weight = torch.zeros(vectors.size(1) + 1, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], max_iter=100)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        logits = 10 * vectors @ weight[:-1] + weight[-1]
-        loss = F.binary_cross_entropy_with_logits(logits, corpus.probe_labels.to(logits))
-        loss = loss + 1e-3 * weight.square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return weight.detach()[:-1]
+    return linear_classifier(vectors, corpus.probe_labels)[:-1]
 
 
 def rows_of(path: Path | None) -> list[Result]:

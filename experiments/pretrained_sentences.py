@@ -173,23 +173,26 @@ def quality(minilm: MiniLm, model: Any, texts: Texts) -> Quality:
 def probe_accuracy(minilm: MiniLm, model: Any, texts: Texts) -> float:
     """Returns the accuracy of a logistic regression on embeddings, in per cent."""
     training, test = (minilm.embed(model, part) for part in (texts.probe, texts.test))
-    weight = torch.zeros(training.size(1) + 1, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], max_iter=100)
+    weight = linear_classifier(training, texts.probe_labels)
+    right = (10 * test @ weight[:-1] + weight[-1] > 0) == texts.test_labels.bool()
+    return 100 * right.double().mean().item()
 
-    def logits(x: Tensor) -> Tensor:
-        return 10 * x @ weight[:-1] + weight[-1]
+
+def linear_classifier(vectors: Tensor, labels: Tensor) -> Tensor:
+    """Fits weights and bias [D + 1] of a logistic regression to 10 times unit vectors [B, D]."""
+    weight = torch.zeros(vectors.size(1) + 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight], max_iter=100)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        labels = texts.probe_labels.to(training)
-        loss = F.binary_cross_entropy_with_logits(logits(training), labels)
+        logits = 10 * vectors @ weight[:-1] + weight[-1]
+        loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits))
         loss = loss + 1e-3 * weight.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    right = (logits(test).detach() > 0) == texts.test_labels.bool()
-    return 100 * right.double().mean().item()
+    return weight.detach()
 
 
 def attention_share(model: Any, length: int = 512, rounds: int = 3) -> tuple[float, float]:

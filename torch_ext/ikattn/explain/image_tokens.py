@@ -38,7 +38,7 @@ def image_tokens(
     ``scores[..., view.tokens]`` is ``[..., h, w]``, which :func:`plot_patches` draws.
 
     Args:
-        processor: Of transformers, which made ``inputs``: of Qwen-VL, GLM-V, InternVL, Gemma 3,
+        processor: Of transformers, which made ``inputs``: of Qwen-VL, InternVL, Gemma 3,
             SmolVLM, Idefics 3, LLaVA-NeXT, or another whose pictures are squares of tokens.
         inputs: Its ``input_ids``, ``[B, S]``; for videos its ``video_grid_thw``.
         pictures: All of the batch, in order, or lists of them; they are processed once more.
@@ -76,7 +76,7 @@ def image_tokens(
         flat: Any = image_utils.make_flat_list_of_images(given)
         named = {**getattr(processor, "images_kwargs", {}), **options}
         numbers = processor.image_processor(images=flat, **named)
-        # With Gemma 3, image_token_id is the token before a picture.
+        # The image_token_id of Gemma 3 is the token before a picture.
         own, known = processor.image_token_id, processor.image_token_ids
         token = own if own in known else known[0]
         text = processor.tokenizer.convert_ids_to_tokens(token)
